@@ -1,0 +1,262 @@
+"""Every record that crosses a process border between router, decode workers and prefill workers.
+
+Typed structs, encoded as MessagePack by msgspec and carried as bytes on gRPC streams: a frame is a list of records,
+checked against these types when it is decoded. Apart from sockets, tensors and decisions; the public API is protobuf
+(`protos/`). Unknown fields are ignored and new ones get defaults, so neighbours of different versions still talk.
+"""
+
+from typing import Any
+
+import msgspec
+
+from engine.types import BlockId, FinishReason, Incarnation, RequestId, RequestRecord
+
+
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Base of all records; the class name is the tag on the wire."""
+
+
+# ---- who a worker is, and how it fares ------------------------------------------------------------------------------
+
+
+class WorkerInfo(Record, kw_only=True):
+    """What a worker says of itself when somebody connects."""
+
+    name: str
+    role: str  # "prefill" | "decode"
+    incarnation: Incarnation
+    address: str  # host:port of its gRPC server
+    model: str
+    fingerprint: str  # weights, dtype and KV layout: peers must agree on it
+    block_size: int
+    blocks: int
+    context_tokens: int
+    pid: int
+    host: str
+
+
+class Load(Record, kw_only=True):
+    """A worker's state after a step; also its heartbeat: `step` proves that the engine runs."""
+
+    step: int
+    free_blocks: int
+    cached_blocks: int
+    active_blocks: int
+    reserved_blocks: int
+    quarantined_blocks: int
+    waiting_requests: int = 0
+    waiting_tokens: int = 0  # uncached prompt tokens not computed yet (prefill)
+    running_requests: int = 0
+    s_per_token: float = 0.0  # prefill: measured; decode: seconds per step
+    s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
+    evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
+
+
+# ---- router -> decode worker ----------------------------------------------------------------------------------------
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    name: str
+    address: str
+
+
+class Place(Record, kw_only=True):
+    """Run `record`; its prompt is prefilled by `prefill`."""
+
+    record: RequestRecord
+    placement: int
+    prefill: PeerAddress
+
+
+class Cancel(Record):
+    """The client left (CANCELLED) or its time is over (DEADLINE)."""
+
+    request: RequestId
+    placement: int
+    reason: FinishReason
+
+
+class Finish(Record):
+    """The router found a stop string: the request ended well after `tokens_kept` output tokens."""
+
+    request: RequestId
+    placement: int
+    tokens_kept: int
+
+
+RouterRecord = Place | Cancel | Finish
+
+
+# ---- decode worker -> router ----------------------------------------------------------------------------------------
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a request failed: `code` is the name of a gRPC status code, `field` the request field at fault, if any."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request cost, on the decode worker's clock. Seconds; the stages are those of docs/architecture.md."""
+
+    stages: dict[str, float] = {}
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    decode_cached_tokens: int = 0
+    migrated_blocks: int = 0
+    migrated_bytes: int = 0
+    migration_s: float = 0.0  # first offer received to last block verified
+    transport: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+class Accepted(Record):
+    request: RequestId
+    placement: int
+    cached_tokens: int
+
+
+class Refused(Record):
+    """No room now. The router keeps the request in its line and offers it again when a report shows room."""
+
+    request: RequestId
+    placement: int
+    blocks_needed: int
+
+
+class Tokens(Record):
+    """Output tokens `index ..` of a request (0 is the first token after the prompt)."""
+
+    request: RequestId
+    placement: int
+    index: int
+    ids: list[int]
+
+
+class Ended(Record, kw_only=True):
+    request: RequestId
+    placement: int
+    reason: FinishReason
+    stats: RequestStats
+    fault: Fault | None = None
+
+
+DecodeRecord = WorkerInfo | Accepted | Refused | Tokens | Ended | Load
+
+
+# ---- decode worker <-> prefill worker: the handoff --------------------------------------------------------------------
+
+
+class Handoff(msgspec.Struct, frozen=True, order=True):
+    """The name every handoff message carries. The router mints request and placement, the decode worker `attempt`."""
+
+    request: RequestId
+    placement: int
+    attempt: int
+    decode: Incarnation
+    prefill: Incarnation
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer reaches a worker's KV memory. `details` belongs to the transport named here and to nobody else."""
+
+    transport: str
+    details: dict[str, Any] = {}
+
+
+class Hello(Record, kw_only=True):
+    """First record in either direction: who speaks, how its memory is laid out and how it can be reached."""
+
+    info: WorkerInfo
+    layout: dict[str, Any]
+    endpoint: Endpoint
+    protocol: int = 1
+    digest: str = "xxh3-64"
+
+
+class StartPrefill(Record, kw_only=True):
+    """Prefill `record`; blocks `[have_tokens // block_size, ..)` of its prompt are wanted."""
+
+    handoff: Handoff
+    record: RequestRecord
+    have_tokens: int
+
+
+class Landed(Record):
+    """Chunk `seq` has been copied and verified: its source blocks will not be read again for this handoff."""
+
+    handoff: Handoff
+    seq: int
+
+
+class Stop(Record):
+    """The receiver wants no more, and no read of its own is outstanding: every source block may be unpinned."""
+
+    handoff: Handoff
+
+
+DecodeToPrefill = Hello | StartPrefill | Landed | Stop
+
+
+class BlockOffer(msgspec.Struct, frozen=True):
+    """One finished block: `index` is its position in the sequence, `generation` the source block's at the time."""
+
+    source: BlockId
+    generation: int
+    index: int
+    tokens: int  # valid tokens in it
+    digest: int
+
+
+class Offer(Record):
+    """Blocks of one chunk, ready to be read (shm) or on their way (tcp)."""
+
+    handoff: Handoff
+    seq: int
+    blocks: list[BlockOffer]
+
+
+class FirstToken(Record, kw_only=True):
+    """Prefill is done. `chunks` offers were or will be made in all; the durations are on the prefill worker's clock."""
+
+    handoff: Handoff
+    token: int
+    chunks: int
+    queue_s: float
+    run_s: float
+    cached_tokens: int
+
+
+class PrefillFailed(Record):
+    """The prefill worker gave up; it will offer nothing more for this handoff."""
+
+    handoff: Handoff
+    fault: Fault
+
+
+PrefillToDecode = Hello | Offer | FirstToken | PrefillFailed
+
+PrefillReport = WorkerInfo | Load
+"""Prefill worker -> router, on the Watch stream."""
+
+
+# ---- frames -----------------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(records: list[Record]) -> bytes:
+    """One frame: a list of records as bytes."""
+    return _encoder.encode(records)
+
+
+decode_router_frame = msgspec.msgpack.Decoder(list[RouterRecord]).decode
+decode_decode_frame = msgspec.msgpack.Decoder(list[DecodeRecord]).decode
+decode_to_prefill_frame = msgspec.msgpack.Decoder(list[DecodeToPrefill]).decode
+decode_from_prefill_frame = msgspec.msgpack.Decoder(list[PrefillToDecode]).decode
+decode_report_frame = msgspec.msgpack.Decoder(list[PrefillReport]).decode
+"""Each raises `msgspec.ValidationError` or `msgspec.DecodeError` on a frame that is not of its types."""

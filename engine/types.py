@@ -1,0 +1,69 @@
+"""The vocabulary every package shares: ids, sampling parameters and the request record. No logic, no torch."""
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+BlockId = NewType("BlockId", int)
+Incarnation = NewType("Incarnation", int)
+"""A random 64-bit number drawn when a process starts: two lives of one worker name never share it."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; also the `outcome` label of the request counters."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    REJECTED = "rejected"
+    ERROR = "error"
+
+
+class FieldError(ValueError):
+    """The caller's fault: `field` names the offending request field, the message says what is allowed."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class TooLongError(FieldError):
+    """A prompt (with the room its answer needs) that the model's context cannot hold."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. `temperature` 0 is greedy; 0 for `top_k` and 1.0 for `top_p` switch them off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All that any worker needs to run, or to resume, a request. It travels whole in every placement.
+
+    `tokens[:prompt_tokens]` is the prompt; what follows are tokens already emitted by an earlier placement, which are
+    history: they count for penalties and limits and are never sampled again. Random draws are keyed by
+    (seed, sample_index, absolute position), so there is no sampler state to carry.
+    """
+
+    request: RequestId
+    tokens: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    sampling: SamplingParams = SamplingParams()
+    sample_index: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    namespace: bytes = b""
+    remaining_s: float | None = None
+    """Time left to the caller's deadline when the record was sent: a duration, since clocks are never compared."""

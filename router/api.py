@@ -1,0 +1,70 @@
+"""What a caller asks of the router and what comes back, whatever front it came through (gRPC or HTTP)."""
+
+import msgspec
+
+from engine.messages import RequestStats
+from engine.types import FinishReason, SamplingParams
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One request for text. `prompt` is plain text, a chat, or token ids. None means: the server's default."""
+
+    prompt: str | list[ChatMessage] | list[int]
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    sampling: SamplingParams = SamplingParams()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    request_id: str = ""
+    tenant: str = ""
+    timeout_s: float | None = None
+
+
+class Started(msgspec.Struct, frozen=True):
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """New output. `text` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a request that ended well. `stages` of `stats` holds all nine stages and `unattributed`, in seconds."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    stats: RequestStats
+    ttft_s: float
+    itl_mean_s: float
+    itl_p99_s: float
+    e2e_s: float
+    stop_matched: str = ""
+
+
+GenerateEvent = Started | Delta | Finished
+
+
+class ApiError(Exception):
+    """Any request that ends badly. `code` is the name of a gRPC status code; `field` names the request field at fault."""
+
+    def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,97 @@
+"""The contract every KV transport fulfils.
+
+A transport moves whole blocks between this process's pool and a peer's. Only the process that owns a pool writes to it:
+`recv` lands bytes by the receiver's own hand, whatever the wire. The contract is symmetric even where the hardware is
+one-sided: for every move the sender posts `send` and the receiver posts `recv`, in the same order per pair. Deadlines,
+retries and chunking live above it, in `transfer.migration`; digests in `transfer.digest`; the thread that drives it in
+`transfer.mover`. A transport is used by that one thread alone and owns no thread of its own.
+"""
+
+from enum import Enum
+from typing import NewType, Protocol
+
+import msgspec
+
+from engine.messages import Endpoint, Handoff
+from engine.types import BlockId, Incarnation
+
+Ticket = NewType("Ticket", int)
+"""Names one posted send or receive until `poll` reports its end."""
+
+
+class TransferError(Exception):
+    """A transport could not do what was asked; the attempt fails, the worker lives."""
+
+
+class StaleBlockError(TransferError):
+    """The source block's generation moved on: its bytes are somebody else's by now."""
+
+
+class Move(msgspec.Struct, frozen=True):
+    """The blocks of one chunk. On the sending side `local` are its source blocks, on the receiving side its target
+    blocks; `remote` are the peer's blocks with the generations they must still have (receiving side only)."""
+
+    handoff: Handoff
+    seq: int
+    local: tuple[BlockId, ...]
+    remote: tuple[tuple[BlockId, int], ...] = ()
+
+
+class Outcome(Enum):
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Completion(msgspec.Struct, frozen=True):
+    ticket: Ticket
+    outcome: Outcome
+    error: str = ""
+
+
+class KVMemory(Protocol):
+    """A worker's pool, as a transport sees it: bytes by block. `engine.kv.paged.PagedKV` fulfils it."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int:
+        """The memfd that backs the pool, or -1. File layout: one page-aligned header, then the blocks (see PagedKV)."""
+
+    def block(self, block: BlockId) -> memoryview:
+        """A writable flat byte view of one block."""
+
+    def generation(self, block: BlockId) -> int:
+        """How often the block has been handed out; advanced by the owner before each reuse."""
+
+
+class Transport(Protocol):
+    name: str
+    reads_remotely: bool
+    """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the
+    receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is proof."""
+
+    def describe(self) -> Endpoint:
+        """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
+
+    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
+        """Make a peer reachable. Raises TransferError."""
+
+    def send(self, peer: Incarnation, move: Move) -> Ticket:
+        """Post a send; never blocks."""
+
+    def recv(self, peer: Incarnation, move: Move) -> Ticket:
+        """Post a receive; never blocks."""
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Make progress and return what has ended, waiting at most `timeout_s` for the first."""
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Stop a transfer. True is proof: from now on nothing of it touches local memory, and its completion is
+        reported as CANCELLED by the next `poll`. False: it has already ended, its completion is or will be reported."""
+
+    def disconnect(self, peer: Incarnation) -> None:
+        """Forget a peer; its outstanding transfers fail."""
+
+    def close(self) -> None: ...
