@@ -57,7 +57,7 @@ class KVMemory(Protocol):
 
     @property
     def fd(self) -> int:
-        """The memfd that backs the pool, or -1. File layout: one page-aligned header, then the blocks (see PagedKV)."""
+        """The memfd that backs the pool, or -1. Its file layout is told in `engine.kv.paged`."""
 
     def block(self, block: BlockId) -> memoryview:
         """A writable flat byte view of one block."""
