@@ -33,6 +33,7 @@ class WorkerInfo(Record, kw_only=True):
     context_tokens: int
     pid: int
     host: str
+    metrics_address: str = ""
 
 
 class Load(Record, kw_only=True):

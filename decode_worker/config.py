@@ -1,0 +1,15 @@
+"""What a decode worker is told."""
+
+import msgspec
+
+from engine.config import EngineConfig
+from transfer.config import TransferConfig
+
+
+class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    max_batch: int = 32
+    """Most requests in one decode step."""
+    max_handoffs: int = 16
+    """Most open handoffs; past it the worker says no, and the router offers again."""

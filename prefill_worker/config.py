@@ -1,0 +1,16 @@
+"""What a prefill worker is told."""
+
+import msgspec
+
+from engine.config import EngineConfig
+from transfer.config import TransferConfig
+
+
+class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    chunk_tokens: int = 128
+    """Token budget of one step, shared by the prompts in progress."""
+    fairness_tokens_per_s: float = 300.0
+    """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth."""
+    max_waiting: int = 1024
