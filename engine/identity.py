@@ -1,0 +1,70 @@
+"""Block identities: who a KV block is, wherever it lies.
+
+An identity names a block's whole past: it chains BLAKE2b-128 over the identity of the block before
+it and its own tokens, from a root that is keyed with the namespace and covers the model's
+fingerprint and the adapter. So equal identities mean equal KV contents, identities form a prefix
+tree, and whoever does not know a namespace can neither name nor probe its blocks: every identity
+below the root depends on it.
+
+Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its
+input, so a partly filled block never shares an identity with a full one.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+IDENTITY_BYTES = 16
+_TOKEN_BYTES = 4
+_KEY_BYTES = 64  # BLAKE2b's longest key
+_ROOT = b"headrace root"
+_NAMESPACE = b"headrace space"
+_BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
+
+
+def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
+    """The parent of every first block: 16 bytes that depend on all three arguments.
+
+    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights, dtype and
+    KV layout.
+    """
+    if len(namespace) > _KEY_BYTES:
+        namespace = blake2b(namespace, person=_NAMESPACE).digest()
+    keyed = blake2b(key=namespace, digest_size=IDENTITY_BYTES, person=_ROOT)
+    for part in (fingerprint.encode(), adapter.encode()):
+        keyed.update(len(part).to_bytes(8, "little"))
+        keyed.update(part)
+    return keyed.digest()
+
+
+def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The identity of the block that holds `tokens` after `parent`: a full or a partly filled one.
+
+    Raises OverflowError for a token outside 0 .. 2**32 - 1.
+    """
+    block = _BLOCK.copy()
+    block.update(parent + _packed(tokens))
+    return block.digest()
+
+
+def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Identities of a sequence's full blocks, in order; a partly filled last one is left out."""
+    packed = _packed(tokens)
+    stride = block_size * _TOKEN_BYTES
+    identities = []
+    parent = root
+    new = _BLOCK.copy
+    for start in range(0, len(packed) - stride + 1, stride):
+        block = new()
+        block.update(parent + packed[start : start + stride])
+        parent = block.digest()
+        identities.append(parent)
+    return identities
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    words = array("I", tokens)
+    if sys.byteorder == "big":  # peers of either byte order must agree
+        words.byteswap()
+    return words.tobytes()
