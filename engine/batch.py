@@ -1,0 +1,70 @@
+"""The tensors of one step: what the runner makes of a plan, and all that a forward pass may look at."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.types import BlockId
+
+ROW_MULTIPLE = 4
+"""Products over a multiple of four rows give each row the same bits whatever the other rows are (CPU, 32-bit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's part of a step: compute `tokens` at positions `start ..`; `blocks` cover all up to their end."""
+
+    tokens: list[int]
+    start: int
+    blocks: list[BlockId]
+    want_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Flat tensors of one step. Rows are padded to a multiple of four with token 0 at position 0, whose K/V is not
+    written and whose attention output is zero; logit rows are padded by repeating the last."""
+
+    tokens: Tensor  # int64 [padded rows]
+    positions: Tensor  # int64 [padded rows]
+    logit_rows: Tensor  # int64 [padded logit rows]: which rows' logits are wanted
+    slots: Tensor  # int64 [rows]: block * block_size + offset of each new token
+    query_counts: list[int]  # per sequence: new rows
+    context_lens: list[int]  # per sequence: tokens after this step
+    block_tables: list[Tensor]  # per sequence: int64 [blocks]
+    rows: int
+    logits: int
+
+    @staticmethod
+    def build(slices: list[SequenceSlice], block_size: int) -> "ForwardBatch":
+        """Lay the slices out one after the other. At least one slice, each with at least one token."""
+        tokens: list[int] = []
+        positions: list[Tensor] = []
+        slots: list[Tensor] = []
+        tables: list[Tensor] = []
+        wanted: list[int] = []
+        for piece in slices:
+            end = piece.start + len(piece.tokens)
+            table = torch.tensor(piece.blocks[: -(-end // block_size)], dtype=torch.int64)
+            span = torch.arange(piece.start, end)
+            tokens += piece.tokens
+            positions.append(span)
+            slots.append(table[span // block_size] * block_size + span % block_size)
+            tables.append(table)
+            if piece.want_logits:
+                wanted.append(len(tokens) - 1)
+        rows = len(tokens)
+        padding = -rows % ROW_MULTIPLE
+        logit_rows = wanted + wanted[-1:] * (-len(wanted) % ROW_MULTIPLE)
+        return ForwardBatch(
+            tokens=torch.tensor(tokens + [0] * padding, dtype=torch.int64),
+            positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            slots=torch.cat(slots),
+            query_counts=[len(piece.tokens) for piece in slices],
+            context_lens=[piece.start + len(piece.tokens) for piece in slices],
+            block_tables=tables,
+            rows=rows,
+            logits=len(wanted),
+        )

@@ -1,0 +1,99 @@
+"""The CPU kernels against their references: odd sizes, shuffled blocks, poison wherever nobody may read."""
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.kv_write import plan_kv_write, write_kv
+from kernels.paged_attention import paged_attention, plan_attention
+
+HEADS = [(4, 4), (3, 1), (9, 3), (8, 2), (16, 2), (6, 1)]
+
+
+def _case(heads: int, kv_heads: int, block_size: int, spans: list[tuple[int, int]], layers: int = 2):
+    """A pool whose unused rows are NaN, with `spans` of (new rows, context) on shuffled blocks."""
+    torch.manual_seed(heads * 100 + kv_heads * 10 + block_size)
+    need = [-(-context // block_size) for _, context in spans]
+    blocks = sum(need) + 3
+    order = torch.randperm(blocks)
+    pool = torch.full((blocks, kv_heads, layers, 2, block_size, 8), float("nan"))
+    tables, at = [], 0
+    for (_, context), n in zip(spans, need, strict=True):
+        table = order[at : at + n]
+        at += n
+        for t in range(context):
+            pool[table[t // block_size], :, :, :, t % block_size] = torch.randn(kv_heads, layers, 2, 8)
+        tables.append(table)
+    rows = sum(count for count, _ in spans)
+    return torch.randn(rows + 2, heads, 8), pool, tables
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_equals_the_reference(heads: int, kv_heads: int, block_size: int) -> None:
+    """Guards head grouping, block order, the causal diagonal and the cut at the last valid row."""
+    spans = [(1, 1), (1, 17), (5, 5), (3, 22), (7, 39)]
+    q, pool, tables = _case(heads, kv_heads, block_size, spans)
+    counts, contexts = [c for c, _ in spans], [n for _, n in spans]
+    plan = plan_attention(counts, contexts, tables, pool, heads)
+    for layer in range(2):
+        out = paged_attention(q, pool, layer, plan, torch.zeros_like(q))
+        want = reference.paged_attention(q, pool, layer, counts, contexts, tables)
+        rows = sum(counts)
+        torch.testing.assert_close(out[:rows].double(), want[:rows], atol=2e-6, rtol=1e-5)
+        assert not out[rows:].any(), "padding rows were written"
+
+
+def test_result_is_independent_of_the_rest_of_the_batch() -> None:
+    """Guards recovery and parity: a sequence's bits must not depend on its neighbours."""
+    spans = [(1, 33), (6, 40), (1, 7)]
+    q, pool, tables = _case(9, 3, 16, spans)
+    together = paged_attention(
+        q, pool, 1, plan_attention([1, 6, 1], [33, 40, 7], tables, pool, 9), torch.zeros_like(q)
+    )
+    start = 0
+    for (count, context), table in zip(spans, tables, strict=True):
+        alone = paged_attention(
+            q[start : start + count].clone(),
+            pool,
+            1,
+            plan_attention([count], [context], [table], pool, 9),
+            torch.zeros(count, 9, 8),
+        )
+        assert torch.equal(alone, together[start : start + count])
+        start += count
+
+
+def test_physical_block_order_does_not_matter() -> None:
+    """Guards the gather: moving blocks around the pool must not change one bit."""
+    q, pool, tables = _case(9, 3, 4, [(1, 30), (4, 19)])
+    before = paged_attention(q, pool, 0, plan_attention([1, 4], [30, 19], tables, pool, 9), torch.zeros_like(q))
+    move = torch.randperm(pool.shape[0])
+    moved = torch.empty_like(pool)
+    moved[move] = pool
+    after = paged_attention(
+        q, moved, 0, plan_attention([1, 4], [30, 19], [move[t] for t in tables], moved, 9), torch.zeros_like(q)
+    )
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_write_equals_the_reference_and_touches_nothing_else(block_size: int) -> None:
+    """Guards slot arithmetic: one wrong stride lands a row in a neighbour's head or layer."""
+    torch.manual_seed(7)
+    pool = torch.full((9, 3, 2, 2, block_size, 8), float("nan"))
+    want = pool.clone()
+    slots = torch.randperm(9 * block_size)[:7]
+    k, v = torch.randn(9, 3, 8), torch.randn(9, 3, 8)
+    write_kv(k, v, pool, 1, plan_kv_write(slots, pool))
+    reference.write_kv(k[:7], v[:7], want, 1, slots)
+    assert torch.equal(pool.nan_to_num(99.0), want.nan_to_num(99.0))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, pool, tables = _case(9, 3, 4, [(1, 4)])
+    plan = plan_attention([1], [4], tables, pool, 9)
+    with pytest.raises(ValueError, match="do not fit"):
+        paged_attention(q[:, :, :4], pool, 0, plan, q)
+    with pytest.raises(ValueError, match="layer 2"):
+        paged_attention(q, pool, 2, plan, q)
