@@ -1,0 +1,203 @@
+"""What the router and the workers count. Names, units and buckets are those of docs/architecture.md.
+
+`worker` is a stable slot name, never an address or an incarnation; no request id and no tenant is
+ever a label. Every known combination exists from the start, so a fresh cluster shows zeros instead
+of no data. The methods are called from one thread at a time per family and only add numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from telemetry.families import Families
+
+OUTCOMES = ("stop", "length", "cancelled", "deadline", "rejected", "error")
+STAGES = (
+    "admit",
+    "route",
+    "reserve",
+    "prefill_queue",
+    "prefill_run",
+    "migrate",
+    "decode_queue",
+    "decode_run",
+    "stream_out",
+    "unattributed",
+)
+BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
+DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
+MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
+TRANSPORTS = ("loopback", "shm", "tcp")
+DROPPED_KINDS = ("duplicate", "invalid", "late", "unknown")
+
+# fmt: off
+TTFT_BUCKETS_S = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+)
+ITL_BUCKETS_S = (
+    .0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .05, .075, .1, .2, .5, 1, 5,
+)
+E2E_BUCKETS_S = tuple(0.01 * 2**power for power in range(16))
+STAGE_BUCKETS_S = (
+    .0001, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 300,
+)
+MIGRATION_BUCKETS_S = (.0002, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)
+DECISION_BUCKETS_S = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .05)
+STEP_BUCKETS_S = (.001, .002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5)
+# fmt: on
+
+
+class RouterMetrics:
+    """The families of a router: requests as their callers saw them, and its own decisions."""
+
+    def __init__(self, model: str, worker: str = "router") -> None:
+        self._families = families = Families(model=model, pool="router", worker=worker)
+        self._requests = families.counter(
+            "requests_total", "Requests ended, by outcome.", outcome=OUTCOMES
+        )
+        self._ttft = families.histogram(
+            "request_ttft_seconds", "Arrival to first output token.", TTFT_BUCKETS_S
+        )[()]
+        self._itl = families.histogram(
+            "request_itl_seconds", "Gaps between output tokens of one request.", ITL_BUCKETS_S
+        )[()]
+        self._e2e = families.histogram(
+            "request_e2e_seconds", "Arrival to the end of the answer.", E2E_BUCKETS_S
+        )[()]
+        self._stages = families.histogram(
+            "request_stage_seconds",
+            "Time of a request in each stage; the stages add up to its end-to-end time.",
+            STAGE_BUCKETS_S,
+            stage=STAGES,
+        )
+        self._decision = families.histogram(
+            "router_decision_seconds", "Time to choose the workers.", DECISION_BUCKETS_S
+        )[()]
+        self._decisions = families.counter(
+            "router_decisions_total", "Placements, by main reason.", reason=DECISION_REASONS
+        )
+        self._expected = families.counter(
+            "router_expected_hit_tokens_total", "Prefix tokens expected to be cached."
+        )[()]
+        self._actual = families.counter(
+            "router_actual_hit_tokens_total", "Prefix tokens that were reused."
+        )[()]
+        self._dropped = families.counter(
+            "dropped_records_total", "Records ignored, by kind.", kind=DROPPED_KINDS
+        )
+
+    def request(
+        self,
+        outcome: str,
+        ttft_s: float | None,
+        itl_s: Sequence[float],
+        e2e_s: float,
+        stages: Mapping[str, float],
+    ) -> None:
+        """A request ended. `ttft_s` is None if no token came; `stages` are seconds by stage name."""
+        self._requests[outcome].inc()
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
+        for gap_s in itl_s:
+            self._itl.observe(gap_s)
+        self._e2e.observe(e2e_s)
+        for stage, stage_s in stages.items():
+            self._stages[stage].observe(stage_s)
+
+    def decision(self, seconds: float, reason: str) -> None:
+        """Workers were chosen for a request."""
+        self._decision.observe(seconds)
+        self._decisions[reason].inc()
+
+    def hits(self, expected_tokens: int, actual_tokens: int) -> None:
+        """What the router believed to be cached for a request, and what its workers reused."""
+        self._expected.inc(expected_tokens)
+        self._actual.inc(actual_tokens)
+
+    def dropped(self, kind: str) -> None:
+        """A record was ignored."""
+        self._dropped[kind].inc()
+
+    def render(self) -> bytes:
+        """All families in the Prometheus text format."""
+        return self._families.render()
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
+        return self._families.serve(host, port)
+
+    def close(self) -> None:
+        self._families.close()
+
+
+class WorkerMetrics:
+    """The families of a prefill or decode worker (`pool`): tokens, blocks and migrations."""
+
+    def __init__(self, model: str, worker: str, pool: str) -> None:
+        self._families = families = Families(model=model, pool=pool, worker=worker)
+        self._prompt = families.counter(
+            "prompt_tokens_total",
+            "Prompt tokens, by where their KV came from.",
+            source=("computed", "prefix_hit"),
+        )
+        self._generated = families.counter("generated_tokens_total", "Tokens sampled.")[()]
+        self._blocks = families.gauge(
+            "kv_blocks", "KV blocks by state; the states add up to the pool.", state=BLOCK_STATES
+        )
+        self._migration = families.histogram(
+            "kv_migration_seconds",
+            "First offer received to last block verified.",
+            MIGRATION_BUCKETS_S,
+        )[()]
+        self._bytes = families.counter("kv_migration_bytes_total", "KV bytes received.")[()]
+        self._migrations = families.counter(
+            "kv_migrations_total",
+            "Migrations ended.",
+            outcome=MIGRATION_OUTCOMES,
+            transport=TRANSPORTS,
+        )
+        self._step = families.histogram("step_seconds", "Time of an engine step.", STEP_BUCKETS_S)[
+            ()
+        ]
+        self._batch = families.gauge("batch_tokens", "Tokens in the latest engine step.")[()]
+        self._dropped = families.counter(
+            "dropped_records_total", "Records ignored, by kind.", kind=DROPPED_KINDS
+        )
+
+    def blocks(self, states: Mapping[str, int]) -> None:
+        """The pool's blocks by state, as of now."""
+        for state, count in states.items():
+            self._blocks[state].set(count)
+
+    def prompt_tokens(self, computed: int, prefix_hit: int) -> None:
+        """A prompt was prefilled: so many of its tokens computed, so many found in the cache."""
+        self._prompt["computed"].inc(computed)
+        self._prompt["prefix_hit"].inc(prefix_hit)
+
+    def generated(self, tokens: int) -> None:
+        self._generated.inc(tokens)
+
+    def migration(self, outcome: str, transport: str, seconds: float, nbytes: int) -> None:
+        """A migration ended. Its time and bytes count whatever the outcome."""
+        self._migrations[outcome, transport].inc()
+        self._migration.observe(seconds)
+        self._bytes.inc(nbytes)
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """The engine ran one step over `tokens` tokens."""
+        self._batch.set(tokens)
+        self._step.observe(seconds)
+
+    def dropped(self, kind: str) -> None:
+        """A record was ignored."""
+        self._dropped[kind].inc()
+
+    def render(self) -> bytes:
+        """All families in the Prometheus text format."""
+        return self._families.render()
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
+        return self._families.serve(host, port)
+
+    def close(self) -> None:
+        self._families.close()
