@@ -1,0 +1,123 @@
+"""Reference-counted block ids. Integers only: it knows nothing of tokens, tensors or requests.
+
+    FREE --allocate--> ACTIVE or RESERVED      RESERVED --landed--> ACTIVE
+    ACTIVE --last release--> CACHED (kept: still indexed) or FREE
+    CACHED --retain--> ACTIVE      CACHED --recycle--> FREE
+    ACTIVE, RESERVED --quarantine--> QUARANTINED --last release--> CACHED or FREE
+
+Every block is in exactly one state, so free + cached + active + reserved + quarantined == total, always.
+"""
+
+from collections import Counter
+from enum import StrEnum
+
+from engine.types import BlockId
+
+
+class BlockState(StrEnum):
+    FREE = "free"
+    CACHED = "cached"
+    """Nobody holds it, its content is still indexed: evictable."""
+    ACTIVE = "active"
+    RESERVED = "reserved"
+    """Held as the target of a migration: content is still to land."""
+    QUARANTINED = "quarantined"
+    """Its request is over, but a peer may still read it: not reusable until that is settled."""
+
+
+class BlockPool:
+    """Mutable state, all of it: `_free`, `_states`, `_refs`, `_generations`, `_counts`. Owner: the engine thread."""
+
+    def __init__(self, blocks: int) -> None:
+        if blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {blocks}")
+        self.total = blocks
+        self._free = [BlockId(b) for b in range(blocks - 1, -1, -1)]
+        self._states = [BlockState.FREE] * blocks
+        self._refs = [0] * blocks
+        self._generations = [0] * blocks
+        self._counts = Counter({state: 0 for state in BlockState})
+        self._counts[BlockState.FREE] = blocks
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def state(self, block: BlockId) -> BlockState:
+        return self._states[block]
+
+    def refs(self, block: BlockId) -> int:
+        return self._refs[block]
+
+    def generation(self, block: BlockId) -> int:
+        """How often the block has been allocated. The memory's header mirrors it for readers in other processes."""
+        return self._generations[block]
+
+    def counts(self) -> dict[str, int]:
+        return {state.value: self._counts[state] for state in BlockState}
+
+    def allocate(self, count: int, state: BlockState = BlockState.ACTIVE) -> list[BlockId]:
+        """Hand out `count` free blocks with one reference each, under a new generation. Raises IndexError if there are
+        fewer: making room is the manager's business."""
+        if count > len(self._free):
+            raise IndexError(f"{count} blocks wanted, {len(self._free)} free")
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._refs[block] = 1
+            self._generations[block] += 1
+            self._move(block, BlockState.FREE, state)
+        return blocks
+
+    def retain(self, block: BlockId) -> None:
+        """One more holder of a cached, active or quarantined block."""
+        state = self._states[block]
+        if state is BlockState.CACHED:
+            self._move(block, state, BlockState.ACTIVE)
+        elif state not in (BlockState.ACTIVE, BlockState.QUARANTINED):
+            raise ValueError(f"block {block} is {state}: it cannot be shared")
+        self._refs[block] += 1
+
+    def release(self, block: BlockId, keep: bool) -> bool:
+        """One holder less. With the last one gone the block is cached (`keep`) or free; then True is returned."""
+        if self._refs[block] < 1:
+            raise ValueError(f"block {block} is released more often than it was held")
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return False
+        self._move(block, self._states[block], BlockState.CACHED if keep else BlockState.FREE)
+        if not keep:
+            self._free.append(block)
+        return True
+
+    def landed(self, block: BlockId) -> None:
+        self._move(block, BlockState.RESERVED, BlockState.ACTIVE)
+
+    def quarantine(self, block: BlockId) -> None:
+        if self._refs[block] < 1:
+            raise ValueError(f"block {block} is held by nobody")
+        self._move(block, self._states[block], BlockState.QUARANTINED)
+
+    def recycle(self, block: BlockId) -> None:
+        """A cached block leaves the index."""
+        self._move(block, BlockState.CACHED, BlockState.FREE)
+        self._free.append(block)
+
+    def _move(self, block: BlockId, old: BlockState, new: BlockState) -> None:
+        if self._states[block] is not old:
+            raise ValueError(f"block {block} is {self._states[block]}, not {old}")
+        self._states[block] = new
+        self._counts[old] -= 1
+        self._counts[new] += 1
+
+    def check(self) -> None:
+        """Recompute the conservation law and every count."""
+        recount = Counter(self._states)
+        assert sum(recount.values()) == self.total
+        assert all(recount[state] == self._counts[state] for state in BlockState), self
+        assert len(self._free) == len(set(self._free)) == recount[BlockState.FREE]
+        for block, state in enumerate(self._states):
+            held = state in (BlockState.ACTIVE, BlockState.RESERVED, BlockState.QUARANTINED)
+            assert held == (self._refs[block] > 0), (block, state, self._refs[block])
+
+    def __repr__(self) -> str:
+        return "BlockPool(" + ", ".join(f"{n} {state}" for state, n in self.counts().items()) + ")"

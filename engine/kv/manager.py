@@ -1,0 +1,221 @@
+"""KV memory as schedulers see it: leases on blocks, composed of a block pool and a radix cache.
+
+A lease is one request's hold on the blocks of its sequence:
+
+    block table   [ matched: shared, read-only | new: this lease's own ... ]
+    tokens        [ cached_tokens            | to be computed or received | room to grow (promised) ]
+
+Matched blocks are shared by reference count. A boundary block that matches partly is copied on write: the first own
+block starts as a copy (`copies`) and counts into `cached_tokens`. Room to grow is a promise, not blocks: cached blocks
+stay cached until the room is really needed, and the promise guarantees that they can be evicted then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.radix_cache import Node, RadixCache
+from engine.types import BlockId
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Mutable; owned by the scheduler that acquired it, changed by the manager only."""
+
+    blocks: list[BlockId]
+    cached_tokens: int
+    copies: list[tuple[BlockId, BlockId]]
+    """(source, target) block copies to be made before the first step; then call `KVCacheManager.copied`."""
+    promised: int
+    cursor: Node
+    """Deepest committed node."""
+    path: list[Node]
+    """Committed nodes, one per leading block; a node of another block is held as well."""
+    released: bool = field(default=False)
+
+
+class KVCacheManager:
+    """Owner: the engine thread. Expected shortage is None or False, never an exception."""
+
+    def __init__(self, blocks: int, block_size: int, fingerprint: str) -> None:
+        self.pool = BlockPool(blocks)
+        self.cache = RadixCache(block_size, fingerprint)
+        self.block_size = block_size
+        self._promised = 0
+        self._handed_out: list[BlockId] = []
+        self._evicted: list[bytes] = []
+
+    # what there is
+
+    @property
+    def available(self) -> int:
+        """Blocks that a new lease could have: free or evictable, and promised to nobody."""
+        return self.pool.free + self.cache.idle - self._promised
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def matched_tokens(self, namespace: bytes, tokens: Sequence[int], limit: int) -> int:
+        """How many of `tokens[:limit]` are cached, to the token."""
+        match = self.cache.match(namespace, tokens, limit)
+        return len(match.nodes) * self.block_size + match.partial_tokens
+
+    # leases
+
+    def acquire(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        *,
+        match_limit: int,
+        room_tokens: int,
+        grow_tokens: int = 0,
+        migrating: bool = False,
+    ) -> Lease | None:
+        """A lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
+
+        At most `match_limit` leading tokens are taken from the cache. `migrating`: only whole blocks are reused, and
+        new blocks are RESERVED until `landed`. None when there is no room; then nothing has changed.
+        """
+        match = self.cache.match(namespace, tokens, match_limit)
+        partial = None if migrating else match.partial
+        shared = [node.block for node in match.nodes]
+        new = self.blocks_for(room_tokens) - len(shared)
+        promised = max(0, self.blocks_for(grow_tokens) - self.blocks_for(room_tokens))
+        room = self.available - sum(map(self._is_idle, shared)) - new - promised
+        if partial is not None and room < self._is_idle(partial.block):
+            partial = None  # the copy's source is the very block that is needed
+        if room < 0:
+            return None
+        for block in shared:
+            self._hold(block)
+        copies: list[tuple[BlockId, BlockId]] = []
+        cached = len(shared) * self.block_size
+        if partial is not None:
+            self._hold(partial.block)
+        own = self._allocate(new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
+        if partial is not None:
+            copies.append((partial.block, own[0]))
+            cached += match.partial_tokens
+        self._promised += promised
+        return Lease(
+            blocks=shared + own,
+            cached_tokens=cached,
+            copies=copies,
+            promised=promised,
+            cursor=match.nodes[-1] if match.nodes else match.root,
+            path=list(match.nodes),
+        )
+
+    def extend(self, lease: Lease, tokens: int) -> None:
+        """Blocks for `tokens` tokens, out of the lease's promise. Raises ValueError beyond it."""
+        missing = self.blocks_for(tokens) - len(lease.blocks)
+        if missing <= 0:
+            return
+        if missing > lease.promised:
+            raise ValueError(f"{missing} blocks wanted, {lease.promised} promised")
+        lease.promised -= missing
+        self._promised -= missing
+        lease.blocks += self._allocate(missing, BlockState.ACTIVE)
+
+    def copied(self, lease: Lease) -> None:
+        """The lease's copies have been made: their sources are let go."""
+        for source, _ in lease.copies:
+            self._let_go(source)
+        lease.copies = []
+
+    def landed(self, lease: Lease) -> None:
+        """Everything a migrating lease waited for has landed and is verified."""
+        for block in lease.blocks:
+            if self.pool.state(block) is BlockState.RESERVED:
+                self.pool.landed(block)
+
+    def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
+        """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far. `tail`
+        also indexes a partly filled last block: only when the sequence will not be written again."""
+        size = self.block_size
+        last = len(tokens) if tail else len(tokens) - len(tokens) % size
+        for start in range(len(lease.path) * size, last, size):
+            block = lease.blocks[start // size]
+            node = self.cache.insert(lease.cursor, tuple(tokens[start : min(start + size, last)]), block)
+            if node.block != block and self._is_idle(node.block):
+                self.pool.recycle(self.cache.rebind(node, block))
+            elif node.block != block:
+                self._hold(node.block)
+            lease.path.append(node)
+            lease.cursor = node
+
+    def quarantine(self, lease: Lease) -> None:
+        """The request is over, but a peer may still read these blocks: they stay held, and are shown as such, until
+        the lease is released. Blocks that others hold too stay active."""
+        for block in lease.blocks:
+            if self.pool.refs(block) == 1:
+                self.pool.quarantine(block)
+
+    def release(self, lease: Lease) -> None:
+        """Let everything go, tail first. What is indexed stays cached, the rest is free."""
+        if lease.released:
+            raise ValueError("a lease is released once")
+        lease.released = True
+        self.copied(lease)
+        self._promised -= lease.promised
+        lease.promised = 0
+        for at in range(len(lease.blocks) - 1, -1, -1):
+            block = lease.blocks[at]
+            self._let_go(block)
+            if at < len(lease.path) and lease.path[at].block != block:
+                self._let_go(lease.path[at].block)
+
+    # what the shell must know
+
+    def take_handed_out(self) -> list[BlockId]:
+        """Blocks allocated since the last call: their generation in memory must be advanced before they are written."""
+        taken, self._handed_out = self._handed_out, []
+        return taken
+
+    def take_evicted(self) -> list[bytes]:
+        """Identities that left the cache since the last call."""
+        taken, self._evicted = self._evicted, []
+        return taken
+
+    def check(self) -> None:
+        """Recompute every invariant of pool and cache and of what joins them."""
+        self.pool.check()
+        self.cache.check()
+        assert 0 <= self._promised <= self.pool.free + self.cache.idle, self
+        cached = 0
+        for node in self.cache.nodes():
+            state = self.pool.state(node.block)
+            assert state is not BlockState.FREE and state is not BlockState.RESERVED
+            cached += state is BlockState.CACHED
+            if state is not BlockState.CACHED and node.parent is not None and node.parent.block >= 0:
+                assert self.pool.state(node.parent.block) is not BlockState.CACHED or self.pool.refs(
+                    node.block
+                ), "a held block's parent is held"
+        assert cached == self.cache.idle == self.pool.counts()["cached"]
+
+    def __repr__(self) -> str:
+        return f"KVCacheManager({self.pool!r}, {self._promised} promised)"
+
+    # the joint between pool and cache
+
+    def _is_idle(self, block: BlockId) -> bool:
+        return self.pool.state(block) is BlockState.CACHED
+
+    def _hold(self, block: BlockId) -> None:
+        self.pool.retain(block)
+        self.cache.occupy(block)
+
+    def _let_go(self, block: BlockId) -> None:
+        keep = self.cache.holds(block)
+        if self.pool.release(block, keep) and keep:
+            self.cache.let_go(block)
+
+    def _allocate(self, count: int, state: BlockState) -> list[BlockId]:
+        while self.pool.free < count:
+            node = self.cache.evict()
+            self._evicted.append(node.identity)
+            self.pool.recycle(node.block)
+        blocks = self.pool.allocate(count, state)
+        self._handed_out += blocks
+        return blocks

@@ -1,0 +1,186 @@
+"""Block pool, radix cache and leases: by example, then against a naive model under random use."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.manager import KVCacheManager, Lease
+
+
+def _run(kv: KVCacheManager, tokens: list[int], grow: int = 0, tail: bool = True) -> Lease:
+    """A request that computes all its tokens and commits them."""
+    lease = kv.acquire(b"", tokens, match_limit=len(tokens) - 1, room_tokens=len(tokens), grow_tokens=grow)
+    assert lease is not None
+    kv.commit(lease, tokens, tail=tail)
+    kv.check()
+    return lease
+
+
+def test_an_illegal_move_of_a_block_is_refused() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1, BlockState.RESERVED)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.retain(block)
+    pool.release(block, keep=False)
+    with pytest.raises(ValueError, match="more often than it was held"):
+        pool.release(block, keep=False)
+    with pytest.raises(IndexError):
+        pool.allocate(3)
+    assert pool.counts() == {"free": 2, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0}
+
+
+def test_reuse_is_exact_to_the_token() -> None:
+    """Guards the boundary block: two prompts that share 17 tokens reuse 17, by copy, and never write a shared block."""
+    kv = KVCacheManager(16, 16, "m")
+    kv.release(_run(kv, list(range(40))))
+    other = [*range(17), *range(100, 120)]
+    lease = kv.acquire(b"", other, match_limit=len(other) - 1, room_tokens=len(other))
+    assert lease is not None and lease.cached_tokens == 17
+    ((source, target),) = lease.copies
+    assert target == lease.blocks[1] != source
+    assert kv.pool.refs(source) == 1 and kv.pool.refs(lease.blocks[0]) == 1
+    kv.copied(lease)
+    assert kv.pool.state(source) is BlockState.CACHED
+    kv.release(lease)
+    kv.check()
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    kv = KVCacheManager(8, 16, "m")
+    kv.release(_run(kv, list(range(32))))
+    lease = kv.acquire(b"", list(range(32)), match_limit=31, room_tokens=32)
+    assert lease is not None and lease.cached_tokens == 31 and len(lease.copies) == 1
+    kv.release(lease)
+    kv.check()
+
+
+def test_a_migrating_lease_reuses_whole_blocks_and_reserves_the_rest() -> None:
+    kv = KVCacheManager(8, 16, "m")
+    kv.release(_run(kv, list(range(40))))
+    lease = kv.acquire(b"", list(range(60)), match_limit=59, room_tokens=60, migrating=True)
+    assert lease is not None and lease.cached_tokens == 32 and not lease.copies
+    assert kv.pool.counts()["reserved"] == 2
+    kv.landed(lease)
+    assert kv.pool.counts()["reserved"] == 0
+    kv.release(lease)
+    kv.check()
+
+
+def test_promised_room_cannot_be_taken_by_others() -> None:
+    """Guards the deadlock of a batch that was admitted and then cannot grow."""
+    kv = KVCacheManager(8, 16, "m")
+    first = kv.acquire(b"", list(range(16)), match_limit=15, room_tokens=16, grow_tokens=16 * 6)
+    assert first is not None and kv.available == 2
+    assert kv.acquire(b"", list(range(50, 98)), match_limit=47, room_tokens=48) is None
+    second = _run(kv, list(range(50, 80)))
+    kv.release(second)
+    kv.extend(first, 16 * 6)
+    assert len(first.blocks) == 6
+    with pytest.raises(ValueError, match="promised"):
+        kv.extend(first, 16 * 7)
+    kv.release(first)
+    kv.check()
+
+
+def test_the_least_recently_used_tail_goes_first() -> None:
+    kv = KVCacheManager(4, 4, "m")
+    kv.release(_run(kv, [1, 2, 3, 4, 5, 6, 7, 8]))
+    kv.release(_run(kv, [9, 9, 9, 9, 8, 8, 8, 8]))
+    kv.release(_run(kv, [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert len(kv.take_evicted()) == 1
+    assert kv.matched_tokens(b"", [9] * 4 + [8] * 4, 8) == 4
+    assert kv.matched_tokens(b"", [1, 2, 3, 4, 5, 6, 7, 8], 8) == 8
+
+
+def test_namespaces_never_share() -> None:
+    kv = KVCacheManager(8, 4, "m")
+    kv.release(_run(kv, [1, 2, 3, 4, 5]))
+    assert kv.matched_tokens(b"other", [1, 2, 3, 4, 5], 5) == 0
+    assert kv.matched_tokens(b"", [1, 2, 3, 4, 5], 5) == 5
+
+
+def test_two_that_compute_the_same_keep_the_tree_sound() -> None:
+    """Guards an indexed child under a parent nobody holds: the second's own copy of block 0 is a duplicate."""
+    kv = KVCacheManager(12, 4, "m")
+    tokens = list(range(12))
+    leases = [kv.acquire(b"", tokens, match_limit=11, room_tokens=12) for _ in range(2)]
+    first, second = (lease for lease in leases if lease is not None)
+    kv.commit(first, tokens[:4])
+    kv.release(first)
+    kv.commit(second, tokens)
+    kv.check()
+    kv.release(_run(kv, list(range(100, 132))))
+    kv.check()
+    kv.release(second)
+    kv.check()
+
+
+class Leases(RuleBasedStateMachine):
+    """Random requests over a tiny vocabulary: every invariant after every step, and matches against a naive model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCacheManager(12, 4, "m")
+        self.live: list[tuple[Lease, list[int], bool]] = []
+        self.seen: set[tuple[int, ...]] = set()
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        grow=st.integers(0, 8),
+        migrating=st.booleans(),
+    )
+    def acquire(self, tokens: list[int], grow: int, migrating: bool) -> None:
+        before = self.kv.pool.counts()
+        match = self.kv.matched_tokens(b"", tokens, len(tokens) - 1)
+        lease = self.kv.acquire(
+            b"",
+            tokens,
+            match_limit=len(tokens) - 1,
+            room_tokens=len(tokens),
+            grow_tokens=len(tokens) + grow,
+            migrating=migrating,
+        )
+        if lease is None:
+            assert self.kv.pool.counts() == before
+            return
+        assert lease.cached_tokens <= match <= len(tokens) - 1
+        assert tuple(tokens[: lease.cached_tokens]) in self.seen or lease.cached_tokens == 0
+        assert len(lease.blocks) == -(-len(tokens) // 4)
+        self.live.append((lease, list(tokens), migrating))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.live) - 1))
+        lease, tokens, migrating = self.live.pop(at)
+        if migrating and data.draw(st.booleans()):
+            self.kv.release(lease)  # stopped before it landed
+            return
+        self.kv.landed(lease)
+        self.kv.copied(lease)
+        grown = data.draw(st.lists(st.integers(0, 1), max_size=lease.promised * 4))
+        self.kv.extend(lease, len(tokens) + len(grown))
+        tokens += grown
+        self.kv.commit(lease, tokens, tail=data.draw(st.booleans()))
+        self.seen.update(tuple(tokens[:n]) for n in range(len(tokens) + 1))
+        if data.draw(st.booleans()):
+            self.kv.quarantine(lease)
+            self.kv.check()
+        self.kv.release(lease)
+
+    @invariant()
+    def sound(self) -> None:
+        self.kv.check()
+
+    def teardown(self) -> None:
+        for lease, _, _ in self.live:
+            self.kv.release(lease)
+        self.kv.check()
+        counts = self.kv.pool.counts()
+        assert counts["free"] + counts["cached"] == 12
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
