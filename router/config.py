@@ -1,0 +1,31 @@
+"""What the router is told."""
+
+import msgspec
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    """0 takes a free port."""
+    http_port: int = 8000
+    """0 takes a free port, -1 means no HTTP front."""
+    policy: str = "least-cost"
+    """`least-cost` or `round-robin`."""
+    seed: int = 0
+    """Of the generator that breaks ties between workers; it never touches sampling."""
+    max_waiting: int = 256
+    """Requests that may wait for room; the next one is refused with `retry_after_s`."""
+    retry_after_s: float = 1.0
+    default_max_tokens: int = 512
+    max_message_bytes: int = 4 * 1024 * 1024
+    max_prompt_bytes: int = 1024 * 1024
+    tokenize_inline_bytes: int = 8 * 1024
+    """Longer text is tokenized in a thread, so that it does not hold up other requests."""
+    worker_silent_s: float = 10.0
+    """A worker that has not reported for this long gets no new requests."""
+    unplaceable_s: float = 10.0
+    """How long requests wait while no worker is left that could take them."""
+    conversation_tokens: int = 1_000_000
+    """Token ids remembered of finished chats, so that follow-up turns begin with them."""
+    namespace_key: str = ""
+    """Keys the cache namespaces of tenants; give every router of one cluster the same."""

@@ -1,0 +1,154 @@
+"""Which pair of workers gets a request.
+
+`LeastCost` takes the smallest predicted time to first token, a sum of named terms in seconds:
+
+    queue(prefill) + uncached_tokens · s_per_token(prefill)
+    + missing_blocks · s_per_block(prefill → decode) + pressure(decode)
+
+Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+ASSUMED_S_PER_TOKEN = 1 / 500
+ASSUMED_S_PER_BLOCK = 1e-3
+"""Taken until a worker has measured its own. Between unmeasured workers only their ratio counts."""
+
+_RESOLUTION_DIGITS = 6  # costs that differ by less than a microsecond are ties
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request asks for. `blocks` covers its prompt and the room its answer may need."""
+
+    prompt_tokens: int
+    prompt_blocks: int
+    blocks: int
+
+
+class PrefillView(msgspec.Struct, frozen=True):
+    """A prefill worker as one request sees it. `queue_tokens` are uncached and not computed yet."""
+
+    name: str
+    cached_tokens: int
+    queue_tokens: int
+    s_per_token: float
+    outstanding: int
+
+
+class DecodeView(msgspec.Struct, frozen=True):
+    """A decode worker as one request sees it. `used_blocks` are those that no eviction frees."""
+
+    name: str
+    cached_blocks: int
+    used_blocks: int
+    blocks: int
+    s_per_step: float
+    s_per_block: dict[str, float]
+    outstanding: int
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Predicted time to first token by term, in seconds."""
+
+    queue_s: float
+    compute_s: float
+    move_s: float
+    pressure_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.compute_s + self.move_s + self.pressure_s
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`reason` is "affinity" if either worker was believed to hold some of the prompt."""
+
+    prefill: PrefillView
+    decode: DecodeView
+    cost: Cost
+    reason: str
+
+
+class RoutingPolicy(Protocol):
+    def choose(
+        self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
+    ) -> Choice | None:
+        """The pair for a request among workers that may take it; None if a side is empty."""
+
+
+def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
+    """The predicted time to first token on one pair.
+
+    Pressure is the decode worker's step time, scaled by the share of its pool that is in use and
+    by the requests that share a step: what a new request waits for and slows down.
+    """
+    s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
+    s_per_block = decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
+    busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
+    return Cost(
+        prefill.queue_tokens * s_per_token,
+        max(demand.prompt_tokens - prefill.cached_tokens, 1) * s_per_token,
+        max(demand.prompt_blocks - decode.cached_blocks, 0) * s_per_block,
+        decode.s_per_step * (busy + decode.outstanding / 8),
+    )
+
+
+def _reason(prefill: PrefillView, decode: DecodeView) -> str:
+    return "affinity" if prefill.cached_tokens or decode.cached_blocks else "load"
+
+
+class LeastCost:
+    """The pair with the least predicted cost; ties go to the least outstanding work, then by lot."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def choose(
+        self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
+    ) -> Choice | None:
+        best: list[tuple[PrefillView, DecodeView, Cost]] = []
+        best_key = (float("inf"), 0)
+        for prefill in prefills:
+            for decode in decodes:
+                priced = cost(demand, prefill, decode)
+                work = prefill.outstanding + decode.outstanding
+                key = (round(priced.total_s, _RESOLUTION_DIGITS), work)
+                if key < best_key:
+                    best, best_key = [], key
+                if key == best_key:
+                    best.append((prefill, decode, priced))
+        if not best:
+            return None
+        prefill, decode, priced = best[0] if len(best) == 1 else self._random.choice(best)
+        return Choice(prefill, decode, priced, _reason(prefill, decode))
+
+
+class RoundRobin:
+    """Every worker in turn, blind to caches and load: the baseline to compare with."""
+
+    def __init__(self) -> None:
+        self._last_prefill = ""
+        self._last_decode = ""
+
+    def choose(
+        self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
+    ) -> Choice | None:
+        if not prefills or not decodes:
+            return None
+        prefill = min(prefills, key=lambda view: (view.name <= self._last_prefill, view.name))
+        decode = min(decodes, key=lambda view: (view.name <= self._last_decode, view.name))
+        self._last_prefill, self._last_decode = prefill.name, decode.name
+        return Choice(prefill, decode, cost(demand, prefill, decode), "load")
+
+
+def make_policy(name: str, seed: int) -> RoutingPolicy:
+    """The policy a config names. Raises ValueError for an unknown name."""
+    if name == "least-cost":
+        return LeastCost(Random(seed))
+    if name == "round-robin":
+        return RoundRobin()
+    raise ValueError(f"policy must be 'least-cost' or 'round-robin', not {name!r}")
