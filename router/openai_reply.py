@@ -1,0 +1,239 @@
+"""What the two OpenAI routes answer: JSON bodies, stream chunks, and errors in OpenAI's envelope. Pure.
+
+A streamed answer follows OpenAI: `usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its
+own with no choices. The `headrace` object (stages, migration, workers) is always there, in the last chunk.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from router.api import ApiError, Finished
+
+_STATUS: dict[str, tuple[int, str]] = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "invalid_request_error"),
+    "DEADLINE_EXCEEDED": (408, "timeout_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (499, "cancelled"),
+    "INTERNAL": (500, "server_error"),
+    "UNAVAILABLE": (503, "server_error"),
+}
+_CODES = {"OUT_OF_RANGE": "context_length_exceeded", "NOT_FOUND": "model_not_found"}
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Place(msgspec.Struct):
+    worker: str
+    cached_tokens: int
+
+
+class Migration(msgspec.Struct):
+    blocks: int
+    bytes: int
+    seconds: float
+    transport: str
+
+
+class Timing(msgspec.Struct):
+    """Seconds. `stages` are those of docs/architecture.md, with what none of them covers as `unattributed`."""
+
+    ttft_s: float
+    itl_mean_s: float
+    itl_p99_s: float
+    e2e_s: float
+    stages: dict[str, float]
+
+
+class Headrace(msgspec.Struct):
+    """What this server adds to OpenAI's answer: where the request ran, what moved, and where its time went."""
+
+    request_id: str
+    prefill: Place
+    decode: Place
+    migration: Migration
+    timing: Timing
+    stop_matched: str
+
+
+class ChatText(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] | msgspec.UnsetType = "assistant"
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    message: ChatText | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: None = None
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """A whole answer, or one chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    headrace: Headrace | msgspec.UnsetType = msgspec.UNSET
+
+
+class Writer:
+    """Writes the answer to one request. Holds what every chunk repeats; `created` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        chat: bool,
+        include_usage: bool,
+        return_token_ids: bool,
+    ) -> None:
+        self.request_id = request_id
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        self._model = model
+        self._created = created
+        self._chat = chat
+        self._include_usage = include_usage
+        self._return_token_ids = return_token_ids
+        self._first = True
+
+    def whole(self, text: str, token_ids: tuple[int, ...], end: Finished) -> bytes:
+        choice = Choice(finish_reason=end.reason.value)
+        if self._chat:
+            choice.message = ChatText(text, refusal=None)
+        else:
+            choice.text = text
+        if self._return_token_ids:
+            choice.token_ids = token_ids
+        kind = "chat.completion" if self._chat else "text_completion"
+        return msgspec.json.encode(self._reply(kind, [choice], usage(end), self._headrace(end)))
+
+    def delta(self, text: str, token_ids: tuple[int, ...]) -> bytes:
+        """One event of new output, or nothing where the client asked for text and there is none yet."""
+        if not text and not (self._return_token_ids and token_ids):
+            return b""
+        choice = Choice()
+        if not self._chat:
+            choice.text = text
+        elif self._first:
+            choice.delta = ChatText(text)
+        else:
+            choice.delta = ChatText(text, role=msgspec.UNSET)
+        if self._return_token_ids:
+            choice.token_ids = token_ids
+        self._first = False
+        return self._chunk([choice], None, None)
+
+    def last(self, end: Finished) -> bytes:
+        """The finish reason, the usage if asked for, and the end mark."""
+        choice = Choice(finish_reason=end.reason.value)
+        if not self._chat:
+            choice.text = ""
+        else:
+            choice.delta = {"role": "assistant"} if self._first else {}
+        headrace = self._headrace(end)
+        if not self._include_usage:
+            return self._chunk([choice], None, headrace) + DONE
+        return self._chunk([choice], None, None) + self._chunk([], usage(end), headrace) + DONE
+
+    def _chunk(self, choices: list[Choice], use: Usage | None, headrace: Headrace | None) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return event(
+            self._reply(kind, choices, use if self._include_usage else msgspec.UNSET, headrace)
+        )
+
+    def _reply(
+        self,
+        kind: str,
+        choices: list[Choice],
+        use: Usage | msgspec.UnsetType | None,
+        headrace: Headrace | None,
+    ) -> Reply:
+        return Reply(
+            id=self._id,
+            object=kind,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=use,
+            headrace=msgspec.UNSET if headrace is None else headrace,
+        )
+
+    def _headrace(self, end: Finished) -> Headrace:
+        stats = end.stats
+        return Headrace(
+            request_id=self.request_id,
+            prefill=Place(stats.prefill_worker, stats.prefill_cached_tokens),
+            decode=Place(stats.decode_worker, stats.decode_cached_tokens),
+            migration=Migration(
+                stats.migrated_blocks, stats.migrated_bytes, stats.migration_s, stats.transport
+            ),
+            timing=Timing(end.ttft_s, end.itl_mean_s, end.itl_p99_s, end.e2e_s, stats.stages),
+            stop_matched=end.stop_matched,
+        )
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see traffic."""
+
+
+def event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def usage(end: Finished) -> Usage:
+    return Usage(
+        prompt_tokens=end.prompt_tokens,
+        completion_tokens=end.output_tokens,
+        total_tokens=end.prompt_tokens + end.output_tokens,
+        prompt_tokens_details=CachedTokens(end.cached_tokens),
+    )
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    status: int
+    envelope: dict[str, dict[str, str | None]]
+    headers: dict[str, str]
+
+
+def error_reply(error: ApiError) -> ErrorReply:
+    """The HTTP form of an error. A code that is not of docs/http.md's table is our own fault, hence 500."""
+    status, kind = _STATUS.get(error.code, _STATUS["INTERNAL"])
+    message = error.message
+    if error.field and error.field not in message:
+        message = f"{error.field}: {message}"
+    code = _CODES.get(error.code, error.code.lower())
+    headers = {}
+    if status in (429, 503) and (status == 429 or error.retry_after_s is not None):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    return ErrorReply(status, envelope(message, kind, error.field or None, code), headers)
+
+
+def envelope(
+    message: str, kind: str, param: str | None, code: str
+) -> dict[str, dict[str, str | None]]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
