@@ -39,13 +39,30 @@ def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> N
         pool[slot // block_size, :, layer, 1, slot % block_size] = v[t]
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox 4x32 (Salmon et al. 2011): four 32-bit words that depend on counter and key alone."""
-    word = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & word, (p0 >> 32) ^ c3 ^ k1, p0 & word
-        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
-    return c0, c1, c2, c3
+
+def sample(logits: Tensor, uniform: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
+    """See `kernels.sampling`, on Python floats."""
+    values = [x / temperature for x in logits.double().tolist()]
+    if 0 < top_k < len(values):
+        kth = sorted(values, reverse=True)[top_k - 1]
+        values = [x if x >= kth else -math.inf for x in values]
+    top = max(values)
+    weights = [math.exp(x - top) for x in values]
+    total = sum(weights)
+    probs = [w / total for w in weights]
+    if top_p < 1.0:
+        kept, mass = set(), 0.0
+        for at in sorted(range(len(probs)), key=lambda i: -probs[i]):
+            if mass < top_p:
+                kept.add(at)
+            mass += probs[at]
+        probs = [p if at in kept else 0.0 for at, p in enumerate(probs)]
+    if min_p > 0.0:
+        floor = min_p * max(probs)
+        probs = [p if p >= floor else 0.0 for p in probs]
+    goal, mass = uniform * sum(probs), 0.0
+    for at, p in enumerate(probs):
+        mass += p
+        if mass > goal:
+            return at
+    return max(at for at, p in enumerate(probs) if p)

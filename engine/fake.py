@@ -1,0 +1,66 @@
+"""A runner without a model, for tests and trials: its next token depends on every KV byte of the sequence.
+
+The KV of token t at position p is a pattern of (t, p, head, layer, K or V); the next token is a hash of all KV bytes
+read back through the block table. A block that is misplaced, stale, cut short or mixed up becomes a wrong token.
+`fake_next` computes the same from the tokens alone.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.step import StepPlan
+
+
+def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
+    """uint8 `[kv_heads, layers, 2, row_bytes]`: the KV rows of one token."""
+    rows = layout.kv_heads * layout.layers * 2
+    words = np.arange(rows * layout.row_bytes // 2, dtype=np.uint64)
+    mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= np.uint64((token * 1_000_003 + position * 7919 + 17) % (1 << 63))
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    return (
+        (mixed >> np.uint64(40))
+        .astype(np.uint16)
+        .view(np.uint8)
+        .reshape(layout.kv_heads, layout.layers, 2, layout.row_bytes)
+    )
+
+
+def fake_next(tokens: Sequence[int], layout: KVLayout, vocab: int) -> int:
+    """The token after `tokens`, computed without any KV memory."""
+    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    return _hash(rows, vocab)
+
+
+def _hash(rows: np.ndarray, vocab: int) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).tobytes()) % vocab
+
+
+class FakeRunner:
+    """Fulfils `engine.runner.Runner`. `vocab` bounds the tokens it makes."""
+
+    def __init__(self, kv: PagedKV, vocab: int = 257) -> None:
+        self.kv = kv
+        self._vocab = vocab
+        layout = kv.layout
+        raw = kv.tensor.view(torch.uint8).numpy()
+        self._bytes = raw.reshape(*layout.pool_shape(kv.blocks)[:-1], layout.row_bytes)
+
+    def run(self, plan: StepPlan) -> list[int]:
+        self.kv.copy(list(plan.copies))
+        size = self.kv.layout.block_size
+        drawn = []
+        for row in plan.rows:
+            for at in range(row.start, row.end):
+                pattern = kv_pattern(row.tokens[at], at, self.kv.layout)
+                self._bytes[row.blocks[at // size], :, :, :, at % size] = pattern
+            if row.draw:
+                table = [row.blocks[at // size] for at in range(row.end)]
+                offsets = [at % size for at in range(row.end)]
+                drawn.append(_hash(self._bytes[table, :, :, :, offsets], self._vocab))
+        return drawn

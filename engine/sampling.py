@@ -1,0 +1,68 @@
+"""From a step's logits to its tokens: one draw per wanted row, as each request's record says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.types import RequestRecord
+from kernels.sampling import draw, penalize, philox_uniform, probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The token after `tokens` (prompt and output so far) of a request. `banned` ids may not be drawn here: the end
+    of the text before `min_tokens`."""
+
+    record: RequestRecord
+    tokens: Sequence[int]
+    banned: tuple[int, ...] = ()
+
+
+def sample(logits: Tensor, draws: list[Draw]) -> list[int]:
+    """`logits` float32 `[>= draws, vocab]`, row i for draw i. Greedy rows are taken together."""
+    best = logits[: len(draws)].argmax(-1).tolist()
+    return [
+        token if _is_plain_greedy(want) else _draw_one(logits[row], want)
+        for row, (token, want) in enumerate(zip(best, draws, strict=True))
+    ]
+
+
+def _is_plain_greedy(want: Draw) -> bool:
+    params = want.record.sampling
+    return params.temperature == 0.0 and not want.banned and not _has_penalties(want)
+
+
+def _has_penalties(want: Draw) -> bool:
+    params = want.record.sampling
+    return bool(
+        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    )
+
+
+def _draw_one(logits: Tensor, want: Draw) -> int:
+    record, params = want.record, want.record.sampling
+    if _has_penalties(want):
+        seen = torch.tensor(want.tokens, dtype=torch.int64)
+        logits = penalize(
+            logits,
+            seen,
+            seen[record.prompt_tokens :],
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
+    if want.banned:
+        logits = logits.clone()
+        logits[list(want.banned)] = float("-inf")
+    if params.temperature == 0.0:
+        return int(logits.argmax())
+    probs = probabilities(
+        logits,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+    return draw(probs, philox_uniform(record.seed, record.sample_index, len(want.tokens)))

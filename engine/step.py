@@ -1,0 +1,37 @@
+"""What a scheduler asks of a runner: one step over a mixed batch. Plain data, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.types import BlockId, RequestId, RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: compute the KV of `tokens[start:end]` (one token: decode; more: a chunk of a
+    prompt). With `draw`, also the token that follows `tokens[:end]`, then all of the sequence; `banned` may not be it.
+
+    `blocks` is the sequence's block table; it covers `end` tokens. `tokens` and `blocks` are the scheduler's own lists:
+    to be read during the step, never kept."""
+
+    request: RequestId
+    record: RequestRecord
+    tokens: Sequence[int]
+    start: int
+    end: int
+    blocks: Sequence[BlockId]
+    draw: bool
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """`copies` (source, target) of whole blocks are made first, in order; then `rows` run as one batch."""
+
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    number: int = field(default=0)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(row.end - row.start for row in self.rows)
