@@ -1,0 +1,126 @@
+"""What the router core is told, and what it wants done: typed, immutable, without behaviour."""
+
+import msgspec
+
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Fault,
+    Finish,
+    Load,
+    PeerAddress,
+    Place,
+    Refused,
+    RequestStats,
+    Tokens,
+    WorkerInfo,
+)
+from engine.types import FinishReason, RequestId, RequestRecord
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """A validated request arrived. `deadline_s` is on the router's clock."""
+
+    record: RequestRecord
+    deadline_s: float | None = None
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A worker is connected."""
+
+    peer: PeerAddress
+    info: WorkerInfo
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A connected worker sent a record."""
+
+    worker: str
+    record: Accepted | Refused | Tokens | Ended | Load
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The stream to a worker broke; `for_good` if the worker was taken away."""
+
+    worker: str
+    for_good: bool = False
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The client cancelled or disconnected."""
+
+    request: RequestId
+
+
+class StopFound(msgspec.Struct, frozen=True):
+    """The text of the first `tokens_kept` output tokens contains a stop string."""
+
+    request: RequestId
+    tokens_kept: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed."""
+
+
+Event = Submit | Joined | Heard | Lost | Left | StopFound | Tick
+"""What happened."""
+
+
+class SendPlace(msgspec.Struct, frozen=True):
+    worker: str
+    place: Place
+    reason: str
+
+
+class SendCancel(msgspec.Struct, frozen=True):
+    worker: str
+    cancel: Cancel
+
+
+class SendFinish(msgspec.Struct, frozen=True):
+    worker: str
+    finish: Finish
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """A worker accepted the request; from here on its client may see output."""
+
+    request: RequestId
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """The next output tokens of a request."""
+
+    request: RequestId
+    ids: list[int]
+
+
+class Complete(msgspec.Struct, frozen=True):
+    """A request ended well. `expected_tokens` is what the router believed to be cached."""
+
+    request: RequestId
+    reason: FinishReason
+    stats: RequestStats
+    expected_tokens: int
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """A request ended badly; `outcome` is its label in the metrics."""
+
+    request: RequestId
+    fault: Fault
+    outcome: FinishReason
+    retry_after_s: float | None = None
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """A worker's record was not acted on: "stale", "early", "duplicate", "gap" or "overrun"."""
+
+    kind: str
+    tokens: int
+
+
+Command = SendPlace | SendCancel | SendFinish | Begin | Deliver | Complete | Fail | Dropped
+"""What is to be done."""

@@ -1,0 +1,104 @@
+"""From a request to the views a policy compares: who is alive, who may have room, who holds what."""
+
+from collections.abc import Callable
+
+from engine.messages import Fault
+from engine.types import RequestRecord
+from router.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
+from router.prefix_index import PrefixIndex
+from router.registry import ModelKey, Registry, Worker
+
+ChainOf = Callable[[ModelKey], list[bytes]]
+
+
+def demand(record: RequestRecord, block_size: int) -> Demand:
+    """What `record` needs: growth means room for `max_tokens`."""
+    prompt = len(record.tokens)
+    end = record.prompt_tokens + record.max_tokens
+    return Demand(prompt, -(-prompt // block_size), -(-end // block_size))
+
+
+class Placer:
+    """Asks the policy with the registry's and the index's present beliefs; changes neither."""
+
+    def __init__(self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex) -> None:
+        self._policy = policy
+        self._registry = registry
+        self._index = index
+
+    def impossible(self, record: RequestRecord) -> Fault | None:
+        """Why no known worker could ever take `record`, however long it waited; None if one may."""
+        decodes = self._registry.role("decode")
+        prefills = self._registry.role("prefill")
+        for role, workers in (("decode", decodes), ("prefill", prefills)):
+            if not workers:
+                return Fault("UNAVAILABLE", f"no {role} worker is connected")
+        if not any(demand(record, w.info.block_size).blocks <= w.info.blocks for w in decodes):
+            room = max(w.info.blocks * w.info.block_size for w in decodes)
+            message = (
+                f"max_tokens: {record.prompt_tokens} prompt tokens and {record.max_tokens} output "
+                f"tokens do not fit into the largest decode worker's {room} tokens of KV memory"
+            )
+            return Fault("OUT_OF_RANGE", message, "max_tokens")
+        if not any(
+            demand(record, w.info.block_size).prompt_blocks <= w.info.blocks for w in prefills
+        ):
+            room = max(w.info.blocks * w.info.block_size for w in prefills)
+            message = (
+                f"prompt: {record.prompt_tokens} tokens do not fit into the largest prefill "
+                f"worker's {room} tokens of KV memory"
+            )
+            return Fault("OUT_OF_RANGE", message, "prompt")
+        return None
+
+    def choose(
+        self, record: RequestRecord, chain_of: ChainOf, now: float
+    ) -> tuple[Choice, Demand, ModelKey] | None:
+        """The best pair now, or None if nobody may have room."""
+        prefills = self._registry.live("prefill", now)
+        decodes = [w for w in self._registry.live("decode", now) if not w.refused]
+        best: tuple[Choice, Demand, ModelKey] | None = None
+        for key in sorted({w.key for w in decodes} & {w.key for w in prefills}):
+            wanted = demand(record, key[1])
+            chain = chain_of(key)
+            choice = self._policy.choose(
+                wanted,
+                [
+                    self._prefill_view(w, chain, wanted)
+                    for w in prefills
+                    if w.key == key and wanted.prompt_blocks <= w.info.blocks
+                ],
+                [
+                    view
+                    for w in decodes
+                    if w.key == key
+                    for view in [self._decode_view(w, chain)]
+                    if wanted.blocks - view.cached_blocks <= view.blocks - view.used_blocks
+                    and wanted.blocks <= view.blocks
+                ],
+            )
+            if choice is not None and (best is None or choice.cost.total_s < best[0].cost.total_s):
+                best = (choice, wanted, key)
+        return best
+
+    def _prefill_view(self, worker: Worker, chain: list[bytes], wanted: Demand) -> PrefillView:
+        cached = self._index.match(worker.name, chain) * worker.info.block_size
+        return PrefillView(
+            worker.name,
+            min(cached, wanted.prompt_tokens - 1),
+            worker.queue_tokens,
+            worker.load.s_per_token if worker.load else 0.0,
+            len(worker.own),
+        )
+
+    def _decode_view(self, worker: Worker, chain: list[bytes]) -> DecodeView:
+        load = worker.load
+        return DecodeView(
+            worker.name,
+            self._index.match(worker.name, chain),
+            worker.used_blocks,
+            worker.info.blocks,
+            load.s_per_token if load else 0.0,
+            load.s_per_block if load else {},
+            len(worker.own),
+        )

@@ -1,0 +1,121 @@
+"""The workers the router knows, and what it believes of their load.
+
+A report is a moment old when it arrives, and several requests may be sent before the next one. So
+each worker carries the router's own dispatches that no report can have counted yet on top of its
+last report. Time is an argument.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.messages import Load, PeerAddress, WorkerInfo
+from engine.types import Incarnation, RequestId
+
+ModelKey = tuple[str, int]
+"""Fingerprint and block size: workers that share it understand each other's blocks."""
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """One request of ours on a worker, and what it adds until a report counts it."""
+
+    tokens: int
+    blocks: int
+    accepted: bool = False
+    counted: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    peer: PeerAddress
+    info: WorkerInfo
+    seen_s: float
+    load: Load | None = None
+    refused: bool = False  # said no since its last report: not asked again before the next one
+    own: dict[RequestId, Dispatch] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    @property
+    def key(self) -> ModelKey:
+        return (self.info.fingerprint, self.info.block_size)
+
+    @property
+    def queue_tokens(self) -> int:
+        reported = self.load.waiting_tokens if self.load else 0
+        return reported + sum(d.tokens for d in self.own.values() if not d.counted)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that no eviction can free."""
+        load = self.load
+        held = load.active_blocks + load.reserved_blocks + load.quarantined_blocks if load else 0
+        return held + sum(d.blocks for d in self.own.values() if not d.counted)
+
+
+class Registry:
+    """Workers by name. The router core owns it."""
+
+    # Mutable state: the connected workers, and the last life seen of every worker.
+
+    def __init__(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._workers: dict[str, Worker] = {}
+        self._lives: dict[str, Incarnation] = {}
+
+    def __repr__(self) -> str:
+        return f"Registry({', '.join(self._workers) or 'empty'})"
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def get(self, name: str) -> Worker | None:
+        return self._workers.get(name)
+
+    def role(self, role: str) -> list[Worker]:
+        return [w for w in self._workers.values() if w.info.role == role]
+
+    def live(self, role: str, now: float) -> list[Worker]:
+        """Workers of a role that reported within `silent_s`."""
+        oldest = now - self._silent_s
+        return [w for w in self.role(role) if w.seen_s >= oldest]
+
+    def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
+        """A worker is connected; True if this is a new life of it, with an empty cache."""
+        self._workers[peer.name] = Worker(peer, info, now)
+        fresh = self._lives.get(peer.name) != info.incarnation
+        self._lives[peer.name] = info.incarnation
+        return fresh
+
+    def leave(self, name: str) -> None:
+        """A worker is not connected any more; it may come back with its cache."""
+        self._workers.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        self._workers.pop(name, None)
+        self._lives.pop(name, None)
+
+    def report(self, name: str, load: Load, now: float) -> None:
+        """Take a worker's report; what it had accepted by then is counted in it."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        worker.load, worker.seen_s, worker.refused = load, now, False
+        for dispatch in worker.own.values():
+            if dispatch.accepted:
+                dispatch.counted = True
+
+    def dispatched(self, name: str, request: RequestId, tokens: int, blocks: int) -> None:
+        self._workers[name].own[request] = Dispatch(tokens, blocks)
+
+    def accepted(self, name: str, request: RequestId) -> None:
+        worker = self._workers.get(name)
+        if worker is not None and request in worker.own:
+            worker.own[request].accepted = True
+
+    def released(self, name: str, request: RequestId) -> None:
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.own.pop(request, None)
