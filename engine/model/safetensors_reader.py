@@ -1,0 +1,56 @@
+"""Tensors of one safetensors file as 32-bit numpy arrays, mapped and not read.
+
+The `safetensors` package checks the header; its numpy side knows no bfloat16, so the bytes are taken from the map.
+"""
+
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from engine.model.checkpoint import FloatArray
+from engine.model.config import ModelError
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class SafetensorsFile:
+    """Raises ModelError whenever the file is not what it should be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(str(path), framework="numpy"):
+                pass
+            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise ModelError(path, f"cannot be read: {error}") from error
+        except SafetensorError as error:
+            raise ModelError(path, f"not a sound safetensors file: {error}") from error
+        (size,) = struct.unpack("<Q", self._bytes[:8].tobytes())
+        header = msgspec.json.decode(self._bytes[8 : 8 + size].tobytes())
+        header.pop("__metadata__", None)
+        self._entries = msgspec.convert(header, dict[str, _Entry])
+        self._start = 8 + size
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def read(self, name: str) -> FloatArray:
+        """The tensor in 32 bits; KeyError if the file does not have it."""
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ModelError(self.path, f"tensor {name}: dtype {entry.dtype} is not supported")
+        first, last = (self._start + offset for offset in entry.data_offsets)
+        values = self._bytes[first:last].view(np.dtype(_DTYPES[entry.dtype]))
+        if entry.dtype == "BF16":
+            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(entry.shape)

@@ -1,0 +1,81 @@
+"""The prepared weights: one file laid out for mapping, and an index of what lies where.
+
+Every tensor starts on a page and is stored as the engine multiplies it (q, k and v in one matrix, gate and up in
+another), so a worker maps the file and copies nothing; all workers of a host share its pages.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from engine.model.checkpoint import Checkpoint, as_dtype, halves_from_pairs
+from engine.model.config import ModelConfig, ModelError
+from engine.model.families import Weight, layer_key
+
+WEIGHTS_FILE = "weights.bin"
+INDEX_FILE = "weights.json"
+ALIGN_BYTES = 4096
+
+
+class Entry(msgspec.Struct, frozen=True):
+    offset_bytes: int
+    shape: tuple[int, ...]
+
+
+class WeightIndex(msgspec.Struct, frozen=True):
+    """`size_bytes` is that of the weights file; a file of another size was cut short."""
+
+    dtype: str
+    size_bytes: int
+    tensors: dict[str, Entry]
+
+    @staticmethod
+    def load(model_dir: Path) -> "WeightIndex":
+        """Read the index and hold the weights file against it. Raises ModelError."""
+        try:
+            index = msgspec.json.decode((model_dir / INDEX_FILE).read_bytes(), type=WeightIndex)
+            size = (model_dir / WEIGHTS_FILE).stat().st_size
+        except (OSError, msgspec.DecodeError) as error:
+            raise ModelError(model_dir, f"not a prepared model: {error}") from error
+        if size != index.size_bytes:
+            raise ModelError(
+                model_dir / WEIGHTS_FILE, f"has {size} bytes and should have {index.size_bytes}"
+            )
+        return index
+
+
+def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
+    """Convert every weight of `source` into `folder`. Raises ModelError naming a tensor that is missing or misshapen."""
+    config, tensors, offset = source.config, dict[str, Entry](), 0
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        for key, weight, layer in _weights(source):
+            offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
+            tensors[key] = Entry(offset, weight.shape(config))
+            for piece in weight.sources:
+                name = source.tensor_name(piece, layer)
+                values = source.read(name)
+                rows = int(getattr(config, piece.rows))
+                wanted = (rows, *weight.shape(config)[1:])
+                if values.shape != wanted:
+                    raise ModelError(
+                        source.path, f"tensor {name} has shape {values.shape}, expected {wanted}"
+                    )
+                if source.rope_pairs and piece.rope_heads:
+                    values = halves_from_pairs(values, int(getattr(config, piece.rope_heads)))
+                rounded = as_dtype(values, dtype, source.path, name)
+                offset += file.write(memoryview(np.ascontiguousarray(rounded)).cast("B"))
+    index = WeightIndex(dtype, offset, tensors)
+    (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+
+
+def _weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
+    config: ModelConfig = source.config
+    found = [(weight.name, weight, 0) for weight in source.family.weights if weight.present(config)]
+    for layer in range(config.layers):
+        found += [
+            (layer_key(layer, weight.name), weight, layer)
+            for weight in source.family.layer_weights
+            if weight.present(config)
+        ]
+    return found

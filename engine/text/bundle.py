@@ -1,0 +1,74 @@
+"""A prepared model's text side, loaded: tokenizer, chat template, detokenizers. No torch, no transformers.
+
+Special tokens written out in a text (a user who types `<|im_end|>`) become the control tokens themselves, in plain
+prompts and in chats: it is what the transformers tokenizers do, and what makes rendered templates work. A
+deployment that must not let users write control tokens filters them before they get here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.model.config import ModelError
+from engine.text.chat import ChatTemplate
+from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.text.files import TOKENIZER_FILE, TextFiles
+from engine.types import FieldError
+
+
+class TextModel:
+    """Stateless after `load`, and safe to share between threads. `stop_ids` end an answer."""
+
+    def __init__(self, files: TextFiles, tokenizer: Tokenizer) -> None:
+        settings = files.settings
+        self.name = settings.name
+        self.vocab_size = settings.vocab_size
+        self.context_tokens = settings.context_tokens
+        self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(files.template, settings.named_tokens)
+        self._detokenizers = DetokenizerFactory(tokenizer)
+
+    @staticmethod
+    def load(model_dir: Path) -> "TextModel":
+        """Read a prepared model directory (`engine.model.cache.prepare`). Raises ModelError."""
+        files = TextFiles.load(model_dir)
+        try:
+            tokenizer = Tokenizer.from_str(files.tokenizer)
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(model_dir / TOKENIZER_FILE, f"not a tokenizer: {error}") from error
+        # A tokenizer.json may carry the settings it was trained with; a server must never cut a prompt short.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return TextModel(files, tokenizer)
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a plain prompt. `add_special` adds what the model puts around a text (often a leading BOS).
+
+        Raises FieldError("prompt", ...) for text that is not valid Unicode (lone surrogates).
+        """
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise FieldError("prompt", "is not valid Unicode") from error
+        return list(encoded.ids)
+
+    def render_chat(
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat of (role, content) pairs as the text the model was trained on. Raises FieldError("messages", ...)."""
+        return self._template.render(messages, add_generation_prompt)
+
+    def encode_chat_text(self, rendered: str) -> list[int]:
+        """Token ids of a rendered chat: the template has already written every special token."""
+        return self.encode(rendered, add_special=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All ids at once, special tokens skipped."""
+        detokenizer = self.detokenizer()
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer, incrementally."""
+        return self._detokenizers.make()

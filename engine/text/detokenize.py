@@ -1,0 +1,123 @@
+"""Token ids back to text, a few at a time, without ever showing half a character.
+
+Two ways, by how the tokenizer decodes. A byte-level vocabulary gives every token a fixed string of bytes, so an
+incremental UTF-8 decoder is exact. Any other is decoded through the library over a short window that ends on a
+whole token; only a run of byte-fallback tokens (`<0xE2>`) is held back until it ends, since its bytes make
+characters together.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Detokenizer(Protocol):
+    """One per answer. All pushes and the flush, joined, equal decoding all ids at once; special tokens are skipped."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete, perhaps none."""
+
+    def flush(self) -> str:
+        """What was held back; called once, at the end."""
+
+
+class DetokenizerFactory:
+    """What all detokenizers of a model share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._skipped = frozenset(index for index, token in added.items() if token.special)
+        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+        self._table = _ByteTable(tokenizer) if decoder.get("type") == "ByteLevel" else None
+
+    def make(self) -> Detokenizer:
+        if self._table is not None:
+            return _ByteLevelDetokenizer(self._table, self._skipped)
+        return _WindowDetokenizer(self._tokenizer, self._skipped)
+
+
+class _ByteTable:
+    """The bytes of each token of a byte-level vocabulary, looked up once per id."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = _token_bytes(self._tokenizer.id_to_token(token) or "")
+        return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """Added tokens may hold characters outside the alphabet; they stand for themselves."""
+    if all(character in _ALPHABET for character in token):
+        return bytes(_ALPHABET[character] for character in token)
+    return token.encode()
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, table: _ByteTable, skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        table, skipped = self._table, self._skipped
+        return self._decoder.decode(b"".join(table[i] for i in ids if i not in skipped))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    # `_window[:_shown]` has been shown and is kept as context for what follows: decoders treat the first token of a
+    # text differently (they drop its leading space).
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._window: list[int] = []
+        self._shown = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._window += [token for token in ids if token not in self._skipped]
+        if len(self._window) == self._shown or self._open_run():
+            return ""
+        return self._show()
+
+    def flush(self) -> str:
+        return self._show()
+
+    def _open_run(self) -> bool:
+        last = self._tokenizer.id_to_token(self._window[-1]) or ""
+        return _BYTE_TOKEN.fullmatch(last) is not None
+
+    def _show(self) -> str:
+        before = self._decode(self._window[: self._shown])
+        text = self._decode(self._window)[len(before) :]
+        self._window = self._window[self._shown :]
+        self._shown = len(self._window)
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,0 +1,49 @@
+"""The text side of a prepared model, as three files: tokenizer.json, chat_template.jinja and text.json."""
+
+from pathlib import Path
+
+import msgspec
+
+from engine.model.config import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+SETTINGS_FILE = "text.json"
+
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
+"""Control tokens that end an answer in the families of `engine.model.families`, whatever the file calls its eos."""
+
+
+class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`named_tokens` is what a template may print: bos_token, eos_token, unk_token, pad_token."""
+
+    name: str = ""
+    vocab_size: int = 0
+    context_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    named_tokens: dict[str, str] = {}
+
+
+class TextFiles(msgspec.Struct, frozen=True):
+    """`tokenizer` is the JSON of the `tokenizers` library; `template` is empty for a model without chat."""
+
+    tokenizer: str
+    template: str
+    settings: TextSettings
+
+    def save(self, folder: Path) -> None:
+        (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")
+        (folder / TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
+        (folder / SETTINGS_FILE).write_bytes(msgspec.json.encode(self.settings))
+
+    @staticmethod
+    def load(folder: Path) -> "TextFiles":
+        """Raises ModelError naming the folder."""
+        try:
+            return TextFiles(
+                (folder / TOKENIZER_FILE).read_text(encoding="utf-8"),
+                (folder / TEMPLATE_FILE).read_text(encoding="utf-8"),
+                msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=TextSettings),
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(folder, f"not a prepared model: {error}") from error

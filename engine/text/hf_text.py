@@ -1,0 +1,69 @@
+"""The text side of a Hugging Face directory: tokenizer.json as it is, the template and special ids from beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engine.model.config import ModelError
+from engine.text.files import TURN_ENDS, TextFiles, TextSettings
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
+    """`config` is the content of config.json. Raises ModelError naming the file at fault."""
+    source = path / "tokenizer.json"
+    try:
+        raw = source.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(raw)
+    except OSError as error:
+        raise ModelError(source, f"cannot be read: {error.strerror}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(source, f"not a tokenizer: {error}") from error
+    settings = _optional(path / "tokenizer_config.json")
+    named = {key: text for key in _NAMED if (text := _token_text(settings.get(key)))}
+    stops = _ids(config.get("eos_token_id"))
+    stops |= _ids(_optional(path / "generation_config.json").get("eos_token_id"))
+    if "eos_token" in named and (eos := tokenizer.token_to_id(named["eos_token"])) is not None:
+        stops.add(eos)
+    for index, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special and added.content in TURN_ENDS:
+            stops.add(index)
+    return TextFiles(
+        raw,
+        _template(path, settings),
+        TextSettings(stop_ids=tuple(sorted(stops)), named_tokens=named),
+    )
+
+
+def _template(path: Path, settings: dict[str, Any]) -> str:
+    beside = path / "chat_template.jinja"
+    if beside.exists():
+        return beside.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}.get("default", "")
+    return str(template)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ModelError(path, f"not a JSON object: {error}") from error
+
+
+def _token_text(value: object) -> str:
+    """Either the text itself or an object that holds it as `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _ids(value: object) -> set[int]:
+    found = value if isinstance(value, list) else [value]
+    return {item for item in found if isinstance(item, int)}
