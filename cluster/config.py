@@ -1,0 +1,118 @@
+"""The whole cluster's configuration: the structs of every package, composed.
+
+How a value gets here (file, variable, flag) is `cluster.resolve`'s business; this file says what
+there is, what is allowed, and what is worked out from the machine.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from engine.config import EngineConfig
+from engine.kv.layout import DTYPE_BYTES
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headrace up` starts, and how."""
+
+    model: str = ""
+    """A GGUF file or a Hugging Face directory; empty means the demo model."""
+    launcher: Literal["ray", "process"] = "ray"
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    worker_host: str = "127.0.0.1"
+    """The address workers listen on."""
+    cache_dir: str = ""
+    """Where converted models are kept; empty means the user's cache folder."""
+    start_timeout_s: float = 180.0
+    stop_grace_s: float = 5.0
+    """How long running requests may take to end before their process is killed."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    log_json: bool = False
+    router: RouterConfig = RouterConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and where it came from."""
+
+
+# The launcher fills these in; nobody sets them.
+INTERNAL = frozenset({"prefill.engine.model_dir", "decode.engine.model_dir"})
+THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
+
+_MAY_BE_ZERO = frozenset(
+    {
+        "stop_grace_s",
+        "router.seed",
+        "router.grpc_port",
+        "router.http_port",
+        "router.max_waiting",
+        "router.retry_after_s",
+        "router.tokenize_inline_bytes",
+        "router.unplaceable_s",
+        "router.conversation_tokens",
+        "prefill.fairness_tokens_per_s",
+    }
+)
+_PORTS = {"router.grpc_port": 0, "router.http_port": -1}
+
+
+def fields(
+    struct: type[msgspec.Struct] = ClusterConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any, object]]:
+    """Every setting as (dotted key, type, default), in the order of the structs."""
+    for field in msgspec.structs.fields(struct):
+        key = prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from fields(field.type, key + ".")
+        elif key not in INTERNAL:
+            default = field.default
+            if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+                default = field.default_factory()
+            yield key, field.type, default
+
+
+def build(values: dict[str, object]) -> ClusterConfig:
+    """The struct from values by dotted key; keys left out keep their defaults."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, name = key.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return msgspec.convert(tree, ClusterConfig)
+
+
+def problem(key: str, value: object) -> str | None:
+    """Why a value of the right type is still not usable, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if key.endswith(".dtype") and value not in DTYPE_BYTES:
+            return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}"
+        return None
+    if key in _PORTS:
+        least = _PORTS[key]
+        return None if least <= value <= 65535 else f"{value} is not in {least}..65535"
+    if value != value or value in (float("inf"), float("-inf")):
+        return f"{value} is not a finite number"
+    if value < 0:
+        return f"{value} is negative"
+    if value == 0 and key not in _MAY_BE_ZERO:
+        return "0 is too small"
+    return None
+
+
+def default_threads(workers: int) -> int:
+    """Compute threads of each of `workers` workers on this host."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+
+
+def with_model_dir(engine: EngineConfig, model_dir: str) -> EngineConfig:
+    return msgspec.structs.replace(engine, model_dir=model_dir)

@@ -1,0 +1,68 @@
+"""Builds the worker or router that a spec names, inside the process that a launcher made for it."""
+
+import importlib
+import os
+from typing import Any
+
+import msgspec
+
+from cluster.spec import ChildReady, ChildSpec, LaunchError
+from decode_worker.config import DecodeConfig
+from engine.messages import PeerAddress
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from telemetry import logs
+
+_CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
+
+
+class Hosted:
+    """The one thing that runs in a child process; both launchers' shells only call it.
+
+    `stop` and `wait` may be called from different threads, as the hosted classes allow.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self._spec = spec
+        logs.configure(spec.name, spec.log_level, spec.log_json)
+        module, _, attribute = spec.factory.partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+        config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
+        self._server: Any = (
+            factory(config, spec.model_dir)
+            if spec.kind == "router"
+            else factory(spec.name, config, spec.host)
+        )
+
+    def start(self) -> ChildReady:
+        """Start it and return where it is reached. Raises whatever stops it from starting."""
+        up = self._server.start()
+        if self._spec.kind == "router":
+            return ChildReady(name=self._spec.name, pid=os.getpid(), address=up.grpc, http=up.http)
+        return ChildReady(name=up.name, pid=os.getpid(), address=up.address)
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        self._router("set_workers").set_workers(prefill, decode)
+
+    def ready(self) -> bool:
+        return bool(self._router("ready").ready())
+
+    def wait(self) -> None:
+        """Block until stopped. Raises if the engine died."""
+        self._server.wait()
+
+    def stop(self, grace_s: float) -> None:
+        self._server.stop(grace_s)
+
+    def _router(self, verb: str) -> Any:
+        if self._spec.kind != "router":
+            raise LaunchError(f"{self._spec.name} is no router: it has no {verb}")
+        return self._server
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line for a person: its last line, with the type where the text alone says little."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError | LaunchError | ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

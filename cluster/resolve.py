@@ -1,0 +1,167 @@
+"""From flags, variables, a file and defaults to one configuration that knows where each value came from.
+
+Precedence: flag, then `HEADRACE_*` variable, then file, then default. A key is dotted
+(`prefill.chunk_tokens`); as a variable it is `HEADRACE_PREFILL__CHUNK_TOKENS`, in the TOML file
+`chunk_tokens` under `[prefill]`, as a flag `--set prefill.chunk_tokens=64`. The most used settings
+have flags of their own.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.config import (
+    THREAD_KEYS,
+    ClusterConfig,
+    ConfigError,
+    build,
+    default_threads,
+    fields,
+    problem,
+)
+
+ENV_PREFIX = "HEADRACE_"
+
+# flag, key, metavar, help; what every other setting needs is `--set`.
+FLAGS = (
+    ("--prefill", "prefill_workers", "N", "prefill workers"),
+    ("--decode", "decode_workers", "N", "decode workers"),
+    ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
+    ("--launcher", "launcher", "ray|process", "what starts the workers"),
+    ("--host", "router.host", "ADDRESS", "address the router listens on"),
+    ("--grpc-port", "router.grpc_port", "PORT", "gRPC port; 0 takes a free one"),
+    ("--http-port", "router.http_port", "PORT", "HTTP port; 0 takes a free one, -1 means none"),
+    ("--log-level", "log_level", "LEVEL", "debug, info, warning or error"),
+)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A resolved value and its origin, as `headrace dump-config` prints it."""
+
+    key: str
+    value: object
+    origin: str
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    config: ClusterConfig
+    settings: tuple[Setting, ...]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The configuration flags, on any verb that takes them."""
+    group = parser.add_argument_group("configuration")
+    group.add_argument("--config", metavar="FILE", type=Path, help="TOML file")
+    for flag, key, metavar, text in FLAGS:
+        group.add_argument(flag, dest=f"set:{key}", metavar=metavar, help=text)
+    group.add_argument(
+        "--set",
+        dest="set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any setting that `headrace dump-config` lists",
+    )
+
+
+def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
+    """Raises ConfigError with one line that names the key and its origin."""
+    known = {key: (kind, default) for key, kind, default in fields()}
+    values = {key: default for key, (_, default) in known.items()}
+    origins = dict.fromkeys(known, "default")
+    file: Path | None = arguments.config
+    sources = [
+        (_from_file(file), False) if file is not None else (iter(()), False),
+        (_from_environment(environ), True),
+        (_from_flags(arguments), True),
+    ]
+    for source, is_text in sources:
+        for key, raw, origin in source:
+            if key not in known:
+                raise ConfigError(f"{origin}: unknown setting {key!r}{_suggestion(key, known)}")
+            values[key] = _convert(key, raw, known[key][0], origin, is_text)
+            origins[key] = origin
+    for key, value in values.items():
+        reason = problem(key, value)
+        if reason is not None:
+            raise ConfigError(f"{key} ({origins[key]}): {reason}")
+    config = build(values)
+    workers = config.prefill_workers + config.decode_workers
+    for key in THREAD_KEYS:
+        if origins[key] == "default":
+            values[key] = default_threads(workers)
+            origins[key] = f"computed: cores / {workers} workers"
+    for name in ("dtype", "block_size"):
+        ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
+        if values[ours] != values[theirs]:
+            raise ConfigError(
+                f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
+                f"is {values[theirs]!r}: both pools must agree"
+            )
+    settings = tuple(Setting(key, values[key], origins[key]) for key in known)
+    return Resolved(build(values), settings)
+
+
+def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, str]]:
+    for assignment in arguments.set:
+        key, equals, raw = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"flag --set: {assignment!r} is not KEY=VALUE")
+        yield key.strip().replace("-", "_"), raw.strip(), "flag --set"
+    for flag, key, _, _ in FLAGS:
+        raw = getattr(arguments, f"set:{key}")
+        if raw is not None:
+            yield key, raw, f"flag {flag}"
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            yield key, environ[name], f"variable {name}"
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, object, str]]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file {path}: {error}") from error
+    sections = {key.rpartition(".")[0] for key, _, _ in fields()}
+    sections |= {section.rpartition(".")[0] for section in sections}
+    yield from _walk(tree, "", f"file {path}", sections)
+
+
+def _walk(
+    tree: Mapping[str, Any], prefix: str, origin: str, sections: set[str]
+) -> Iterator[tuple[str, object, str]]:
+    for name, value in tree.items():
+        key = prefix + name
+        if isinstance(value, dict) and key in sections:
+            yield from _walk(value, key + ".", origin, sections)
+        else:
+            yield key, value, origin
+
+
+def _convert(key: str, raw: object, kind: Any, origin: str, is_text: bool) -> object:
+    if is_text and kind is str:
+        return raw
+    if is_text and kind is bool and isinstance(raw, str):
+        raw = raw.lower()
+    try:
+        value: object = msgspec.convert(raw, kind, strict=not is_text)
+    except msgspec.ValidationError as error:
+        reason = str(error)[:1].lower() + str(error)[1:]
+        raise ConfigError(f"{key} ({origin}): {reason}, got {raw!r}") from error
+    return value
+
+
+def _suggestion(key: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

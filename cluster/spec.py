@@ -1,0 +1,103 @@
+"""What a launcher is asked to start and what comes back: plain records, the same for both launchers."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from engine.messages import PeerAddress
+
+Kind = Literal["prefill", "decode", "router"]
+
+FACTORIES: dict[str, str] = {
+    "prefill": "prefill_worker.worker:PrefillWorker",
+    "decode": "decode_worker.worker:DecodeWorker",
+    "router": "router.server:RouterServer",
+}
+
+
+class LaunchError(Exception):
+    """A process could not be started, or died; the message is one line for a person."""
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to start. `config` is its config struct as plain data; `factory` is `module:Class`."""
+
+    kind: Kind
+    name: str
+    factory: str
+    config: dict[str, object]
+    host: str = "127.0.0.1"
+    model_dir: str = ""
+    threads: int = 1
+    log_level: str = "warning"
+    log_json: bool = False
+
+
+class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a started process is reached."""
+
+    name: str
+    pid: int
+    address: str
+    http: str = ""
+
+
+class Child(Protocol):
+    """A process that a launcher has begun to start."""
+
+    spec: ChildSpec
+
+    def started(self, timeout_s: float) -> ChildReady:
+        """Block until it is up. Raises LaunchError if it is not within `timeout_s` seconds, or died."""
+
+    def failure(self) -> str | None:
+        """Why it ended, or None while it runs. Never blocks."""
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        """Router only: the workers to use from now on."""
+
+    def ready(self) -> bool:
+        """Router only: whether it can serve. Raises LaunchError if it died."""
+
+    def stop(self, grace_s: float) -> None:
+        """Stop it and wait until it is gone; kills it if it takes over `grace_s` seconds."""
+
+
+class Launcher(Protocol):
+    """Starts processes on this machine or on a Ray cluster."""
+
+    def open(self) -> None:
+        """Whatever must run before the first process. Raises LaunchError."""
+
+    def launch(self, spec: ChildSpec) -> Child:
+        """Begin to start a process; does not wait."""
+
+    def close(self) -> None:
+        """Stop whatever `open` started and prove that nothing of it is left. Raises LaunchError if something is."""
+
+
+def child_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables a process needs before torch is imported in it.
+
+    Threads are explicit, and wait passively: threads that spin between two small operations starve
+    the other workers of the host.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    path = environ.get("PYTHONPATH", "")
+    if not root.endswith("-packages") and root not in path.split(os.pathsep):
+        path = os.pathsep.join(part for part in (root, path) if part)
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": path,
+    }
