@@ -1,0 +1,102 @@
+"""A frontend and a server state that follow a script, for the tests of the HTTP front."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import httpx
+
+from engine.messages import RequestStats
+from engine.types import FinishReason
+from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.http import build_app
+
+STARTED = Started("r1", "tiny", 5)
+FINISHED = Finished(
+    reason=FinishReason.LENGTH,
+    prompt_tokens=5,
+    output_tokens=3,
+    cached_tokens=4,
+    stats=RequestStats(
+        stages={"admit": 0.001, "unattributed": 0.0},
+        prefill_cached_tokens=4,
+        migrated_blocks=2,
+        migrated_bytes=1024,
+        migration_s=0.01,
+        transport="shm",
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+    ),
+    ttft_s=0.1,
+    itl_mean_s=0.02,
+    itl_p99_s=0.03,
+    e2e_s=0.2,
+)
+ANSWER: list[GenerateEvent] = [
+    STARTED,
+    Delta("Hé", (7,)),
+    Delta("", (8,)),
+    Delta("llo", (9,)),
+    FINISHED,
+]
+
+
+class FakeFrontend:
+    """Plays `script`: an event is yielded, an exception raised, a number slept.
+
+    `calls` are the calls it got; `open` counts iterators that have begun and not been closed.
+    """
+
+    def __init__(self, *script: GenerateEvent | Exception | float) -> None:
+        self.script = script or tuple(ANSWER)
+        self.calls: list[GenerateCall] = []
+        self.open = 0
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+        self.calls.append(call)
+        self.open += 1
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, int | float):
+                    await asyncio.sleep(step)
+                else:
+                    yield step
+        finally:
+            self.open -= 1
+
+
+class FakeState:
+    def __init__(self, ready: bool = True) -> None:
+        self.is_ready = ready
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def models(self) -> list[str]:
+        return ["tiny", "org/tiny"]
+
+    def metrics_text(self) -> bytes:
+        return b"headrace_requests_total 1.0\n"
+
+
+def ask(
+    frontend: FakeFrontend,
+    method: str,
+    path: str,
+    *,
+    state: FakeState | None = None,
+    **request: object,
+) -> httpx.Response:
+    """One request to the app in this process."""
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(frontend, state or FakeState()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **request)  # type: ignore[arg-type]
+
+    return asyncio.run(go())
+
+
+def refusal(code: str, **more: object) -> ApiError:
+    return ApiError(code, "because", **more)  # type: ignore[arg-type]

@@ -1,0 +1,208 @@
+"""Reading OpenAI request bodies: what is accepted, and that every refusal names its field."""
+
+import json
+
+import pytest
+
+from router.api import ApiError, ChatMessage
+from router.openai import parse_chat, parse_completion, timeout_from
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: object) -> bytes:
+    return json.dumps({"messages": HI} | fields).encode()
+
+
+def completion(**fields: object) -> bytes:
+    return json.dumps({"prompt": "hi"} | fields).encode()
+
+
+def test_every_supported_field_reaches_the_call() -> None:
+    """Guards against a field that is parsed and then forgotten."""
+    fields = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
+    body = chat(
+        model="tiny",
+        max_completion_tokens=9,
+        min_tokens=2,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        ignore_eos=True,
+        seed=-7,
+        timeout=2.5,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+        user="someone",
+        **fields,
+    )
+    parsed = parse_chat(body, label="mine", timeout_s=4.0)
+    call = parsed.call
+    assert call.prompt == [ChatMessage("user", "hi")]
+    assert {name: getattr(call.sampling, name) for name in fields} == fields
+    assert (call.model, call.max_tokens, call.min_tokens, call.seed) == ("tiny", 9, 2, -7)
+    assert (call.stop, call.stop_token_ids, call.ignore_eos) == (("a", "b"), (4,), True)
+    assert (call.request_id, call.timeout_s, call.tenant) == ("mine", 2.5, "")
+    assert (parsed.stream, parsed.include_usage, parsed.return_token_ids) == (True, True, True)
+
+
+def test_absent_and_null_both_mean_the_servers_default() -> None:
+    """Guards against null overwriting a default: many clients send every field."""
+    nulls = dict.fromkeys(
+        ["model", "max_tokens", "temperature", "top_p", "stop", "seed", "n", "tools", "stream"]
+    )
+    bare, full = parse_completion(completion()), parse_completion(completion(**nulls))
+    assert bare == full
+    assert bare.call.sampling.temperature == 1.0
+    assert bare.call.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("text", "text"),
+        (["text"], "text"),
+        ([1, 2], [1, 2]),
+        ([[1, 2]], [1, 2]),
+        ([5], [5]),
+        ("", ""),
+        ([], []),
+    ],
+)
+def test_prompt_forms(prompt: object, read: object) -> None:
+    assert parse_completion(completion(prompt=prompt)).call.prompt == read
+
+
+def test_text_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    assert parse_chat(chat(messages=messages)).call.prompt == [
+        ChatMessage("system", "be kind"),
+        ChatMessage("user", "a\nb"),
+    ]
+
+
+NEUTRAL = [("n", 1), ("tools", []), ("tool_choice", "auto"), ("logprobs", False), ("echo", False)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*NEUTRAL, ("response_format", {"type": "text"})])
+def test_unsupported_fields_pass_when_they_ask_for_nothing(name: str, value: object) -> None:
+    parse_chat(chat(**{name: value}))
+
+
+IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
+BAD_CHATS: list[tuple[dict[str, object], str]] = [
+    ({"n": 2}, "n"),
+    ({"n": True}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_k": 1.0}, "top_k"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"timeout": 0}, "timeout"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": IMAGE}, "messages[0].content[1].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "field"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_bad_chat_fields_are_named(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(chat(**fields))
+    error = caught.value
+    assert (error.code, error.field) == ("INVALID_ARGUMENT", field)
+    assert error.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (None, "prompt"),
+        (7, "prompt"),
+        (["a", "b"], "prompt"),
+        ([1, "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([1.5], "prompt[0]"),
+        ([[1, True]], "prompt[0][1]"),
+        ([2**70], "prompt[0]"),
+    ],
+)
+def test_bad_prompts_are_named(prompt: object, field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_completion(completion(prompt=prompt))
+    assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", field)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"prompt":"a"} x',
+        b'{"prompt":"a","temperature":NaN}',
+        b'{"prompt":"a","temperature":Infinity}',
+        b'{"prompt":"a","temperature":-1e999}',
+        b'{"prompt":"a\\ud800"}',
+        b'{"prompt":"a","unknown":"\\udc00"}',
+        b'{"prompt":"\xff\xfe"}',
+        b'{"prompt":"a","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":' + b'{"a":' * 100_000,
+        b'{"prompt":"a","seed":1' + b"0" * 5000 + b"}",
+        "﻿{}".encode("utf-16"),
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_what_is_not_json_is_the_callers_fault(body: bytes) -> None:
+    """Guards against NaN, lone surrogates, invalid UTF-8 and deep nesting surfacing as 500."""
+    with pytest.raises(ApiError) as caught:
+        parse_completion(body)
+    assert caught.value.code == "INVALID_ARGUMENT"
+
+
+def test_a_missing_prompt_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_completion(b'{"model":"tiny"}')
+    assert (caught.value.field, caught.value.message) == ("prompt", "prompt: is required")
+
+
+def test_the_last_of_two_equal_keys_counts() -> None:
+    assert parse_completion(b'{"prompt":"a","prompt":"b"}').call.prompt == "b"
+
+
+@pytest.mark.parametrize("value", ["", "soon", "nan", "inf", "-1", "0"])
+def test_bad_timeout_headers(value: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        timeout_from(value, "x-request-timeout-s")
+    assert caught.value.field == "x-request-timeout-s"
