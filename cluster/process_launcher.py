@@ -50,11 +50,11 @@ class ProcessChild:
     def pid(self) -> int:
         return self._process.pid
 
-    def started(self, timeout_s: float) -> ChildReady:
+    def started_within(self, timeout_s: float) -> ChildReady | None:
         try:
             ready = self._started.get(timeout=timeout_s)
         except queue.Empty:
-            raise LaunchError(f"{self.spec.name} did not start in {timeout_s:.0f} s") from None
+            return None
         if ready is None:
             raise LaunchError(f"{self.spec.name}: {self.failure()}")
         return ready
@@ -122,6 +122,7 @@ class ProcessChild:
                 self._started.put(report.ready)
             elif isinstance(report, Failed):
                 self._failed = report.reason
+                self._started.put(None)
             elif isinstance(report, Answer):
                 self._answers.put(report.ready)
         self._started.put(None)

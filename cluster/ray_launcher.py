@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,11 @@ class RayChild:
         self._start = self._actor.start.remote()
         self._wait: Any = None
 
-    def started(self, timeout_s: float) -> ChildReady:
-        answer = self._get(self._start, timeout_s, "start")
+    def started_within(self, timeout_s: float) -> ChildReady | None:
+        done, _ = self._ray.wait([self._start], timeout=timeout_s)
+        if not done:
+            return None
+        answer = self._get(self._start, ANSWER_TIMEOUT_S, "start")
         if isinstance(answer, str):
             raise LaunchError(f"{self.spec.name}: {answer}")
         self._wait = self._actor.wait.remote()
@@ -107,6 +111,8 @@ class RayLauncher:
             os.environ.setdefault(name, value)
         import ray
 
+        # ray.init takes over SIGTERM; what a signal means is decided in `cluster.cli`.
+        handler = signal.getsignal(signal.SIGTERM)
         # Short: the paths of Ray's sockets in it must stay under 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="headrace-")
         self._ray = ray
@@ -125,6 +131,9 @@ class RayLauncher:
         except Exception as error:
             self.close()
             raise LaunchError(f"Ray did not start: {_cause(error)}") from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
 
     def launch(self, spec: ChildSpec) -> RayChild:
         return RayChild(self._ray, spec)

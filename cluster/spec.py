@@ -50,8 +50,11 @@ class Child(Protocol):
 
     spec: ChildSpec
 
-    def started(self, timeout_s: float) -> ChildReady:
-        """Block until it is up. Raises LaunchError if it is not within `timeout_s` seconds, or died."""
+    def started_within(self, timeout_s: float) -> ChildReady | None:
+        """Where it is reached once it is up, None if that takes over `timeout_s` seconds.
+
+        Raises LaunchError with the reason if it could not start. May be called again after None.
+        """
 
     def failure(self) -> str | None:
         """Why it ended, or None while it runs. Never blocks."""

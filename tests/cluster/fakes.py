@@ -1,0 +1,114 @@
+"""Workers and routers with the shape of the real ones and nothing inside, for the launchers' tests."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import msgspec
+
+from engine.messages import PeerAddress, WorkerInfo
+from engine.types import Incarnation
+from router.config import RouterConfig
+
+
+class RouterAddresses(msgspec.Struct, frozen=True):
+    grpc: str
+    http: str
+
+
+class FakeWorker:
+    def __init__(self, name: str, config: object, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.name = name
+        self.host = host
+        self.stopped = threading.Event()
+
+    def start(self) -> WorkerInfo:
+        print("a stray line on standard output")
+        return WorkerInfo(
+            name=self.name,
+            role="prefill",
+            incarnation=Incarnation(1),
+            # The threads that the process was given, where a test can read them.
+            address=f"{self.host}:{os.environ['OMP_NUM_THREADS']}",
+            model="fake",
+            fingerprint="",
+            block_size=16,
+            blocks=1,
+            context_tokens=1,
+            pid=os.getpid(),
+            host="here",
+        )
+
+    def wait(self) -> None:
+        self.stopped.wait()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        self.stopped.set()
+
+
+class FailingWorker(FakeWorker):
+    def start(self) -> WorkerInfo:
+        raise OSError("no such\nmodel file: /nowhere")
+
+
+class SlowWorker(FakeWorker):
+    def start(self) -> WorkerInfo:
+        time.sleep(60)
+        return super().start()
+
+
+class DyingWorker(FakeWorker):
+    """Its engine thread dies a moment after the start."""
+
+    def wait(self) -> None:
+        time.sleep(0.7)
+        raise RuntimeError("block 7 is owned twice")
+
+
+class KilledWorker(FakeWorker):
+    """Something kills its process a moment after the start."""
+
+    def wait(self) -> None:
+        time.sleep(0.7)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StubbornWorker(FakeWorker):
+    def stop(self, grace_s: float = 5.0) -> None:
+        time.sleep(60)
+
+
+class FakeRouter:
+    """Ready once it has been told its workers; binds its gRPC port as a real one does."""
+
+    def __init__(self, config: RouterConfig, model_dir: str) -> None:
+        self.config = config
+        self.workers: list[PeerAddress] | None = None
+        self.stopped = threading.Event()
+        self.listener = socket.socket()
+
+    def start(self) -> RouterAddresses:
+        try:
+            self.listener.bind((self.config.host, self.config.grpc_port))
+        except OSError as error:
+            raise OSError(f"port {self.config.grpc_port} is in use") from error
+        self.listener.listen()
+        host, port = self.listener.getsockname()
+        return RouterAddresses(f"{host}:{port}", "")
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        if not all(isinstance(peer, PeerAddress) for peer in prefill + decode):
+            raise TypeError("peers must be PeerAddress records")
+        self.workers = prefill + decode
+
+    def ready(self) -> bool:
+        return bool(self.workers)
+
+    def wait(self) -> None:
+        self.stopped.wait()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        self.stopped.set()
+        self.listener.close()

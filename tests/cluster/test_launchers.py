@@ -1,0 +1,182 @@
+"""Both launchers, with fakes hosted the way the real workers are: start, failure, stop, nothing left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.launch import Cluster, make_launcher
+from cluster.process_launcher import ProcessLauncher
+from cluster.spec import LaunchError
+from engine.config import EngineConfig
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+
+FAKES = {
+    "prefill": "tests.cluster.fakes:FakeWorker",
+    "decode": "tests.cluster.fakes:FakeWorker",
+    "router": "tests.cluster.fakes:FakeRouter",
+}
+LAUNCHERS = [
+    "process",
+    pytest.param("ray", marks=pytest.mark.ray),
+]
+CONFIG = ClusterConfig(
+    start_timeout_s=60.0, stop_grace_s=1.0, router=RouterConfig(grpc_port=0, http_port=-1)
+)
+
+
+def children() -> set[int]:
+    """Every descendant of this process, by pid."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    wave = {os.getpid()}
+    while wave:
+        wave = {pid for pid, parent in parents.items() if parent in wave} - found
+        found |= wave
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def eventually(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_start_and_stop_leave_nothing(name: str) -> None:
+    """Guards against orphans, against a router told of no workers, and against thread counts that
+    are set too late or differ between the launchers."""
+    before, segments = children(), set(os.listdir("/dev/shm"))
+    config = msgspec.structs.replace(
+        CONFIG, prefill=PrefillConfig(engine=EngineConfig(threads=3)), prefill_workers=2
+    )
+    cluster = Cluster(config, make_launcher(name), FAKES, model_dir="x")
+    with cluster:
+        addresses = cluster.start()
+        host, port = addresses.grpc.split(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+        assert {up.name: up.address for up in addresses.workers} == {
+            "prefill-0": "127.0.0.1:3",
+            "prefill-1": "127.0.0.1:3",
+            "decode-0": "127.0.0.1:1",
+        }
+        pids = {up.pid for up in addresses.workers}
+        assert len(pids) == 3 and os.getpid() not in pids
+    cluster.stop()
+    assert all(gone(pid) for pid in pids)
+    assert eventually(lambda: children() <= before, within_s=3.0), children() - before
+    assert set(os.listdir("/dev/shm")) == segments
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_failures_end_the_cluster_with_one_line(name: str) -> None:
+    """Guards against a start that hangs on the healthy rest, and against a death nobody notices."""
+    before = children()
+    launcher = make_launcher(name)
+    broken = {**FAKES, "decode": "tests.cluster.fakes:FailingWorker"}
+    with (
+        Cluster(CONFIG, launcher, broken, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=r"^decode-0: no such model file: /nowhere$"),
+    ):
+        cluster.start()
+    dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
+    with Cluster(CONFIG, launcher, dying, model_dir="x") as cluster:
+        cluster.start()
+        with pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"):
+            cluster.watch()
+    killed = {**FAKES, "decode": "tests.cluster.fakes:KilledWorker"}
+    with Cluster(CONFIG, launcher, killed, model_dir="x") as cluster:
+        cluster.start()
+        with pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"):
+            cluster.watch()
+    assert eventually(lambda: children() <= before, within_s=3.0), children() - before
+
+
+def test_a_port_in_use_is_told_plainly(free_port: int) -> None:
+    """Guards against a traceback, or a cluster half started, where one line would do."""
+    before = children()
+    config = msgspec.structs.replace(CONFIG, router=RouterConfig(grpc_port=free_port))
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        Cluster(config, ProcessLauncher(), FAKES, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=rf"^router: port {free_port} is in use$"),
+    ):
+        cluster.start()
+    assert children() <= before
+
+
+def test_a_stubborn_child_is_killed_and_a_slow_one_given_up() -> None:
+    """Guards against a stop, or a start, that waits for ever."""
+    before = children()
+    stubborn = {**FAKES, "decode": "tests.cluster.fakes:StubbornWorker"}
+    cluster = Cluster(CONFIG, ProcessLauncher(), stubborn, model_dir="x")
+    cluster.start()
+    began_s = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - began_s < 5.0
+    slow = {**FAKES, "decode": "tests.cluster.fakes:SlowWorker"}
+    config = msgspec.structs.replace(CONFIG, start_timeout_s=2.0)
+    with (
+        Cluster(config, ProcessLauncher(), slow, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match="decode-0: not started in 2 s"),
+    ):
+        cluster.start()
+    assert children() <= before
+
+
+PARENT = """
+import sys, time
+from cluster.config import ClusterConfig
+from cluster.launch import Cluster, make_launcher
+from router.config import RouterConfig
+from tests.cluster.test_launchers import CONFIG, FAKES
+cluster = Cluster(CONFIG, make_launcher(sys.argv[1]), FAKES, model_dir="x")
+print(*[up.pid for up in cluster.start().workers], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_killed_parent_leaves_no_orphan(name: str) -> None:
+    """Guards against workers that hold memory and ports after their parent was killed outright."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+        parent.send_signal(signal.SIGKILL)
+    assert eventually(lambda: all(gone(pid) for pid in pids), within_s=15.0)
