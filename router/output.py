@@ -1,0 +1,81 @@
+"""One answer's token ids become text: detokenized as they come, cut at the first stop string.
+
+Text that may be the beginning of a stop string is held back until it is decided, so nothing that was
+shown is ever taken back. Half a character is never shown: that is the detokenizer's promise.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class Detokenizer(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """The first `tokens_kept` output tokens complete the stop string `matched`."""
+
+    tokens_kept: int
+    matched: str
+
+
+class Output:
+    """The text side of one request. After a stop string it takes no more tokens."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._beginnings = frozenset(text[:n] for text in stop for n in range(1, len(text)))
+        self._longest = max((len(text) - 1 for text in stop), default=0)
+        self._held = ""
+        self._tokens = 0
+        self.stopped: Stopped | None = None
+
+    def push(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that may be shown now and the ids that count, up to a stop string."""
+        kept: list[int] = []
+        shown: list[str] = []
+        for token in ids:
+            if self.stopped is not None:
+                break
+            kept.append(token)
+            self._tokens += 1
+            shown.append(self._add(self._detokenizer.push((token,))))
+        return "".join(shown), kept
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer; an unfinished character may complete a stop string."""
+        if self.stopped is not None:
+            return ""
+        text = self._add(self._detokenizer.flush())
+        if self.stopped is None:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _add(self, text: str) -> str:
+        if not self._stop:
+            return text
+        if not text:
+            return ""
+        self._held += text
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda place: place[0])
+            self.stopped = Stopped(self._tokens, stop)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = self._undecided()
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        for length in range(min(self._longest, len(self._held)), 0, -1):
+            if self._held[-length:] in self._beginnings:
+                return length
+        return 0
