@@ -43,13 +43,15 @@ ANSWER: list[GenerateEvent] = [
 class FakeFrontend:
     """Plays `script`: an event is yielded, an exception raised, a number slept.
 
-    `calls` are the calls it got; `open` counts iterators that have begun and not been closed.
+    `calls` are the calls it got; `open` counts iterators that have begun and not been closed;
+    `yielded` is how many events were taken.
     """
 
     def __init__(self, *script: GenerateEvent | Exception | float) -> None:
         self.script = script or tuple(ANSWER)
         self.calls: list[GenerateCall] = []
         self.open = 0
+        self.yielded = 0
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append(call)
@@ -62,6 +64,7 @@ class FakeFrontend:
                     await asyncio.sleep(step)
                 else:
                     yield step
+                    self.yielded += 1
         finally:
             self.open -= 1
 

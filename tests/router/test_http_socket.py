@@ -1,0 +1,131 @@
+"""The HTTP front behind a real server and real sockets: what happens when the client goes away."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+
+from router.api import Delta
+from router.http import build_app
+from tests.router.http_fakes import FINISHED, STARTED, FakeFrontend, FakeState
+
+FOREVER_S = 3600.0
+
+
+@contextmanager
+def serving(frontend: FakeFrontend) -> Iterator[int]:
+    """The port of a server that runs in a thread of this process for the length of the block."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    app = build_app(frontend, FakeState())
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 5.0) -> float:
+    """Seconds until `condition` held; fails after `limit_s`."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, "did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def post(port: int, body: dict[str, object]) -> socket.socket:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "script",
+    [
+        (FOREVER_S,),
+        (STARTED, FOREVER_S),
+        (STARTED, Delta("a", (1,)), FOREVER_S),
+    ],
+    ids=["waiting", "prefilling", "decoding"],
+)
+def test_a_client_that_leaves_ends_its_request(script: tuple[object, ...], stream: bool) -> None:
+    """Guards against generating for nobody: an idle stream notices a disconnect only if it listens for it."""
+    frontend = FakeFrontend(*script)  # type: ignore[arg-type]
+    with serving(frontend) as port:
+        connection = post(port, {"prompt": "hi", "stream": stream})
+        wait_for(lambda: frontend.open == 1)
+        time.sleep(0.05)
+        assert frontend.open == 1
+        connection.close()
+        assert wait_for(lambda: frontend.open == 0) < 0.5
+
+
+def test_a_client_that_stops_reading_and_leaves_ends_its_request() -> None:
+    """Guards against a writer stuck in flow control that no longer sees the disconnect."""
+    flood = [Delta("x" * 65536, (1,))] * 400
+    frontend = FakeFrontend(STARTED, *flood, FOREVER_S)
+    with serving(frontend) as port:
+        connection = post(port, {"prompt": "hi", "stream": True})
+        wait_for(lambda: frontend.open == 1)
+        time.sleep(0.2)
+        assert frontend.yielded < len(flood)
+        connection.close()
+        assert wait_for(lambda: frontend.open == 0) < 0.5
+
+
+def test_tokens_arrive_one_by_one_and_the_connection_is_reused() -> None:
+    """Guards against a server or proxy header that collects the stream before it is sent."""
+    frontend = FakeFrontend(STARTED, Delta("a", (1,)), 0.3, Delta("b", (2,)), FINISHED)
+    with serving(frontend) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        for _ in range(2):
+            began = time.monotonic()
+            at = {}
+            with client.stream(
+                "POST", "/v1/completions", json={"prompt": "hi", "stream": True}
+            ) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        text = json.loads(line[6:])["choices"][0]["text"]
+                        at[text] = time.monotonic() - began
+            assert at["a"] < 0.25 < at["b"]
+            assert frontend.open == 0
+        assert client.get("/health").status_code == 200
+
+
+def test_an_oversized_body_is_refused_before_it_has_been_sent() -> None:
+    """Guards memory: the refusal comes from the declared length, with nothing of the body read."""
+    with serving(FakeFrontend()) as port:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+        connection.close()
+
+
+def test_others_are_served_while_one_waits() -> None:
+    frontend = FakeFrontend(STARTED, FOREVER_S)
+    with serving(frontend) as port:
+        connection = post(port, {"prompt": "hi"})
+        wait_for(lambda: frontend.open == 1)
+        assert httpx.get(f"http://127.0.0.1:{port}/ready").json() == {"ready": True}
+        connection.close()
+        wait_for(lambda: frontend.open == 0)
