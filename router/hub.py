@@ -1,0 +1,192 @@
+"""Carries the core's commands out: to the workers' streams on one side, to the clients' on the other.
+
+Lives on the router's event loop and never waits: a client's side is a `Sink` that only takes notes,
+a worker's side is a function that only queues. Every record is handled inside its own error barrier,
+so that what goes wrong with one request stays with it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.messages import DecodeRecord, Fault, Load, PeerAddress, RouterRecord, WorkerInfo
+from engine.types import FinishReason, RequestId, RequestRecord
+from router.core import Router
+from router.events import (
+    Begin,
+    Command,
+    Complete,
+    Deliver,
+    Dropped,
+    Event,
+    Fail,
+    Heard,
+    Joined,
+    Left,
+    Lost,
+    SendCancel,
+    SendFinish,
+    SendPlace,
+    StopFound,
+    Submit,
+    Tick,
+)
+from router.observer import Observer
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """The client's side of one request. `now` is the router's clock."""
+
+    def offered(self, now: float) -> None: ...
+
+    def accepted(self, now: float) -> None: ...
+
+    def tokens(self, ids: list[int], now: float) -> int | None:
+        """Take output; the number of tokens kept if they complete a stop string."""
+
+    def completed(self, end: Complete, now: float) -> None: ...
+
+    def failed(
+        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
+    ) -> None: ...
+
+
+Send = Callable[[str, RouterRecord], None]
+
+
+class Hub:
+    # Mutable state: the sinks of requests whose clients have not been answered.
+
+    def __init__(self, core: Router, clock: Callable[[], float], observer: Observer) -> None:
+        self._core = core
+        self._clock = clock
+        self._observer = observer
+        self._sinks: dict[RequestId, Sink] = {}
+        self._send: Send = _nowhere
+
+    def __repr__(self) -> str:
+        return f"Hub({len(self._sinks)} clients, {self._core!r})"
+
+    @property
+    def core(self) -> Router:
+        return self._core
+
+    def connect(self, send: Send) -> None:
+        """From now on records for workers go through `send`, which must not block."""
+        self._send = send
+
+    def ready(self) -> bool:
+        """Whether a prefill and a decode worker are alive."""
+        now = self._clock()
+        registry = self._core.registry
+        return bool(registry.live("prefill", now) and registry.live("decode", now))
+
+    # ---- from clients
+
+    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink) -> None:
+        self._sinks[record.request] = sink
+        begin_s = self._clock()
+        commands = self._core.handle(Submit(record, deadline_s), begin_s)
+        for command in commands:
+            if isinstance(command, SendPlace):
+                self._observer.decision(self._clock() - begin_s, command.reason)
+        self._apply(commands)
+
+    def leave(self, request: RequestId) -> None:
+        """The client is gone; nothing more reaches its sink."""
+        sink = self._sinks.pop(request, None)
+        if sink is not None:
+            self._handle(Left(request))
+
+    # ---- from workers
+
+    def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
+        self._handle(Joined(peer, info))
+
+    def lost(self, worker: str, for_good: bool = False) -> None:
+        self._handle(Lost(worker, for_good))
+
+    def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
+        """One frame of a worker."""
+        for record in records:
+            if isinstance(record, WorkerInfo):
+                continue
+            try:
+                self._handle(Heard(worker, record))
+            except Exception:
+                log.exception("a record of worker %s could not be handled", worker)
+                if not isinstance(record, Load):
+                    self._give_up(record.request)
+
+    def tick(self) -> None:
+        self._handle(Tick())
+
+    # ---- the core's commands
+
+    def _handle(self, event: Event) -> None:
+        self._apply(self._core.handle(event, self._clock()))
+
+    def _apply(self, commands: list[Command]) -> None:
+        for command in commands:
+            try:
+                self._do(command)
+            except Exception:
+                log.exception("%s failed", type(command).__name__)
+                request = getattr(command, "request", None)
+                if request is not None:
+                    self._give_up(request)
+
+    def _do(self, command: Command) -> None:
+        now = self._clock()
+        match command:
+            case SendPlace():
+                sink = self._sinks.get(command.place.record.request)
+                if sink is not None:
+                    sink.offered(now)
+                self._send(command.worker, command.place)
+            case SendCancel():
+                self._send(command.worker, command.cancel)
+            case SendFinish():
+                self._send(command.worker, command.finish)
+            case Begin():
+                if command.request in self._sinks:
+                    self._sinks[command.request].accepted(now)
+            case Deliver():
+                self._deliver(command, now)
+            case Complete():
+                self._complete(command, now)
+            case Fail():
+                sink = self._sinks.pop(command.request, None)
+                if sink is not None:
+                    sink.failed(command.fault, command.outcome, command.retry_after_s, now)
+            case Dropped():
+                self._observer.dropped(command.kind)
+
+    def _deliver(self, command: Deliver, now: float) -> None:
+        sink = self._sinks.get(command.request)
+        if sink is None:
+            return
+        kept = sink.tokens(command.ids, now)
+        if kept is not None:
+            self._handle(StopFound(command.request, kept))
+
+    def _complete(self, command: Complete, now: float) -> None:
+        sink = self._sinks.pop(command.request, None)
+        if command.stats.transport or command.stats.stages:
+            self._observer.hits(command.expected_tokens, command.stats.prefill_cached_tokens)
+        if sink is not None:
+            sink.completed(command, now)
+
+    def _give_up(self, request: RequestId) -> None:
+        """Our own fault with one request: tell its client, and let its worker go."""
+        sink = self._sinks.pop(request, None)
+        if sink is not None:
+            fault = Fault("INTERNAL", "the router failed on this request")
+            sink.failed(fault, FinishReason.ERROR, None, self._clock())
+            self._handle(Left(request))
+
+
+def _nowhere(worker: str, record: RouterRecord) -> None:
+    raise RuntimeError(f"no stream to worker {worker} for {type(record).__name__}")

@@ -1,0 +1,110 @@
+"""The public gRPC service: bytes to a call, events to bytes, errors to statuses. It decides nothing.
+
+`Generate` takes raw bytes, since gRPC answers what it cannot decode with UNKNOWN: a message that is
+no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import grpc
+import msgspec
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine.types import FieldError
+from protos import headrace_pb2 as pb
+from router.api import ApiError, GenerateCall
+from router.convert import call_from_proto, event_to_proto
+from router.frontend import Frontend
+
+SERVICE = "headrace.v1.Headrace"
+FIELD_KEY = "headrace-field"
+RETRY_KEY = "retry-after-ms"
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """The handlers. `ready` is asked for health."""
+
+    def __init__(self, frontend: Frontend, ready: Callable[[], bool]) -> None:
+        self._frontend = frontend
+        self._ready = ready
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add Generate, ListModels, health and reflection to a server."""
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models, response_serializer=pb.ListModelsResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def update_health(self) -> None:
+        """Tell watchers when readiness changed."""
+        ready = self._ready()
+        if ready == self._serving:
+            return
+        self._serving = ready
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    async def generate(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            call = _parse(data, context.time_remaining())
+            async with aclosing(self._frontend.generate(call)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    yield event_to_proto(event)
+        except ApiError as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:
+            log.exception("Generate failed")
+            await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+
+    async def list_models(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        model = self._frontend.model
+        listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
+        return pb.ListModelsResponse(models=[listed])
+
+
+def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
+    """The call, with the earlier of its own and gRPC's deadline. Raises ApiError."""
+    try:
+        call = call_from_proto(pb.GenerateRequest.FromString(data))
+    except DecodeError as error:
+        message = f"request: is not a valid GenerateRequest (malformed, or invalid UTF-8): {error}"
+        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+    except FieldError as error:
+        raise ApiError("INVALID_ARGUMENT", str(error), error.field) from error
+    if remaining_s is None or (call.timeout_s is not None and not call.timeout_s > remaining_s):
+        return call
+    return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), 86_400.0))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
+    metadata = []
+    if error.field:
+        metadata.append((FIELD_KEY, error.field))
+    if error.retry_after_s is not None:
+        metadata.append((RETRY_KEY, str(round(error.retry_after_s * 1e3))))
+    code = grpc.StatusCode[error.code]
+    await context.abort(code, error.message, tuple(metadata))
