@@ -29,7 +29,9 @@ class StaleBlockError(TransferError):
 
 class Move(msgspec.Struct, frozen=True):
     """The blocks of one chunk. On the sending side `local` are its source blocks, on the receiving side its target
-    blocks; `remote` are the peer's blocks with the generations they must still have (receiving side only)."""
+    blocks; `remote` are the peer's blocks with the generations they must still have (receiving side only).
+
+    A receive whose `local` is empty is scrap: if the wire carries bytes for it, they land nowhere."""
 
     handoff: Handoff
     seq: int
@@ -56,6 +58,9 @@ class KVMemory(Protocol):
     def block_bytes(self) -> int: ...
 
     @property
+    def blocks(self) -> int: ...
+
+    @property
     def fd(self) -> int:
         """The memfd that backs the pool, or -1. Its file layout is told in `engine.kv.paged`."""
 
@@ -70,7 +75,8 @@ class Transport(Protocol):
     name: str
     reads_remotely: bool
     """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the
-    receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is proof."""
+    receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is the
+    proof."""
 
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
@@ -83,6 +89,10 @@ class Transport(Protocol):
 
     def recv(self, peer: Incarnation, move: Move) -> Ticket:
         """Post a receive; never blocks."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever `poll` has something to do: one thread can wait for several
+        transports at once."""
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Make progress and return what has ended, waiting at most `timeout_s` for the first."""

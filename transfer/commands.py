@@ -1,0 +1,172 @@
+"""What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
+
+Plain records, no logic. `transfer.migration` makes the commands, `transfer.mover` carries out those of `MoverCommand`
+and answers with a `MoverEvent`; the rest are for the scheduler and its shell.
+"""
+
+import msgspec
+
+from engine.messages import DecodeToPrefill, Endpoint, Handoff, PrefillToDecode
+from engine.types import BlockId, Incarnation
+from transfer.transport import Move
+
+
+class Item(msgspec.Struct, frozen=True):
+    """Base: small immutable records that live in one process."""
+
+
+class OutgoingBlock(Item, frozen=True):
+    """A finished source block: the sender keeps it pinned until its handoff is settled."""
+
+    source: BlockId
+    generation: int
+    index: int
+    tokens: int
+    identity: bytes
+
+
+class ExpectedBlock(Item, frozen=True):
+    """Where block `index` of the sequence shall land, what it must be, and how many valid tokens it holds."""
+
+    target: BlockId
+    identity: bytes
+    tokens: int
+
+
+class IncomingBlock(Item, frozen=True):
+    """An offered block that matches an expected one, with the digest its valid bytes must have."""
+
+    target: BlockId
+    generation: int
+    tokens: int
+    identity: bytes
+    digest: int
+
+
+# ---- to the transfer thread
+
+
+class Connect(Item, frozen=True):
+    peer: Incarnation
+    endpoint: Endpoint
+
+
+class Disconnect(Item, frozen=True):
+    """Forget a peer; whatever is outstanding with it ends as failed."""
+
+    peer: Incarnation
+
+
+class PostSend(Item, frozen=True):
+    peer: Incarnation
+    move: Move
+    blocks: tuple[OutgoingBlock, ...]
+
+
+class PostRecv(Item, frozen=True):
+    peer: Incarnation
+    move: Move
+    blocks: tuple[IncomingBlock, ...]
+
+
+class PostScrap(Item, frozen=True):
+    """Bytes that nobody wants may be on their way: let them land nowhere. `move.local` is empty."""
+
+    peer: Incarnation
+    move: Move
+
+
+class CancelRecv(Item, frozen=True):
+    handoff: Handoff
+    seq: int
+
+
+MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRecv
+
+
+# ---- to the scheduler and its shell
+
+
+class Emit(Item, frozen=True):
+    """Say this to the peer."""
+
+    peer: Incarnation
+    record: DecodeToPrefill | PrefillToDecode
+
+
+class Settled(Item, frozen=True):
+    """Sender: nobody reads a source block of this handoff any more; every one of them may be unpinned."""
+
+    handoff: Handoff
+
+
+class Arrived(Item, frozen=True):
+    """Receiver: every expected block has landed and is verified; the handoff is over on this side."""
+
+    handoff: Handoff
+
+
+class Broken(Item, frozen=True):
+    """Either side: this attempt cannot succeed. Sender: report it and `close`. Receiver: `stop`, then try anew."""
+
+    handoff: Handoff
+    why: str
+
+
+class Fenced(Item, frozen=True):
+    """Receiver: after `stop`, nothing writes to a target block any more: all may be freed.
+
+    `landed` are the indices whose blocks did land and were verified: a new attempt may keep them.
+    """
+
+    handoff: Handoff
+    landed: tuple[int, ...]
+
+
+Command = MoverCommand | Emit | Settled | Arrived | Broken | Fenced
+
+
+# ---- from the transfer thread
+
+
+class Posted(Item, frozen=True):
+    """The source blocks are digested and their send is posted: they can be offered."""
+
+    handoff: Handoff
+    seq: int
+    digests: tuple[int, ...]
+
+
+class Sent(Item, frozen=True):
+    """A send has ended; with `error` set it failed, or could not be posted at all (then no `Posted` came before)."""
+
+    handoff: Handoff
+    seq: int
+    error: str
+    seconds: float
+
+
+class Received(Item, frozen=True):
+    """A receive has ended: nothing of it touches local memory any more. `error` is empty if it landed verified."""
+
+    handoff: Handoff
+    seq: int
+    error: str
+    seconds: float
+    nbytes: int
+
+
+class Unreachable(Item, frozen=True):
+    """A `Connect` failed."""
+
+    peer: Incarnation
+    error: str
+
+
+class MoverDied(Item, frozen=True):
+    """The transfer thread met an error it does not know and has ended; the worker must exit."""
+
+    error: str
+
+
+MoverEvent = Posted | Sent | Received | Unreachable | MoverDied

@@ -1,0 +1,133 @@
+"""Receives that read the peer's memory by this process's own hand: what `shm` and `loopback` share.
+
+A receive is a queue entry until `run` copies it, a few blocks at a time, so it can be cancelled between two blocks with
+proof: nobody else copies. The generation of a source block is checked before and after its copy, as with a sequence
+lock: its owner advances it before the block is written anew, so equal generations mean that no byte changed meanwhile.
+"""
+
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.types import BlockId, Incarnation
+from transfer.bell import Bell
+from transfer.transport import (
+    Completion,
+    KVMemory,
+    Move,
+    Outcome,
+    StaleBlockError,
+    Ticket,
+    TransferError,
+)
+
+BLOCKS_PER_RUN = 32
+"""So that a poll ends soon, and a cancel that waits in the queue behind it is heard."""
+
+
+class Source(Protocol):
+    """A peer's pool, as it can be read from here."""
+
+    def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
+        """A view of one block's bytes. Raises TransferError if there is no such block."""
+
+    def generation(self, block: BlockId) -> int: ...
+
+
+class _Pull:
+    __slots__ = ("done", "move", "peer", "source", "ticket")
+
+    def __init__(self, ticket: Ticket, peer: Incarnation, source: Source, move: Move) -> None:
+        self.ticket = ticket
+        self.peer = peer
+        self.source = source
+        self.move = move
+        self.done = 0
+
+
+class Puller:
+    """The queue of receives of one transport, and its completions. `bell` rings while there is something to do."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._queue: deque[_Pull] = deque()
+        self._completions: list[Completion] = []
+        self._last_ticket = 0
+        self.bell = Bell()
+
+    def ticket(self) -> Ticket:
+        self._last_ticket += 1
+        return Ticket(self._last_ticket)
+
+    def pull(self, ticket: Ticket, peer: Incarnation, source: Source, move: Move) -> None:
+        """Queue a receive. A scrap receive is done at once: a wire that carries nothing has nothing to drain."""
+        if not move.local:
+            self.finish(ticket, Outcome.DONE)
+            return
+        if len(move.local) != len(move.remote):
+            raise TransferError(f"{len(move.local)} targets for {len(move.remote)} blocks")
+        self._queue.append(_Pull(ticket, peer, source, move))
+        self.bell.ring()
+
+    def finish(self, ticket: Ticket, outcome: Outcome, error: str = "") -> None:
+        """Report the end of a transfer in the next `run`."""
+        self._completions.append(Completion(ticket, outcome, error))
+        self.bell.ring()
+
+    def cancel(self, ticket: Ticket) -> bool:
+        for pull in self._queue:
+            if pull.ticket == ticket:
+                self._queue.remove(pull)
+                self.finish(ticket, Outcome.CANCELLED)
+                return True
+        return False
+
+    def drop_peer(self, peer: Incarnation) -> None:
+        """Fail whatever is queued from `peer`."""
+        for pull in [pull for pull in self._queue if pull.peer == peer]:
+            self._queue.remove(pull)
+            self.finish(pull.ticket, Outcome.FAILED, "disconnected")
+
+    def run(self) -> list[Completion]:
+        """Copy up to `BLOCKS_PER_RUN` blocks; return what has ended."""
+        budget = BLOCKS_PER_RUN
+        while self._queue and budget:
+            pull = self._queue[0]
+            blocks = min(budget, len(pull.move.local) - pull.done)
+            budget -= blocks
+            try:
+                self._copy(pull, blocks)
+            except TransferError as error:
+                self._queue.popleft()
+                self.finish(pull.ticket, Outcome.FAILED, f"{type(error).__name__}: {error}")
+                continue
+            if pull.done == len(pull.move.local):
+                self._queue.popleft()
+                self.finish(pull.ticket, Outcome.DONE)
+        completions, self._completions = self._completions, []
+        self.bell.hush()
+        if self._queue:
+            self.bell.ring()
+        return completions
+
+    def _copy(self, pull: _Pull, blocks: int) -> None:
+        first = pull.done
+        for target, (block, generation) in zip(
+            pull.move.local[first : first + blocks],
+            pull.move.remote[first : first + blocks],
+            strict=True,
+        ):
+            source = pull.source.read(block)
+            self._expect(pull.source, block, generation)
+            # numpy's copy releases the GIL; slice assignment of a memoryview does not.
+            np.copyto(np.frombuffer(self._memory.block(target), dtype=np.uint8), source)
+            self._expect(pull.source, block, generation)
+            pull.done += 1
+
+    @staticmethod
+    def _expect(source: Source, block: BlockId, generation: int) -> None:
+        now = source.generation(block)
+        if now != generation:
+            raise StaleBlockError(f"block {block} is at generation {now}, {generation} was offered")
