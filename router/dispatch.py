@@ -1,0 +1,191 @@
+"""The router's streams to its workers: one per worker, for all requests, kept open and reopened.
+
+To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
+A stream begins with the worker's `WorkerInfo`. When it breaks, the hub hears `lost` at once and the
+link dials again with growing pauses. Nothing here waits for a client: what is read goes to the hub,
+which only queues; what is sent is collected and leaves as one frame per write.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+import grpc
+import msgspec
+
+from engine.messages import (
+    DecodeRecord,
+    PeerAddress,
+    Record,
+    RouterRecord,
+    WorkerInfo,
+    decode_decode_frame,
+    decode_report_frame,
+    encode,
+)
+from router.hub import Hub
+
+ATTACH = "/headrace.v1.DecodeWorker/Attach"
+WATCH = "/headrace.v1.PrefillWorker/Watch"
+FIRST_FRAME_S = 5.0
+PAUSE_S = (0.05, 1.0)
+"""First and longest pause between two attempts to reach a worker."""
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    # A silent peer is only noticed if all three are set: without the last, gRPC waits a minute.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Shared subchannels would also share gRPC's own, slower, pauses between attempts.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.enable_http_proxy", 0),
+]
+
+Decode = Callable[[bytes], Sequence[DecodeRecord]]
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Records for one worker, in order; everything that waits leaves as one frame."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._filled = asyncio.Event()
+
+    def put(self, record: RouterRecord) -> None:
+        self._records.append(record)
+        self._filled.set()
+
+    async def frame(self) -> bytes:
+        """The next frame, as soon as there is something to send."""
+        await self._filled.wait()
+        self._filled.clear()
+        records, self._records = self._records, []
+        return encode(records)
+
+
+class Links:
+    """All streams to workers. Lives on the router's event loop."""
+
+    # Mutable state: the task of every wanted worker, and the outbox of every attached one.
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        hub.connect(self.send)
+
+    def send(self, worker: str, record: RouterRecord) -> None:
+        """Queue a record. Raises KeyError if no stream to the worker is open."""
+        self._outboxes[worker].put(record)
+
+    async def set_workers(
+        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
+    ) -> None:
+        """Dial new workers, and leave those that are not named any more."""
+        wanted = {("prefill", peer) for peer in prefill} | {("decode", peer) for peer in decode}
+        for key in set(self._tasks) - wanted:
+            await _end(self._tasks.pop(key))
+            self._hub.lost(key[1].name, for_good=True)
+        for key in wanted - set(self._tasks):
+            self._tasks[key] = asyncio.create_task(self._keep(*key), name=f"link {key[1].name}")
+
+    async def close(self) -> None:
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            await _end(task)
+
+    async def _keep(self, role: str, peer: PeerAddress) -> None:
+        """Hold the stream to one worker open, for ever."""
+        attempt = self._attach if role == "decode" else self._watch
+        pause_s = PAUSE_S[0]
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
+                    async for _ in attempt(channel, peer):
+                        pause_s = PAUSE_S[0]
+                log.warning("worker %s closed its stream", peer.name)
+            except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.info("no stream to worker %s: %s", peer.name, reason or type(error).__name__)
+            except Exception:
+                log.exception("the stream to worker %s failed", peer.name)
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            pause_s = min(pause_s * 2, PAUSE_S[1])
+
+    async def _attach(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
+        """One life of a decode worker's stream; yields once per frame."""
+        call = channel.stream_stream(ATTACH)()
+        writer: asyncio.Task[None] | None = None
+        try:
+            info, rest = _introduction(await _first(call), decode_decode_frame)
+            outbox = Outbox()
+            writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
+            self._outboxes[peer.name] = outbox
+            self._hub.joined(peer, info)
+            self._hub.heard(peer.name, rest)
+            yield
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                self._hub.heard(peer.name, decode_decode_frame(frame))
+                yield
+        finally:
+            self._outboxes.pop(peer.name, None)
+            call.cancel()
+            if writer is not None:
+                await _end(writer)
+                self._hub.lost(peer.name)
+
+    async def _watch(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
+        """One life of a prefill worker's stream; yields once per frame."""
+        call = channel.unary_stream(WATCH)(b"")
+        joined = False
+        try:
+            info, rest = _introduction(await _first(call), decode_report_frame)
+            joined = True
+            self._hub.joined(peer, info)
+            self._hub.heard(peer.name, rest)
+            yield
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                self._hub.heard(peer.name, decode_report_frame(frame))
+                yield
+        finally:
+            call.cancel()
+            if joined:
+                self._hub.lost(peer.name)
+
+
+async def _first(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> bytes:
+    """The first frame. Raises TimeoutError, or what the call ended with."""
+    frame = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
+    if frame is grpc.aio.EOF:
+        raise msgspec.ValidationError("the stream ended before its first frame")
+    data: bytes = frame
+    return data
+
+
+def _introduction(frame: bytes, decode: Decode) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
+    records = decode(frame)
+    if not records or not isinstance(records[0], WorkerInfo):
+        raise msgspec.ValidationError("the first record is not WorkerInfo")
+    return records[0], records[1:]
+
+
+async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
+    """Until the stream ends; its reader is who reports how."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await outbox.frame())
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
