@@ -25,7 +25,7 @@ class _QuickReader(GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
             return super()._get_field_parts(orig_offs, raw_type)
-        raw = memoryview(self.data)
+        raw = self.data.data
         offset = int(orig_offs)
         item_type, length = struct.unpack_from("<IQ", raw, offset)
         item = GGUFValueType(item_type)

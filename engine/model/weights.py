@@ -46,7 +46,7 @@ class WeightIndex(msgspec.Struct, frozen=True):
 
 
 def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
-    """Convert every weight of `source` into `folder`. Raises ModelError naming a tensor that is missing or misshapen."""
+    """Convert every weight of `source` into `folder`. Raises ModelError naming a missing or misshapen tensor."""
     config, tensors, offset = source.config, dict[str, Entry](), 0
     with (folder / WEIGHTS_FILE).open("wb") as file:
         for key, weight, layer in _weights(source):
@@ -64,7 +64,7 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
                 if source.rope_pairs and piece.rope_heads:
                     values = halves_from_pairs(values, int(getattr(config, piece.rope_heads)))
                 rounded = as_dtype(values, dtype, source.path, name)
-                offset += file.write(memoryview(np.ascontiguousarray(rounded)).cast("B"))
+                offset += file.write(np.ascontiguousarray(rounded).data)
     index = WeightIndex(dtype, offset, tensors)
     (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
