@@ -29,16 +29,41 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """The handlers. `ready` is asked for health."""
+    """The gRPC server and its handlers; `ready` is asked for health."""
 
     def __init__(self, frontend: Frontend, ready: Callable[[], bool]) -> None:
         self._frontend = frontend
         self._ready = ready
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
+        self._server: grpc.aio.Server | None = None
 
-    def register(self, server: grpc.aio.Server) -> None:
-        """Add Generate, ListModels, health and reflection to a server."""
+    async def start(self, host: str, port: int, max_message_bytes: int) -> int:
+        """Serve Generate, ListModels, health and reflection; returns the port.
+
+        Raises OSError if the address cannot be bound.
+        """
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._register(server)
+        try:
+            port = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests and give those under way `grace_s` seconds."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _register(self, server: grpc.aio.Server) -> None:
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, response_serializer=pb.GenerateResponse.SerializeToString

@@ -1,0 +1,167 @@
+"""Everything of `router/` put together on the running event loop: fronts, core, links to workers."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.messages import PeerAddress
+from router.config import RouterConfig
+from router.core import Router
+from router.dispatch import Links
+from router.frontend import Frontend, TextModel
+from router.hub import Hub
+from router.observer import Observer
+from router.policy import make_policy
+from router.service import Service
+
+TICK_S = 0.05
+IDLE_CHECK_S = 10.0
+
+AppFactory = Callable[[Frontend, "ServerState"], Any]
+"""Makes the HTTP front, an ASGI application; `router.http.build_app` by default."""
+
+
+class RouterAddresses(msgspec.Struct, frozen=True):
+    """host:port of each front; `http` is empty if it is off."""
+
+    grpc: str
+    http: str
+
+
+class ServerState:
+    """What the HTTP front reports besides answers."""
+
+    def __init__(self, hub: Hub, text: TextModel, observer: Observer) -> None:
+        self._hub = hub
+        self._text = text
+        self._observer = observer
+
+    def ready(self) -> bool:
+        return self._hub.ready()
+
+    def models(self) -> list[str]:
+        return [self._text.name]
+
+    def metrics_text(self) -> bytes:
+        return self._observer.render()
+
+
+class RouterApp:
+    """Lives on one event loop: `start`, `set_workers`, and `stop`, which may follow a failed start."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        text: TextModel,
+        observer: Observer,
+        app_factory: AppFactory | None = None,
+    ) -> None:
+        clock = time.monotonic
+        self._config = config
+        self.hub = Hub(Router(config, make_policy(config.policy, config.seed)), clock, observer)
+        self._links = Links(self.hub)
+        self._frontend = Frontend(text, self.hub, config, clock, observer)
+        self._service = Service(self._frontend, self.hub.ready)
+        self._state = ServerState(self.hub, text, observer)
+        self._app_factory = app_factory
+        self._http: _Http | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self) -> RouterAddresses:
+        """Listen on both fronts. Raises OSError if an address cannot be bound."""
+        config = self._config
+        if config.http_port >= 0:
+            self._http = _Http(config, self._make_app())
+        port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes)
+        self._ticking = asyncio.create_task(self._tick(), name="router tick")
+        http = await self._http.start() if self._http is not None else ""
+        return RouterAddresses(f"{config.host}:{port}", http)
+
+    async def set_workers(
+        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
+    ) -> None:
+        await self._links.set_workers(prefill, decode)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`; raises what ended the router, if it failed."""
+        assert self._ticking is not None
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stopped, self._ticking}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if self._ticking.done():
+            self._ticking.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, give those under way `grace_s`, then end them."""
+        fronts = [self._service.stop(grace_s)]
+        if self._http is not None:
+            fronts.append(self._http.stop(grace_s))
+        await asyncio.gather(*fronts)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self._links.close()
+
+    def _make_app(self) -> Any:
+        if self._app_factory is not None:
+            return self._app_factory(self._frontend, self._state)
+        from router.http import build_app
+
+        return build_app(self._frontend, self._state)
+
+    async def _tick(self) -> None:
+        """Deadlines and health; a broken invariant ends the router."""
+        idle_s = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.hub.tick()
+            await self._service.update_health()
+            idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
+            if idle_s >= IDLE_CHECK_S:
+                self.hub.core.check()
+                idle_s = 0.0
+
+
+class _Http:
+    """uvicorn inside this event loop."""
+
+    def __init__(self, config: RouterConfig, app: Any) -> None:
+        # Imported here, because a router without the HTTP front needs no HTTP server.
+        import uvicorn
+
+        self._socket = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((config.host, config.http_port))
+        except OSError as error:
+            self._socket.close()
+            where = f"{config.host}:{config.http_port}"
+            raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
+        self._address = f"{config.host}:{self._socket.getsockname()[1]}"
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(settings)
+        self._settings = settings
+
+    async def start(self) -> str:
+        self._settings.load()
+        self._server.lifespan = self._settings.lifespan_class(self._settings)
+        await self._server.startup(sockets=[self._socket])
+        self._loop = asyncio.create_task(self._server.main_loop(), name="router http")
+        return self._address
+
+    async def stop(self, grace_s: float) -> None:
+        self._settings.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        if hasattr(self, "_loop"):
+            await self._loop
+            await self._server.shutdown(sockets=[self._socket])
+        self._socket.close()

@@ -1,0 +1,222 @@
+"""Stand-ins: a byte-level text model, and workers that speak the real records over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Finish,
+    Load,
+    PeerAddress,
+    Place,
+    Record,
+    Refused,
+    RequestStats,
+    Tokens,
+    WorkerInfo,
+    decode_router_frame,
+    encode,
+)
+from engine.types import FinishReason, Incarnation
+
+END = 256  # the fake model's end-of-message token
+
+
+class ByteText:
+    """Token ids are UTF-8 bytes; 256 ends a message and is written `<end>`."""
+
+    name = "bytes"
+    vocab_size = 300
+    context_tokens = 512
+    stop_ids = frozenset({END})
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        ids: list[int] = []
+        for index, part in enumerate(text.split("<end>")):
+            ids += ([END] if index else []) + list(part.encode())
+        return ids
+
+    def render_chat(
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        text = "".join(f"[{role}]{content}<end>" for role, content in messages)
+        return text + ("[assistant]" if add_generation_prompt else "")
+
+    def encode_chat_text(self, rendered: str) -> list[int]:
+        return self.encode(rendered, add_special=False)
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(i for i in ids if i < 256))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+def worker_info(name: str, role: str, incarnation: int = 1, blocks: int = 64) -> WorkerInfo:
+    return WorkerInfo(
+        name=name,
+        role=role,
+        incarnation=Incarnation(incarnation),
+        address=f"{name}:1",
+        model="bytes",
+        fingerprint="f",
+        block_size=16,
+        blocks=blocks,
+        context_tokens=512,
+        pid=1,
+        host="h",
+    )
+
+
+def load(step: int = 1, active: int = 0, blocks: int = 64, **more: object) -> Load:
+    return Load(
+        step=step,
+        free_blocks=blocks - active,
+        cached_blocks=0,
+        active_blocks=active,
+        reserved_blocks=0,
+        quarantined_blocks=0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+class FakeWorkers:
+    """One decode and one prefill worker on one gRPC server; answers with `answer` plus END.
+
+    `got` holds every record the decode worker received. `slow_s` pauses between tokens; `hold` set
+    means that nothing is answered to a Place at all; `refusals` is how many Places to refuse.
+    """
+
+    def __init__(self) -> None:
+        self.answer = list(b"hello world")
+        self.slow_s = 0.0
+        self.hold = False
+        self.refusals = 0
+        self.got: list[Place | Cancel | Finish] = []
+        self.port = 0
+        self.blocks = 64
+        self._server: grpc.aio.Server | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._outbox: asyncio.Queue[Record] = asyncio.Queue()
+        self.incarnation = 1
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        for service, method, handler in (
+            ("DecodeWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._attach)),
+            ("PrefillWorker", "Watch", grpc.unary_stream_rpc_method_handler(self._watch)),
+        ):
+            generic = grpc.method_handlers_generic_handler(
+                f"headrace.v1.{service}", {method: handler}
+            )
+            self._server.add_generic_rpc_handlers((generic,))
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
+
+    @property
+    def peers(self) -> tuple[list[PeerAddress], list[PeerAddress]]:
+        address = f"127.0.0.1:{self.port}"
+        return [PeerAddress("p0", address)], [PeerAddress("d0", address)]
+
+    async def _watch(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield encode([worker_info("p0", "prefill", self.incarnation)])
+        while True:
+            yield encode([load(s_per_token=1e-3)])
+            await asyncio.sleep(0.1)
+
+    async def _attach(self, frames: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        outbox: asyncio.Queue[Record] = asyncio.Queue()
+        self._outbox = outbox
+
+        async def read() -> None:
+            async for frame in frames:
+                for record in decode_router_frame(frame):
+                    self.got.append(record)
+                    self._take(record)
+
+        reader = asyncio.create_task(read())
+        try:
+            yield encode([worker_info("d0", "decode", self.incarnation, self.blocks)])
+            while True:
+                try:
+                    record: Record = await asyncio.wait_for(outbox.get(), 0.1)
+                except TimeoutError:
+                    record = load(blocks=self.blocks)
+                yield encode([record])
+        finally:
+            reader.cancel()
+
+    def _take(self, record: Place | Cancel | Finish) -> None:
+        if isinstance(record, Place):
+            if self.refusals:
+                self.refusals -= 1
+                self._outbox.put_nowait(Refused(record.record.request, record.placement, 3))
+            elif not self.hold:
+                task = asyncio.create_task(self._run(record))
+                self._running[record.record.request] = task
+            return
+        task = self._running.pop(record.request, None)
+        if task is not None:
+            task.cancel()
+        finish = isinstance(record, Finish)
+        self._ended(
+            record.request,
+            record.placement,
+            FinishReason.STOP if finish else record.reason,
+            record.tokens_kept if finish else 0,
+        )
+
+    async def _run(self, place: Place) -> None:
+        record = place.record
+        self._outbox.put_nowait(Accepted(record.request, place.placement, 0))
+        ids = [*self.answer, END]
+        reason = FinishReason.STOP
+        if record.max_tokens < len(ids):
+            ids, reason = ids[: record.max_tokens], FinishReason.LENGTH
+        for index, token in enumerate(ids):
+            if self.slow_s:
+                await asyncio.sleep(self.slow_s)
+            self._outbox.put_nowait(Tokens(record.request, place.placement, index, [token]))
+        self._running.pop(record.request, None)
+        self._ended(record.request, place.placement, reason, len(ids))
+
+    def _ended(self, request: str, placement: int, reason: FinishReason, output: int) -> None:
+        stats = RequestStats(
+            stages={"decode_run": 1e-4},
+            output_tokens=output,
+            migrated_blocks=2,
+            transport="shm",
+            prefill_worker="p0",
+            decode_worker="d0",
+        )
+        self._outbox.put_nowait(
+            Ended(request=request, placement=placement, reason=reason, stats=stats)  # type: ignore[arg-type]
+        )
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    """Wait for something that another task does."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)

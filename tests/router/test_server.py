@@ -1,0 +1,41 @@
+"""The router from outside: started, asked and stopped by a program without an event loop."""
+
+import socket
+
+import httpx
+import pytest
+
+from router.api import ApiError, GenerateCall
+from router.client import Client
+from router.config import RouterConfig
+from router.server import RouterServer
+from tests.router.fake_cluster import ByteText
+
+
+def test_start_both_fronts_and_stop_twice() -> None:
+    """Guards against a router that hangs without workers, keeps its ports, or cannot stop twice."""
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", text=ByteText())
+    addresses = server.start()
+    try:
+        assert not server.ready()
+        with Client(addresses.grpc) as client:
+            assert client.models() == {"bytes": 512}
+            with pytest.raises(ApiError) as raised:
+                list(client.generate(GenerateCall(prompt="x")))
+            assert raised.value.code == "UNAVAILABLE"
+        assert httpx.get(f"http://{addresses.http}/health").status_code == 200
+        assert httpx.get(f"http://{addresses.http}/ready").status_code == 503
+        metrics = httpx.get(f"http://{addresses.http}/metrics").text
+        assert 'outcome="error"' in metrics
+        port = int(addresses.grpc.rsplit(":", 1)[1])
+        second = RouterServer(RouterConfig(grpc_port=port, http_port=-1), "", text=ByteText())
+        with pytest.raises(OSError, match=str(port)):
+            second.start()
+    finally:
+        server.stop(0.0)
+        server.stop(0.0)
+    server.wait()
+    for address in (addresses.grpc, addresses.http):
+        host, number = address.rsplit(":", 1)
+        with pytest.raises(ConnectionRefusedError), socket.create_connection((host, int(number))):
+            pass
