@@ -31,7 +31,7 @@ class Hosted:
         self._server: Any = (
             factory(config, spec.model_dir)
             if spec.kind == "router"
-            else factory(spec.name, config, spec.host)
+            else factory(spec.name, config, spec.host, spec.port)
         )
 
     def start(self) -> ChildReady:

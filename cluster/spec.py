@@ -30,6 +30,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     factory: str
     config: dict[str, object]
     host: str = "127.0.0.1"
+    port: int = 0
+    """Of a worker's gRPC server; 0 takes a free one."""
     model_dir: str = ""
     threads: int = 1
     log_level: str = "warning"

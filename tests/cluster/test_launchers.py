@@ -97,6 +97,11 @@ def test_start_and_stop_leave_nothing(name: str) -> None:
     assert set(os.listdir("/dev/shm")) == segments
 
 
+def start_and_watch(cluster: Cluster) -> None:
+    cluster.start()
+    cluster.watch()
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_failures_end_the_cluster_with_one_line(name: str) -> None:
     """Guards against a start that hangs on the healthy rest, and against a death nobody notices."""
@@ -110,14 +115,12 @@ def test_failures_end_the_cluster_with_one_line(name: str) -> None:
         cluster.start()
     dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
     with Cluster(CONFIG, launcher, dying, model_dir="x") as cluster:
-        cluster.start()
         with pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"):
-            cluster.watch()
+            start_and_watch(cluster)
     killed = {**FAKES, "decode": "tests.cluster.fakes:KilledWorker"}
     with Cluster(CONFIG, launcher, killed, model_dir="x") as cluster:
-        cluster.start()
         with pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"):
-            cluster.watch()
+            start_and_watch(cluster)
     assert eventually(lambda: children() <= before, within_s=3.0), children() - before
 
 
@@ -160,7 +163,7 @@ from cluster.launch import Cluster, make_launcher
 from router.config import RouterConfig
 from tests.cluster.test_launchers import CONFIG, FAKES
 cluster = Cluster(CONFIG, make_launcher(sys.argv[1]), FAKES, model_dir="x")
-print(*[up.pid for up in cluster.start().workers], flush=True)
+print("pids", *[up.pid for up in cluster.start().workers], flush=True)
 time.sleep(60)
 """
 
@@ -176,7 +179,9 @@ def test_a_killed_parent_leaves_no_orphan(name: str) -> None:
     )
     with parent:
         assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
+        # Ray prints what its workers print on the same standard output.
+        told = next(line for line in parent.stdout if line.startswith("pids"))
+        pids = [int(word) for word in told.split()[1:]]
         assert len(pids) == 2 and not any(gone(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
     assert eventually(lambda: all(gone(pid) for pid in pids), within_s=15.0)
