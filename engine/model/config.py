@@ -6,6 +6,9 @@ import msgspec
 
 CONFIG_FILE = "config.json"
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of weights that run code when they are loaded: refused, never opened."""
+
 
 class ModelError(Exception):
     """A model that cannot be used; the message names the file, and the tensor or field at fault."""

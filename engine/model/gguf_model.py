@@ -36,7 +36,7 @@ class GGUFModel:
 
     def text(self) -> TextFiles:
         get = self._file.get
-        return text_files(
+        files = text_files(
             Vocabulary(
                 path=self.path,
                 model=get("tokenizer.ggml.model", ""),
@@ -56,6 +56,7 @@ class GGUFModel:
                 template=get("tokenizer.chat_template", ""),
             )
         )
+        return files.of_model(self.config)
 
     def _config(self, architecture: str) -> ModelConfig:
         file, path = self._file, self.path

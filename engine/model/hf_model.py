@@ -6,13 +6,19 @@ from typing import Any
 import msgspec
 
 from engine.model.checkpoint import FloatArray
-from engine.model.config import LinearRope, Llama3Rope, ModelConfig, ModelError, RopeScaling
+from engine.model.config import (
+    PICKLES,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    ModelError,
+    RopeScaling,
+)
 from engine.model.families import FAMILIES, Family, Source
 from engine.model.safetensors_reader import SafetensorsFile
 from engine.text.files import TextFiles
 from engine.text.hf_text import text_files
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX = "model.safetensors.index.json"
 
 
@@ -41,7 +47,7 @@ class HFModel:
         return self._where[name].read(name)
 
     def text(self) -> TextFiles:
-        return text_files(self.path, self._raw)
+        return text_files(self.path, self._raw).of_model(self.config)
 
 
 def read_json(path: Path) -> dict[str, Any]:

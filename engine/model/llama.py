@@ -58,7 +58,7 @@ class Llama:
         eps, shape = config.norm_eps, (config.hidden,)
         rotated = config.heads + config.kv_heads
         split = [config.heads, config.kv_heads]
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        cos, sin = self._rotations(batch.positions)
         half = config.head_dim // 2
         x = self._embedding[batch.tokens]
         rows = x.shape[0]
@@ -75,6 +75,11 @@ class Llama:
             x += linear(silu(gate).mul_(up), layer.down, layer.down_bias)
         wanted = rms_norm(x[batch.logit_rows], shape, self._norm, eps)
         return linear(wanted, self._head).float()
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`[rows, 1, head_dim]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
 
 def load_model(model_dir: Path) -> Llama:
@@ -103,19 +108,16 @@ def map_weights(model_dir: Path) -> dict[str, Tensor]:
 
 
 def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin `[context_tokens, 1, head_dim]` of the rotary embedding (RoFormer, arXiv 2104.09864).
+    """cos and sin `[context_tokens, head_dim / 2]` of the rotary embedding (RoFormer, arXiv 2104.09864).
 
-    Halves are rotated against each other: `x * cos + roll(x, half) * sin`, sin being negative in the first half.
+    A table, not a computation at each step: vectorised cosines of the same angle differ in their last bit by where the
+    angle lies in the tensor, which would make a row depend on its batch.
     """
     # 32 bits throughout, as the models were trained: position 8000 differs visibly from a 64-bit table.
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = _scaled(1.0 / config.rope_theta**exponents, config)
     angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return (
-        torch.cat([cos, cos], -1).unsqueeze(1).to(dtype),
-        torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype),
-    )
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:

@@ -4,6 +4,7 @@ Every tensor starts on a page and is stored as the engine multiplies it (q, k an
 another), so a worker maps the file and copies nothing; all workers of a host share its pages.
 """
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,9 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
                     values = halves_from_pairs(values, int(getattr(config, piece.rope_heads)))
                 rounded = as_dtype(values, dtype, source.path, name)
                 offset += file.write(np.ascontiguousarray(rounded).data)
+        # A rename may reach the disk before the bytes do; zeros for weights would go unnoticed ever after.
+        file.flush()
+        os.fsync(file.fileno())
     index = WeightIndex(dtype, offset, tensors)
     (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 

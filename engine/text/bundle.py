@@ -46,13 +46,18 @@ class TextModel:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a plain prompt. `add_special` adds what the model puts around a text (often a leading BOS).
 
-        Raises FieldError("prompt", ...) for text that is not valid Unicode (lone surrogates).
+        Raises FieldError("prompt", ...) for text that is not valid Unicode (lone surrogates), and for a token that the
+        tokenizer has and the model has not (an added token past its embedding).
         """
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=add_special)
         except (UnicodeEncodeError, TypeError) as error:
             raise FieldError("prompt", "is not valid Unicode") from error
-        return list(encoded.ids)
+        ids: list[int] = encoded.ids
+        if ids and max(ids) >= self.vocab_size:
+            token = self._tokenizer.id_to_token(max(ids))
+            raise FieldError("prompt", f"holds {token!r}, which this model has no embedding for")
+        return ids
 
     def render_chat(
         self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True

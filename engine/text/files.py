@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.config import ModelError
+from engine.model.config import ModelConfig, ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -30,6 +30,16 @@ class TextFiles(msgspec.Struct, frozen=True):
     tokenizer: str
     template: str
     settings: TextSettings
+
+    def of_model(self, config: ModelConfig) -> "TextFiles":
+        """The same, with what the model's configuration knows."""
+        settings = msgspec.structs.replace(
+            self.settings,
+            name=config.name,
+            vocab_size=config.vocab,
+            context_tokens=config.context_tokens,
+        )
+        return msgspec.structs.replace(self, settings=settings)
 
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")

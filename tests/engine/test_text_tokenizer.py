@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -71,9 +72,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 def test_demo_tokenizer_equals_transformers(demo: TextModel) -> None:
     """Guards every part of the pipeline: digits, byte alphabet, merges, added tokens.
 
-    The transformers conversion ignores `tokenizer.ggml.pre`, so its pre-tokenizer lacks the model's own first step (every
-    digit alone, see `test_demo_digits_stand_alone`). It is put right here; where no blank stands before a digit, the
-    conversion as it is agrees as well.
+    The transformers conversion ignores `tokenizer.ggml.pre`, so its pre-tokenizer lacks the model's own first step
+    (every digit alone, see `test_demo_digits_stand_alone`). It is put right here; where no blank stands before a
+    digit, the conversion as it is agrees as well.
     """
     from transformers import AutoTokenizer
 
@@ -118,6 +119,18 @@ def test_lone_surrogates_are_the_callers_fault(demo: TextModel) -> None:
     """Guards the router: text from JSON may hold half a surrogate pair, and must not raise a foreign error."""
     with pytest.raises(FieldError, match="not valid Unicode"):
         demo.encode("half \ud83d of it", add_special=True)
+
+
+def test_tokens_without_an_embedding_are_the_callers_fault(tmp_path: Path) -> None:
+    """Guards the engine: an added token past the embedding would read somebody else's memory, or raise in a step."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    files = text_files(vocabulary(tokens=[*alphabet, "<pad>"], kinds=[1] * 256 + [3]))
+    settings = msgspec.structs.replace(files.settings, vocab_size=256)
+    msgspec.structs.replace(files, settings=settings).save(tmp_path)
+    text = TextModel.load(tmp_path)
+    assert len(text.encode("abc", add_special=True)) == 3
+    with pytest.raises(FieldError, match="'<pad>', which this model has no embedding for"):
+        text.encode("a<pad>", add_special=True)
 
 
 def vocabulary(**change: Any) -> Vocabulary:
