@@ -170,11 +170,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Record, kw_only=True):
-    """First record in either direction: who speaks, how its memory is laid out and how it can be reached."""
+    """First record in either direction: who speaks, how its memory is laid out and how it can be reached. The decode
+    worker names every way there is, the prefill worker answers with the one it chose."""
 
     info: WorkerInfo
     layout: dict[str, Any]
-    endpoint: Endpoint
+    endpoints: list[Endpoint]
     protocol: int = 1
     digest: str = "xxh3-64"
 

@@ -81,22 +81,39 @@ class RpcLoop:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def start(self, host: str, port: int, service: str, streams: dict[str, Accept]) -> int:
-        """Serve the named stream methods of `service`; returns the port. Raises OSError where it cannot be bound."""
+    def start(
+        self,
+        host: str,
+        port: int,
+        service: str,
+        streams: dict[str, Accept],
+        watches: dict[str, Accept] | None = None,
+    ) -> int:
+        """Serve methods of `service` by name: `streams` take frames and send them, `watches` only send. Returns the
+        port. Raises OSError where it cannot be bound."""
         self._thread.start()
-        return self.call(self._serve(host, port, service, streams))
+        return int(self.call(self._serve(host, port, service, streams, watches or {})))
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
         """Run a coroutine on the loop from another thread and wait for it."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result(timeout_s)
 
-    async def _serve(self, host: str, port: int, service: str, streams: dict[str, Accept]) -> int:
+    async def _serve(
+        self,
+        host: str,
+        port: int,
+        service: str,
+        streams: dict[str, Accept],
+        watches: dict[str, Accept],
+    ) -> int:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handlers = {
             method: grpc.stream_stream_rpc_method_handler(self._handler(accept))
             for method, accept in streams.items()
         }
+        for method, accept in watches.items():
+            handlers[method] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
@@ -127,6 +144,18 @@ class RpcLoop:
             finally:
                 reader.cancel()
                 session.closed(why)
+
+        return handle
+
+    def _watcher(self, accept: Accept) -> Callable[..., AsyncIterator[bytes]]:
+        async def handle(_request: bytes, context: Any) -> AsyncIterator[bytes]:
+            outbox = _Outbox(self._loop)
+            session = accept(outbox.send)
+            try:
+                async for data in outbox.frames():
+                    yield data
+            finally:
+                session.closed("the watcher left")
 
         return handle
 

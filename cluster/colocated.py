@@ -1,0 +1,176 @@
+"""Both pools in one process and one thread: the same schedulers, runners and handoff over the loopback transport.
+
+No sockets, no processes: what remains is exactly the part whose answers must be right. Tests compare it with the real
+cluster and with other implementations; a script can use it as a small engine.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decode_worker import events as decode_events
+from decode_worker.config import DecodeConfig
+from decode_worker.events import ConnectPeer, Tell
+from decode_worker.scheduler import DecodeScheduler
+from engine.device import Device
+from engine.loop import Engine
+from engine.messages import Ended, PeerAddress, Place, Refused, Tokens
+from engine.types import Incarnation, RequestId, RequestRecord
+from prefill_worker import events as prefill_events
+from prefill_worker.config import PrefillConfig
+from prefill_worker.scheduler import PrefillScheduler
+from transfer.commands import Connect, Emit, MoverDied
+from transfer.loopback import LoopbackHub, LoopbackTransport
+from transfer.mover import Mover
+from transfer.receiver import KVReceiver
+from transfer.sender import KVSender
+
+PREFILL, DECODE = Incarnation(1), Incarnation(2)
+ADDRESS = PeerAddress("prefill-0", "loopback")
+LINK = 1
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's fate so far; `ended` is its last word."""
+
+    record: RequestRecord
+    tokens: list[int] = field(default_factory=list)
+    refused: int = 0
+    ended: Ended | None = None
+
+
+class Colocated:
+    """`submit` requests, `turn` until they are done. `prefill` and `decode` are devices of equal layout."""
+
+    def __init__(
+        self,
+        prefill: Device,
+        decode: Device,
+        *,
+        prefill_config: PrefillConfig | None = None,
+        decode_config: DecodeConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        check: bool = False,
+    ) -> None:
+        self.hub = LoopbackHub()
+        self.answers: dict[RequestId, Answer] = {}
+        self._waiting: list[Answer] = []
+        self._clock = clock
+        self._check = check
+        self._to_prefill: list[prefill_events.FromPeer] = []
+        self._to_decode: list[decode_events.FromPeer] = []
+        self._from_movers: tuple[list[object], list[object]] = ([], [])
+        shared = {
+            "fingerprint": prefill.fingerprint,
+            "vocab": prefill.vocab,
+            "context_tokens": prefill.context_tokens,
+            "stop_ids": prefill.stop_ids,
+        }
+        self.prefill = PrefillScheduler(
+            prefill_config or PrefillConfig(),
+            prefill.manager(),
+            KVSender(),
+            **shared,  # type: ignore[arg-type]
+        )
+        self.decode = DecodeScheduler(
+            config=decode_config or DecodeConfig(),
+            kv=decode.manager(),
+            receiver=KVReceiver(),
+            name="decode-0",
+            incarnation=DECODE,
+            block_bytes=decode.layout.block_bytes,
+            **shared,  # type: ignore[arg-type]
+        )
+        self._engines = (
+            Engine(self.prefill, prefill.runner, clock, self._carry_out(0)),
+            Engine(self.decode, decode.runner, clock, self._carry_out(1)),
+        )
+        transports = (
+            LoopbackTransport(prefill.kv, PREFILL, self.hub),
+            LoopbackTransport(decode.kv, DECODE, self.hub),
+        )
+        self._movers = tuple(
+            Mover({"loopback": transport}, device.kv, device.layout, True, inbox.append)
+            for transport, device, inbox in zip(
+                transports, (prefill, decode), self._from_movers, strict=True
+            )
+        )
+        self._movers[0].submit(Connect(DECODE, transports[1].describe()))
+        self._movers[1].submit(Connect(PREFILL, transports[0].describe()))
+        self._engines[0].receive([prefill_events.PeerUp(DECODE, transports[0].reads_remotely)])
+
+    def submit(self, record: RequestRecord) -> Answer:
+        """Hand a request in; a refused one is offered again whenever something ends."""
+        answer = Answer(record)
+        self.answers[record.request] = answer
+        self._waiting.append(answer)
+        return answer
+
+    def turn(self) -> bool:
+        """Deliver what is under way and run one step on either side. False: nothing was left to do."""
+        offered, self._waiting = self._waiting, []
+        for answer in offered:
+            place = Place(record=answer.record, placement=1, prefill=ADDRESS)
+            self._engines[1].receive([decode_events.FromRouter(LINK, place)])
+        worked = bool(offered)
+        for at, messages in enumerate((self._to_prefill, self._to_decode)):
+            worked |= self._movers[at].run_once()
+            events = [*self._from_movers[at], *messages]
+            self._from_movers[at].clear()
+            messages.clear()
+            for event in events:
+                if isinstance(event, MoverDied):
+                    raise RuntimeError(event.error)
+            self._engines[at].receive(events)
+            worked |= bool(events)
+            worked |= self._engines[at].step() is not None
+        if self._check:
+            self.prefill.check()
+            self.decode.check()
+        return worked
+
+    def run(self, records: Sequence[RequestRecord]) -> list[Answer]:
+        """All of them at once, to the end. Raises RuntimeError if they can never end."""
+        answers = [self.submit(record) for record in records]
+        while any(answer.ended is None for answer in answers):
+            if not self.turn():
+                raise RuntimeError(f"stuck: {self.prefill!r}, {self.decode!r}")
+        while self.turn():
+            pass
+        return answers
+
+    def close(self) -> None:
+        for mover in self._movers:
+            mover.stop()
+
+    def _carry_out(self, at: int) -> Callable[[Sequence[object]], None]:
+        def carry_out(commands: Sequence[object]) -> None:
+            for command in commands:
+                match command:
+                    case Emit(_, record) if at == 0:
+                        self._to_decode.append(decode_events.FromPeer(PREFILL, record))  # type: ignore[arg-type]
+                    case Emit(_, record):
+                        self._to_prefill.append(prefill_events.FromPeer(DECODE, record))  # type: ignore[arg-type]
+                    case ConnectPeer(address):
+                        up = decode_events.PeerUp(PREFILL, address, "loopback")
+                        self._engines[1].receive([up])
+                    case Tell(_, record):
+                        self._told(record)
+                    case _:
+                        self._movers[at].submit(command)  # type: ignore[arg-type]
+
+        return carry_out
+
+    def _told(self, record: object) -> None:
+        match record:
+            case Tokens(request, _, index, ids):
+                answer = self.answers[request]
+                if index != len(answer.tokens):
+                    raise RuntimeError(f"token {index} of {request} after {len(answer.tokens)}")
+                answer.tokens += ids
+            case Refused(request):
+                self.answers[request].refused += 1
+                self._waiting.append(self.answers[request])
+            case Ended(request=request):
+                self.answers[request].ended = record

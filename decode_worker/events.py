@@ -1,0 +1,71 @@
+"""What can happen to a decode scheduler, and what it asks of its shell besides the commands of `transfer.migration`."""
+
+from dataclasses import dataclass
+
+from engine.messages import (
+    Cancel,
+    DecodeRecord,
+    Finish,
+    FirstToken,
+    Offer,
+    PeerAddress,
+    Place,
+    PrefillFailed,
+)
+from engine.types import Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    """A router said something on stream `link`."""
+
+    link: int
+    message: Place | Cancel | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The stream `link` has ended: nobody can receive its requests' tokens."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """A prefill worker answered and its memory can be reached."""
+
+    peer: Incarnation
+    address: PeerAddress
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDown:
+    """A prefill worker cannot be reached, or is lost. `peer` is None where it was never up."""
+
+    address: PeerAddress
+    peer: Incarnation | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """A prefill worker said something."""
+
+    peer: Incarnation
+    message: Offer | FirstToken | PrefillFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Command: send a record to the router on stream `link`, in this step's frame."""
+
+    link: int
+    record: DecodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """Command: reach this prefill worker; answered by PeerUp or PeerDown."""
+
+    address: PeerAddress

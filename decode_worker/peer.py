@@ -1,0 +1,155 @@
+"""The decode worker's streams to prefill workers: one per peer, opened when a placement first names it.
+
+A stream begins with a hello in either direction. A peer whose model, memory layout, protocol or digest differs is
+refused at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from decode_worker.events import FromPeer, PeerDown, PeerUp
+from engine.messages import (
+    Hello,
+    PeerAddress,
+    PrefillToDecode,
+    Record,
+    decode_from_prefill_frame,
+    encode,
+)
+from engine.types import Incarnation
+from transfer.rpc import RpcLoop, Send
+
+log = logging.getLogger(__name__)
+
+METHOD = "/headrace.v1.PrefillWorker/Attach"
+
+Event = PeerUp | PeerDown | FromPeer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFrame:
+    """Bytes from a prefill worker."""
+
+    link: "PeerLink"
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    link: "PeerLink"
+    why: str
+
+
+class PeerLink:
+    """One stream to one prefill worker; `incarnation` is known once its hello has come. Identity is by object."""
+
+    def __init__(self, address: PeerAddress, send: Send, put: Callable[[object], None]) -> None:
+        self.address = address
+        self.send = send
+        self.incarnation: Incarnation | None = None
+        self._put = put
+
+    def frame(self, data: bytes) -> None:
+        self._put(PeerFrame(self, data))
+
+    def closed(self, why: str) -> None:
+        self._put(PeerGone(self, why))
+
+
+class Peers:
+    """All streams to prefill workers. Owner: the engine thread."""
+
+    def __init__(
+        self,
+        rpc: RpcLoop,
+        hello: Hello,
+        put: Callable[[object], None],
+        reach: Callable[[Incarnation, Hello], None],
+    ) -> None:
+        self._rpc = rpc
+        self._hello = hello
+        self._put = put
+        self._reach = reach
+        self._links: dict[Incarnation, PeerLink] = {}
+        self._opening: set[PeerAddress] = set()
+
+    def connect(self, address: PeerAddress) -> None:
+        """Open a stream, unless one is being opened. Its outcome comes as an item: PeerFrame or PeerGone."""
+        if address in self._opening:
+            return
+        self._opening.add(address)
+
+        def accept(send: Send) -> PeerLink:
+            send(encode([self._hello]))
+            return PeerLink(address, send, self._put)
+
+        self._rpc.connect(address.address, METHOD, accept)
+
+    def send(self, peer: Incarnation, records: list[Record]) -> None:
+        """To a peer that is gone nothing is sent: its loss is on its way to the scheduler."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.send(encode(records))
+
+    def events(self, item: PeerFrame | PeerGone) -> list[Event]:
+        """What an item of a link means to the scheduler."""
+        link = item.link
+        if isinstance(item, PeerGone):
+            return self._gone(link, item.why)
+        try:
+            records = decode_from_prefill_frame(item.data)
+        except msgspec.MsgspecError as error:
+            log.error("%s: a frame is not of this protocol, and is dropped: %s", link.address, error)
+            return []
+        return [event for record in records for event in self._event(link, record)]
+
+    def _event(self, link: PeerLink, record: PrefillToDecode) -> list[Event]:
+        if isinstance(record, Hello):
+            return self._welcome(link, record)
+        if link.incarnation is None:
+            log.error("%s speaks before its hello: %s is dropped", link.address, type(record).__name__)
+            return []
+        return [FromPeer(link.incarnation, record)]
+
+    def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
+        self._opening.discard(link.address)
+        problem = mismatch(self._hello, hello)
+        if problem:
+            log.error("prefill worker %s is refused: %s", link.address.name, problem)
+            return [PeerDown(link.address, None, problem)]
+        link.incarnation = hello.info.incarnation
+        self._links[link.incarnation] = link
+        self._reach(link.incarnation, hello)
+        return [PeerUp(link.incarnation, link.address, hello.endpoints[0].transport)]
+
+    def _gone(self, link: PeerLink, why: str) -> list[Event]:
+        self._opening.discard(link.address)
+        if link.incarnation is not None:
+            self._links.pop(link.incarnation, None)
+        return [PeerDown(link.address, link.incarnation, why)]
+
+    def drop(self, peer: Incarnation, why: str) -> list[Event]:
+        """Its memory cannot be reached: as good as gone."""
+        link = self._links.pop(peer, None)
+        return [] if link is None else [PeerDown(link.address, peer, why)]
+
+
+def mismatch(mine: Hello, theirs: Hello) -> str:
+    """Why blocks cannot move between the two, or nothing."""
+    if theirs.info.role != "prefill":
+        return f"it is a {theirs.info.role} worker"
+    for what, a, b in (
+        ("protocol", mine.protocol, theirs.protocol),
+        ("model", mine.info.model, theirs.info.model),
+        ("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint),
+        ("KV layout", mine.layout, theirs.layout),
+        ("digest", mine.digest, theirs.digest),
+    ):
+        if a != b:
+            return f"its {what} is {b}, this worker's is {a}"
+    if len(theirs.endpoints) != 1:
+        return "it names no single way to reach its memory"
+    return ""

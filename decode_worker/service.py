@@ -1,0 +1,54 @@
+"""The decode worker's gRPC side: router streams in, items for the engine's inbox out. No work per record."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transfer.rpc import RpcLoop, Send
+
+SERVICE = "headrace.v1.DecodeWorker"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterUp:
+    link: int
+    send: Send
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFrame:
+    link: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RouterGone:
+    link: int
+    why: str
+
+
+Item = RouterUp | RouterFrame | RouterGone
+
+
+class _Session:
+    def __init__(self, link: int, put: Callable[[Item], None]) -> None:
+        self._link = link
+        self._put = put
+
+    def frame(self, data: bytes) -> None:
+        self._put(RouterFrame(self._link, data))
+
+    def closed(self, why: str) -> None:
+        self._put(RouterGone(self._link, why))
+
+
+def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> int:
+    """Serve `Attach` (routers); returns the port. Each stream gets a number of its own."""
+    numbers = itertools.count(1)
+
+    def attach(send: Send) -> _Session:
+        link = next(numbers)
+        put(RouterUp(link, send))
+        return _Session(link, put)
+
+    return rpc.start(host, port, SERVICE, {"Attach": attach})

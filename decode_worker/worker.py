@@ -1,0 +1,238 @@
+"""A decode worker: the shell around `DecodeScheduler`.
+
+Three threads: the engine (here), the asyncio loop of `transfer.rpc`, and the transfer thread of `transfer.mover`. All
+state belongs to the engine thread; the others put what they hear into its inbox and carry out what it hands them.
+One frame per engine step and router carries every request's new tokens.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from decode_worker.events import ConnectPeer, FromRouter, RouterLost, Tell
+from decode_worker.peer import PeerFrame, PeerGone, Peers
+from decode_worker.scheduler import Command, DecodeScheduler, Event
+from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
+from engine.device import open_device
+from engine.loop import Engine, EngineThread
+from engine.messages import (
+    Ended,
+    Hello,
+    Load,
+    Record,
+    WorkerInfo,
+    decode_router_frame,
+    encode,
+)
+from engine.types import Incarnation
+from telemetry.metrics import WorkerMetrics
+from transfer.commands import Connect, Emit, MoverDied, Received, Unreachable
+from transfer.liveness import host_id
+from transfer.mover import Mover
+from transfer.receiver import KVReceiver
+from transfer.registry import open_transports
+from transfer.rpc import RpcLoop, Send
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+REPORT_S = 0.05
+"""Least time between two reports while steps run."""
+SPEED_WEIGHT = 0.2
+"""Share of the newest value in a running mean."""
+
+
+class DecodeWorker:
+    """Start it, wait for it, stop it. `start` blocks until the worker serves."""
+
+    def __init__(
+        self, name: str, config: DecodeConfig, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._host, self._port = host, port
+        self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
+        self._rpc = RpcLoop(f"{name}-rpc")
+        self._thread = EngineThread(f"{name}-engine", self._turn, HEARTBEAT_S)
+        self._routers: dict[int, Send] = {}
+        self._reported_at = 0.0
+        self._report_now = False
+        self._s_per_step = 0.0
+        self._s_per_block: dict[str, float] = {}
+
+    def start(self) -> WorkerInfo:
+        """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
+        device = open_device(self._config.engine)
+        self._device = device
+        self._scheduler = DecodeScheduler(
+            config=self._config,
+            kv=device.manager(),
+            receiver=KVReceiver(),
+            name=self.name,
+            incarnation=self._incarnation,
+            fingerprint=device.fingerprint,
+            vocab=device.vocab,
+            context_tokens=device.context_tokens,
+            stop_ids=device.stop_ids,
+            block_bytes=device.layout.block_bytes,
+        )
+        self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
+        self._transports = open_transports(device.kv, self._incarnation, self._config.transfer)
+        self._mover = Mover(
+            self._transports,
+            device.kv,
+            device.layout,
+            self._config.transfer.verify_digests,
+            self._thread.put,
+        )
+        self._metrics = WorkerMetrics(device.model, self.name, "decode")
+        port = serve(self._rpc, self._host, self._port, self._thread.put)
+        self.info = WorkerInfo(
+            name=self.name,
+            role="decode",
+            incarnation=self._incarnation,
+            address=f"{self._host}:{port}",
+            model=device.model,
+            fingerprint=device.fingerprint,
+            block_size=device.layout.block_size,
+            blocks=device.blocks,
+            context_tokens=device.context_tokens,
+            pid=os.getpid(),
+            host=host_id(),
+            metrics_address=f"{self._host}:{self._metrics.serve(self._host)}",
+        )
+        hello = Hello(
+            info=self.info,
+            layout=device.layout.describe(),
+            endpoints=[transport.describe() for transport in self._transports.values()],
+        )
+        self._peers = Peers(self._rpc, hello, self._thread.put, self._reach)
+        self._mover.start()
+        self._thread.start()
+        return self.info
+
+    def wait(self) -> None:
+        """Block until the worker has stopped; raises what its engine died of."""
+        self._thread.ended.wait()
+        if self._thread.failure is not None:
+            raise self._thread.failure
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End everything. Requests under way are lost; the router notices."""
+        self._thread.stop(grace_s)
+        self._rpc.stop(min(grace_s, 0.5))
+        self._mover.stop()
+        self._metrics.close()
+        self._device.kv.close()
+
+    def _reach(self, peer: Incarnation, hello: Hello) -> None:
+        self._mover.submit(Connect(peer, hello.endpoints[0]))
+
+    # one turn of the engine thread
+
+    def _turn(self, items: list[object]) -> bool:
+        events = [event for item in items for event in self._events(item)]
+        self._engine.receive(events)
+        started = time.monotonic()
+        plan = self._engine.step()
+        now = time.monotonic()
+        if plan is not None:
+            self._metrics.step(plan.computed_tokens, now - started)
+            known = self._s_per_step or now - started
+            self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
+        self._count()
+        interval = HEARTBEAT_S if plan is None else REPORT_S
+        if self._report_now or now - self._reported_at >= interval:
+            self._report(now)
+        return plan is not None
+
+    def _events(self, item: object) -> Sequence[Event]:
+        match item:
+            case RouterFrame(link, data):
+                return self._router_frame(link, data)
+            case PeerFrame() | PeerGone():
+                return self._peers.events(item)
+            case Received():
+                return (item,)
+            case RouterUp(link, send):
+                self._routers[link] = send
+                send(encode([self.info, self._load()]))
+                return ()
+            case RouterGone(link, why):
+                log.info("router stream %d ended: %s", link, why)
+                del self._routers[link]
+                return (RouterLost(link),)
+            case Unreachable(peer, error):
+                return self._peers.drop(peer, f"its memory cannot be reached: {error}")
+            case MoverDied(error):
+                raise RuntimeError(f"the transfer thread has died: {error}")
+        raise TypeError(f"not an item: {item!r}")
+
+    def _router_frame(self, link: int, data: bytes) -> list[Event]:
+        try:
+            return [FromRouter(link, record) for record in decode_router_frame(data)]
+        except msgspec.MsgspecError as error:
+            log.error("a frame is not of this protocol, and is dropped: %s", error)
+            return []
+
+    def _publish(self, commands: Sequence[Command]) -> None:
+        """Carry out what the scheduler asks: one frame per router and per peer, the rest to the transfer thread."""
+        to_routers: dict[int, list[Record]] = {}
+        to_peers: dict[Incarnation, list[Record]] = {}
+        for command in commands:
+            match command:
+                case Tell(link, record):
+                    to_routers.setdefault(link, []).append(record)
+                    self._report_now |= isinstance(record, Ended)
+                case Emit(peer, record):
+                    to_peers.setdefault(peer, []).append(record)
+                case ConnectPeer(address):
+                    self._peers.connect(address)
+                case _:
+                    self._mover.submit(command)
+        for peer, records in to_peers.items():
+            self._peers.send(peer, records)
+        for link, records in to_routers.items():
+            if link in self._routers:
+                self._routers[link](encode(records))
+
+    def _count(self) -> None:
+        scheduler = self._scheduler
+        generated, scheduler.generated_tokens = scheduler.generated_tokens, 0
+        if generated:
+            self._metrics.generated(generated)
+        migrated, scheduler.migrated = scheduler.migrated, []
+        for one in migrated:
+            nbytes = one.blocks * self._device.layout.block_bytes
+            self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
+            if one.blocks:
+                latest = one.seconds / one.blocks
+                known = self._s_per_block.get(one.peer, latest)
+                self._s_per_block[one.peer] = known + SPEED_WEIGHT * (latest - known)
+
+    def _report(self, now: float) -> None:
+        self._reported_at, self._report_now = now, False
+        self._metrics.blocks(self._scheduler.kv.pool.counts())
+        data = encode([self._load()])
+        for send in self._routers.values():
+            send(data)
+
+    def _load(self) -> Load:
+        counts = self._scheduler.kv.pool.counts()
+        return Load(
+            step=self._engine.steps,
+            free_blocks=counts["free"],
+            cached_blocks=counts["cached"],
+            active_blocks=counts["active"],
+            reserved_blocks=counts["reserved"],
+            quarantined_blocks=counts["quarantined"],
+            waiting_requests=self._scheduler.waiting_requests,
+            running_requests=self._scheduler.running_requests,
+            s_per_token=self._s_per_step,
+            s_per_block=dict(self._s_per_block),
+            evicted=self._scheduler.kv.take_evicted(),
+        )

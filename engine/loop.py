@@ -1,0 +1,124 @@
+"""One turn of a worker's engine: plan, run, complete. The same for both roles, in a thread or in a test."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from engine.kv.manager import KVCacheManager
+from engine.runner import Runner
+from engine.step import StepPlan
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C")
+E = TypeVar("E", contravariant=True)
+
+
+class Scheduler(Protocol[E, C]):
+    """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. Every method returns commands for the shell."""
+
+    kv: KVCacheManager
+
+    def handle(self, event: E, now: float) -> list[C]: ...
+
+    def tick(self, now: float) -> list[C]: ...
+
+    def plan(self, now: float) -> tuple[StepPlan | None, list[C]]: ...
+
+    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[C]: ...
+
+
+class Engine:
+    """A scheduler with its runner. `publish` carries commands out; it is called before a step runs and after it, so
+    that nobody waits for a step to hear what was decided before it. Owner: one thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[E, C],
+        runner: Runner,
+        clock: Callable[[], float],
+        publish: Callable[[Sequence[C]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._publish = publish
+        self.steps = 0
+
+    def receive(self, events: Sequence[E]) -> None:
+        """Take events in, in order."""
+        now = self._clock()
+        for event in events:
+            self._carry_out(self._scheduler.handle(event, now))
+
+    def step(self) -> StepPlan | None:
+        """Run the next step, if there is anything to compute; returns what ran."""
+        now = self._clock()
+        self._carry_out(self._scheduler.tick(now))
+        plan, commands = self._scheduler.plan(now)
+        self._carry_out(commands)
+        if plan is None:
+            return None
+        drawn = self._runner.run(plan)
+        self.steps += 1
+        self._carry_out(self._scheduler.complete(plan, drawn, self._clock()))
+        return plan
+
+    def _carry_out(self, commands: Sequence[C]) -> None:
+        # Readers in other processes must find the new generation before anybody hears of the block.
+        self._runner.kv.advance(self._scheduler.kv.take_handed_out())
+        if commands:
+            self._publish(commands)
+
+
+class EngineThread:
+    """Runs turns until it is stopped. One inbox; whoever has something to say puts it there.
+
+    `turn(items)` gets what has arrived, in order, and returns whether there is more to compute; if not, the thread
+    sleeps until something arrives or `idle_s` has passed. If a turn raises, the thread ends and `failure` says why.
+    """
+
+    def __init__(self, name: str, turn: Callable[[list[object]], bool], idle_s: float) -> None:
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._turn = turn
+        self._idle_s = idle_s
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopping = False
+        self.ended = threading.Event()
+        self.failure: BaseException | None = None
+
+    def put(self, item: object) -> None:
+        """From any thread; never blocks."""
+        self._inbox.put(item)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the turn under way finish, then end the thread."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while not self._stopping:
+                busy = self._turn(self._take(wait=not busy))
+        except BaseException as error:  # whatever it was: the owner ends the process
+            self.failure = error
+            log.exception("the engine has failed")
+        finally:
+            self.ended.set()
+
+    def _take(self, wait: bool) -> list[object]:
+        items: list[object] = []
+        try:
+            items.append(self._inbox.get(timeout=self._idle_s) if wait else self._inbox.get_nowait())
+            while True:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return [item for item in items if item is not None]

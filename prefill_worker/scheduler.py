@@ -1,0 +1,361 @@
+"""Decides what a prefill worker computes next, and when the blocks of a prompt may be let go. Pure.
+
+A job is one prompt asked for by one decode worker:
+
+    WAITING --acquire--> RUNNING --last chunk--> SENDING --settled--> gone
+    WAITING, RUNNING --stop, peer lost, deadline--> gone, or SENDING until settled
+
+Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
+prompt are leased, so a running job can always finish. Running jobs share the step's token budget in the same order
+(`engine.plan.share_budget`). Every chunk's finished blocks are offered at once, all layers together, while the next
+chunk computes; a cached prefix is offered before anything is computed. The lease is released when the sender says that
+nobody can still read the blocks.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine import identity
+from engine.kv.manager import KVCacheManager, Lease
+from engine.messages import (
+    Fault,
+    FirstToken,
+    Handoff,
+    Landed,
+    PrefillFailed,
+    StartPrefill,
+    Stop,
+)
+from engine.plan import banned_tokens, check_record, share_budget
+from engine.step import Row, StepPlan
+from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
+from prefill_worker.config import PrefillConfig
+from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
+from transfer.commands import Broken, Command, Emit, OutgoingBlock, Posted, Sent, Settled
+from transfer.sender import KVSender
+
+Event = PeerUp | FromPeer | PeerLost | PeerDead | Posted | Sent
+
+
+class JobState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SENDING = "sending"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Mutable; owned by the scheduler."""
+
+    handoff: Handoff
+    peer: Incarnation
+    record: RequestRecord
+    have_tokens: int
+    arrived: float
+    deadline: float
+    state: JobState = JobState.WAITING
+    lease: Lease | None = None
+    identities: list[bytes] | None = None
+    computed: int = 0
+    offered_blocks: int = 0
+    chunks: int = 0
+    cached_tokens: int = 0
+    started: float | None = None
+
+    @property
+    def remaining(self) -> int:
+        return len(self.record.tokens) - self.computed
+
+
+class PrefillScheduler:
+    """Mutable state, all of it: `_jobs` and its two orders `_waiting` and `_running`, the
+    jobs of the step under way, `_peers`, and what `kv` and `sender` own.
+    Owner: the engine thread."""
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        kv: KVCacheManager,
+        sender: KVSender,
+        *,
+        fingerprint: str,
+        vocab: int,
+        context_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.kv = kv
+        self.sender = sender
+        self._config = config
+        self._fingerprint = fingerprint
+        self._vocab = vocab
+        self._context_tokens = context_tokens
+        self._stop_ids = stop_ids
+        self._jobs: dict[Handoff, Job] = {}
+        self._peers: dict[Incarnation, bool] = {}
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._stepping: list[Job] = []
+        self._steps = 0
+
+    # what there is to do
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running_requests(self) -> int:
+        return len(self._running)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens asked for and not computed; waiting prompts count in full."""
+        return sum(job.remaining for job in (*self._waiting, *self._running))
+
+    @property
+    def jobs(self) -> int:
+        return len(self._jobs)
+
+    # events
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event in; returns what the shell must do. Nothing else changes the state, but `plan`, `complete`."""
+        match event:
+            case FromPeer(peer, StartPrefill() as message):
+                return self._start(peer, message, now)
+            case FromPeer(_, Landed() as message):
+                return self._settle(self.sender.landed(message))
+            case FromPeer(_, Stop() as message):
+                return self._stop(message)
+            case Posted():
+                return self._settle(self.sender.posted(event.handoff, event.seq, event.digests))
+            case Sent():
+                return self._settle(self.sender.sent(event.handoff, event.seq, event.error))
+            case PeerUp(peer, reads_remotely):
+                self._peers[peer] = reads_remotely
+                return []
+            case PeerLost(peer):
+                return self._peer_lost(peer)
+            case PeerDead(peer):
+                return self._settle(self.sender.peer_dead(peer))
+        raise TypeError(f"not an event: {event!r}")
+
+    def tick(self, now: float) -> list[Command]:
+        """Give up jobs whose time is over."""
+        commands: list[Command] = []
+        for job in [*self._waiting, *self._running]:
+            if now >= job.deadline:
+                commands += self._fail(job, "DEADLINE_EXCEEDED", "the request's time is over")
+        return commands
+
+    def _start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
+        handoff, record = message.handoff, message.record
+        if handoff in self._jobs:
+            return []  # every verb is idempotent on its handoff's name
+        fault = self._refusal(message)
+        if fault is not None:
+            return [Emit(peer, PrefillFailed(handoff, fault))]
+        deadline = float("inf") if record.remaining_s is None else now + record.remaining_s
+        job = Job(handoff, peer, record, message.have_tokens, arrived=now, deadline=deadline)
+        self._jobs[handoff] = job
+        self._waiting.append(job)
+        self.sender.open(handoff, self._peers[peer])
+        return []
+
+    def _refusal(self, message: StartPrefill) -> Fault | None:
+        record = message.record
+        try:
+            check_record(record, self._vocab, self._context_tokens)
+        except TooLongError as error:
+            return Fault("OUT_OF_RANGE", str(error), error.field)
+        except FieldError as error:
+            return Fault("INVALID_ARGUMENT", str(error), error.field)
+        if self.kv.blocks_for(len(record.tokens)) > self.kv.pool.total:
+            return Fault("OUT_OF_RANGE", "the prompt does not fit the prefill worker's pool", "prompt")
+        if not 0 <= message.have_tokens < len(record.tokens):
+            return Fault("INTERNAL", f"the decode side cannot have {message.have_tokens} tokens")
+        if len(self._waiting) >= self._config.max_waiting:
+            return Fault("RESOURCE_EXHAUSTED", "the prefill worker's line is full")
+        return None
+
+    def _stop(self, message: Stop) -> list[Command]:
+        job = self._jobs.get(message.handoff)
+        if job is not None:
+            self._retire(job)
+        return self._settle(self.sender.stop(message))
+
+    def _fail(self, job: Job, code: str, message: str) -> list[Command]:
+        """Give the job up and say so; the receiver's `Stop` settles what it may still be reading."""
+        self._retire(job)
+        commands: list[Command] = [Emit(job.peer, PrefillFailed(job.handoff, Fault(code, message)))]
+        if self.sender.is_open(job.handoff):
+            commands += self._settle(self.sender.close(job.handoff))
+        return commands
+
+    def _peer_lost(self, peer: Incarnation) -> list[Command]:
+        self._peers.pop(peer, None)
+        for job in [job for job in self._jobs.values() if job.peer == peer]:
+            self._retire(job)
+        commands = self._settle(self.sender.peer_lost(peer))
+        for job in self._jobs.values():
+            if job.peer == peer and job.lease is not None:
+                self.kv.quarantine(job.lease)
+        return commands
+
+    def _retire(self, job: Job) -> None:
+        """No more computing for this job; its lease stays until the sender has settled."""
+        if job.state is JobState.WAITING:
+            self._waiting.remove(job)
+        elif job.state is JobState.RUNNING:
+            self._running.remove(job)
+        job.state = JobState.SENDING
+
+    def _settle(self, commands: list[Command]) -> list[Command]:
+        """What the sender says of a handoff is acted on here, where the leases are; the rest goes to the shell."""
+        rest: list[Command] = []
+        for command in commands:
+            match command:
+                case Settled(handoff):
+                    job = self._jobs.pop(handoff)
+                    self._retire(job)
+                    if job.lease is not None:
+                        self.kv.release(job.lease)
+                case Broken(handoff, why):
+                    why = f"KV blocks could not be sent: {why}"
+                    rest += self._fail(self._jobs[handoff], "UNAVAILABLE", why)
+                case _:
+                    rest.append(command)
+        return rest
+
+    # steps
+
+    def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
+        """The next step (None: nothing to compute), and offers of prefixes that need no computing."""
+        commands = self._admit(now)
+        if not self._running:
+            return None, commands
+        self._stepping = []
+        self._running.sort(key=lambda job: self._priority(job.cached_tokens, job, now), reverse=True)
+        shares = share_budget([job.remaining for job in self._running], self._config.chunk_tokens)
+        rows, copies = [], []
+        for job, share in zip(self._running, shares, strict=True):
+            if share == 0:
+                continue
+            assert job.lease is not None
+            if job.started is None:
+                job.started = now
+                copies += job.lease.copies
+            end = job.computed + share
+            tokens, record = job.record.tokens, job.record
+            output = len(tokens) - record.prompt_tokens
+            rows.append(
+                Row(
+                    request=record.request,
+                    record=record,
+                    tokens=tokens,
+                    start=job.computed,
+                    end=end,
+                    blocks=job.lease.blocks,
+                    draw=end == len(tokens),
+                    banned=banned_tokens(record, output, self._stop_ids),
+                )
+            )
+            job.computed = end
+            self._stepping.append(job)
+        self._steps += 1
+        return StepPlan(tuple(rows), tuple(copies), self._steps), commands
+
+    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
+        """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
+        commands: list[Command] = []
+        tokens = iter(drawn)
+        for row, job in zip(plan.rows, self._stepping, strict=True):
+            assert job.lease is not None
+            self.kv.copied(job.lease)
+            self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
+            commands += self._offer(job)
+            if row.draw:
+                commands += self._finish(job, next(tokens), now)
+        return commands
+
+    def _admit(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        while self._waiting:
+            job = max(
+                self._waiting, key=lambda job: self._priority(self._matched(job.record), job, now)
+            )
+            record = job.record
+            total = len(record.tokens)
+            lease = self.kv.acquire(
+                record.namespace, record.tokens, match_limit=total - 1, room_tokens=total
+            )
+            if lease is None:
+                break
+            self._waiting.remove(job)
+            self._running.append(job)
+            job.state, job.lease = JobState.RUNNING, lease
+            job.cached_tokens = job.computed = lease.cached_tokens
+            job.offered_blocks = job.have_tokens // self.kv.block_size
+            commands += self._offer(job)
+        return commands
+
+    def _matched(self, record: RequestRecord) -> int:
+        return self.kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
+
+    def _priority(self, matched_tokens: int, job: Job, now: float) -> float:
+        return matched_tokens + self._config.fairness_tokens_per_s * (now - job.arrived)
+
+    def _offer(self, job: Job) -> list[Command]:
+        """Offer the blocks that are complete and not offered yet; the last one of a prompt may be partly filled."""
+        assert job.lease is not None
+        size, total = self.kv.block_size, len(job.record.tokens)
+        ready = self.kv.blocks_for(total) if job.computed == total else job.computed // size
+        if ready <= job.offered_blocks:
+            return []
+        if job.identities is None:
+            root = identity.root(job.record.namespace, self._fingerprint)
+            job.identities = identity.chain(root, job.record.tokens, size)
+            if total % size:
+                parent = job.identities[-1] if job.identities else root
+                job.identities.append(identity.extend(parent, job.record.tokens[total - total % size :]))
+        blocks = [
+            OutgoingBlock(
+                source=job.lease.blocks[at],
+                generation=self.kv.pool.generation(job.lease.blocks[at]),
+                index=at,
+                tokens=min(size, total - at * size),
+                identity=job.identities[at],
+            )
+            for at in range(job.offered_blocks, ready)
+        ]
+        job.offered_blocks = ready
+        job.chunks += 1
+        return self._settle(self.sender.offer(job.handoff, blocks))
+
+    def _finish(self, job: Job, token: int, now: float) -> list[Command]:
+        self._retire(job)
+        started = job.arrived if job.started is None else job.started
+        first = FirstToken(
+            handoff=job.handoff,
+            token=token,
+            chunks=job.chunks,
+            queue_s=started - job.arrived,
+            run_s=now - started,
+            cached_tokens=min(job.cached_tokens, job.record.prompt_tokens),
+        )
+        return [Emit(job.peer, first), *self._settle(self.sender.close(job.handoff))]
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        self.kv.check()
+        self.sender.check()
+        assert all(job.state is JobState.WAITING for job in self._waiting)
+        assert all(job.state is JobState.RUNNING and job.lease for job in self._running)
+        sending = sum(job.state is JobState.SENDING for job in self._jobs.values())
+        assert len(self._jobs) == len(self._waiting) + len(self._running) + sending
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefillScheduler({len(self._waiting)} waiting, {len(self._running)} running, "
+            f"{len(self._jobs)} jobs, {self.kv!r})"
+        )

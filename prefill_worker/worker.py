@@ -1,0 +1,263 @@
+"""A prefill worker: the shell around `PrefillScheduler`.
+
+Three threads: the engine (here), the asyncio loop of `transfer.rpc`, and the transfer thread of `transfer.mover`. All
+state belongs to the engine thread; the others put what they hear into its inbox and carry out what it hands them.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.device import Device, open_device
+from engine.loop import Engine, EngineThread
+from engine.messages import (
+    FirstToken,
+    Hello,
+    Load,
+    Record,
+    WorkerInfo,
+    decode_to_prefill_frame,
+    encode,
+)
+from engine.types import Incarnation
+from prefill_worker.config import PrefillConfig
+from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
+from prefill_worker.scheduler import Event, PrefillScheduler
+from prefill_worker.service import FrameIn, Link, LinkLost, Watching, serve
+from telemetry.metrics import WorkerMetrics
+from transfer.commands import Command, Connect, Emit, MoverDied, Posted, Sent, Unreachable
+from transfer.liveness import ProcessWatch, host_id
+from transfer.mover import Mover
+from transfer.registry import choose, open_transports
+from transfer.rpc import RpcLoop
+from transfer.sender import KVSender
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+REPORT_S = 0.05
+"""Least time between two reports while steps run."""
+SPEED_WEIGHT = 0.2
+"""Share of the newest step in the running mean of seconds per token."""
+
+
+class PrefillWorker:
+    """Start it, wait for it, stop it. `start` blocks until the worker serves."""
+
+    def __init__(
+        self, name: str, config: PrefillConfig, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._host, self._port = host, port
+        self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
+        self._rpc = RpcLoop(f"{name}-rpc")
+        self._thread = EngineThread(f"{name}-engine", self._turn, HEARTBEAT_S)
+        self._links: dict[Incarnation, Link] = {}
+        self._lost: dict[Incarnation, ProcessWatch] = {}
+        self._watches: dict[Incarnation, ProcessWatch] = {}
+        self._watchers: list[Link] = []
+        self._reported_at = 0.0
+        self._s_per_token = 0.0
+
+    def start(self) -> WorkerInfo:
+        """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
+        device = open_device(self._config.engine)
+        self._device: Device = device
+        self._scheduler = PrefillScheduler(
+            self._config,
+            device.manager(),
+            KVSender(),
+            fingerprint=device.fingerprint,
+            vocab=device.vocab,
+            context_tokens=device.context_tokens,
+            stop_ids=device.stop_ids,
+        )
+        self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
+        self._transports = open_transports(device.kv, self._incarnation, self._config.transfer)
+        self._mover = Mover(
+            self._transports,
+            device.kv,
+            device.layout,
+            self._config.transfer.verify_digests,
+            self._thread.put,
+        )
+        self._metrics = WorkerMetrics(device.model, self.name, "prefill")
+        port = serve(self._rpc, self._host, self._port, self._thread.put)
+        self.info = WorkerInfo(
+            name=self.name,
+            role="prefill",
+            incarnation=self._incarnation,
+            address=f"{self._host}:{port}",
+            model=device.model,
+            fingerprint=device.fingerprint,
+            block_size=device.layout.block_size,
+            blocks=device.blocks,
+            context_tokens=device.context_tokens,
+            pid=os.getpid(),
+            host=host_id(),
+            metrics_address=f"{self._host}:{self._metrics.serve(self._host)}",
+        )
+        self._mover.start()
+        self._thread.start()
+        return self.info
+
+    def wait(self) -> None:
+        """Block until the worker has stopped; raises what its engine died of."""
+        self._thread.ended.wait()
+        if self._thread.failure is not None:
+            raise self._thread.failure
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End everything. Requests under way are lost; their decode workers notice."""
+        self._thread.stop(grace_s)
+        self._rpc.stop(min(grace_s, 0.5))
+        self._mover.stop()
+        self._metrics.close()
+        self._device.kv.close()
+
+    # one turn of the engine thread
+
+    def _turn(self, items: list[object]) -> bool:
+        events = [event for item in items for event in self._events(item)]
+        self._engine.receive(events)
+        self._bury_the_dead()
+        started = time.monotonic()
+        plan = self._engine.step()
+        now = time.monotonic()
+        if plan is not None:
+            tokens = plan.computed_tokens
+            self._metrics.step(tokens, now - started)
+            self._metrics.prompt_tokens(computed=tokens, prefix_hit=0)
+            latest = (now - started) / max(1, tokens)
+            known = self._s_per_token or latest
+            self._s_per_token = known + SPEED_WEIGHT * (latest - known)
+        if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
+            self._report(now)
+        return plan is not None
+
+    def _events(self, item: object) -> Sequence[Event]:
+        match item:
+            case FrameIn(link, data):
+                return self._frame(link, data)
+            case LinkLost(link, why):
+                return self._link_lost(link, why)
+            case Watching(link):
+                self._watchers.append(link)
+                link.send(encode([self.info, self._load()]))
+                return ()
+            case Posted() | Sent():
+                return (item,)
+            case MoverDied(error):
+                raise RuntimeError(f"the transfer thread has died: {error}")
+            case Unreachable(peer, error):
+                log.error("decode worker %x cannot be reached: %s", peer, error)
+                return ()
+        raise TypeError(f"not an item: {item!r}")
+
+    def _frame(self, link: Link, data: bytes) -> list[Event]:
+        try:
+            records = decode_to_prefill_frame(data)
+        except msgspec.MsgspecError as error:
+            log.error("a frame is not of this protocol, and is dropped: %s", error)
+            return []
+        events: list[Event] = []
+        peer = next((p for p, known in self._links.items() if known is link), None)
+        for record in records:
+            if isinstance(record, Hello):
+                peer = record.info.incarnation
+                events.append(self._hello(link, record))
+            elif peer is None:
+                log.error("a stream speaks before its hello: %s is dropped", type(record).__name__)
+            else:
+                events.append(FromPeer(peer, record))
+        return events
+
+    def _hello(self, link: Link, hello: Hello) -> Event:
+        """Answer with this worker's own hello. The decode worker compares the two and leaves if they do not fit."""
+        peer = hello.info.incarnation
+        name = choose(self._config.transfer, self.info.host, hello.info.host)
+        transport = self._transports[name]
+        self._links[peer] = link
+        for endpoint in hello.endpoints:
+            if endpoint.transport == name:
+                self._mover.submit(Connect(peer, endpoint))
+        if hello.info.host == self.info.host:
+            self._watches[peer] = ProcessWatch(hello.info.pid)
+        link.send(
+            encode(
+                [
+                    Hello(
+                        info=self.info,
+                        layout=self._device.layout.describe(),
+                        endpoints=[transport.describe()],
+                    )
+                ]
+            )
+        )
+        return PeerUp(peer, transport.reads_remotely)
+
+    def _link_lost(self, link: Link, why: str) -> list[Event]:
+        if link in self._watchers:
+            self._watchers.remove(link)
+            return []
+        for peer, known in list(self._links.items()):
+            if known is link:
+                log.info("decode worker %x left: %s", peer, why)
+                del self._links[peer]
+                watch = self._watches.pop(peer, None)
+                if watch is not None:
+                    self._lost[peer] = watch
+                return [PeerLost(peer)]
+        return []
+
+    def _bury_the_dead(self) -> None:
+        for peer, watch in list(self._lost.items()):
+            if watch.is_dead():
+                del self._lost[peer]
+                self._engine.receive([PeerDead(peer)])
+
+    def _publish(self, commands: Sequence[Command]) -> None:
+        """Carry out what the scheduler asks: one frame per peer, the rest to the transfer thread."""
+        frames: dict[Incarnation, list[Record]] = {}
+        for command in commands:
+            if isinstance(command, Emit):
+                frames.setdefault(command.peer, []).append(command.record)
+                if isinstance(command.record, FirstToken):
+                    self._metrics.prompt_tokens(
+                        computed=0, prefix_hit=command.record.cached_tokens
+                    )
+            else:
+                self._mover.submit(command)
+        for peer, records in frames.items():
+            link = self._links.get(peer)
+            if link is not None:
+                link.send(encode(records))
+
+    def _report(self, now: float) -> None:
+        self._reported_at = now
+        self._metrics.blocks(self._scheduler.kv.pool.counts())
+        load = self._load()
+        if self._watchers:
+            data = encode([load])
+            for link in self._watchers:
+                link.send(data)
+
+    def _load(self) -> Load:
+        counts = self._scheduler.kv.pool.counts()
+        return Load(
+            step=self._engine.steps,
+            free_blocks=counts["free"],
+            cached_blocks=counts["cached"],
+            active_blocks=counts["active"],
+            reserved_blocks=counts["reserved"],
+            quarantined_blocks=counts["quarantined"],
+            waiting_requests=self._scheduler.waiting_requests,
+            waiting_tokens=self._scheduler.backlog_tokens,
+            running_requests=self._scheduler.running_requests,
+            s_per_token=self._s_per_token,
+            evicted=self._scheduler.kv.take_evicted(),
+        )

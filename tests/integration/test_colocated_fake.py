@@ -1,0 +1,205 @@
+"""Both schedulers and the whole handoff with the fake model, whose every token depends on every KV byte.
+
+A block that is misplaced, stale, cut short or reused too early becomes a wrong token here.
+"""
+
+import random
+
+import pytest
+
+from cluster.colocated import Colocated
+from decode_worker.config import DecodeConfig
+from decode_worker.events import FromRouter
+from engine.device import Device
+from engine.fake import FakeRunner, fake_next
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.messages import Cancel
+from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from prefill_worker.config import PrefillConfig
+from transfer.loopback import Fault, FaultKind
+
+LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
+VOCAB = 257
+
+
+def _device(blocks: int = 48) -> Device:
+    kv = PagedKV(LAYOUT, blocks)
+    return Device(
+        model="fake",
+        layout=LAYOUT,
+        blocks=blocks,
+        kv=kv,
+        runner=FakeRunner(kv, VOCAB),
+        fingerprint="fake",
+        vocab=VOCAB,
+        context_tokens=4096,
+        stop_ids=frozenset({256}),
+    )
+
+
+def _cluster(blocks: int = 48, chunk: int = 8, **decode: int) -> Colocated:
+    return Colocated(
+        _device(blocks),
+        _device(blocks),
+        prefill_config=PrefillConfig(chunk_tokens=chunk),
+        decode_config=DecodeConfig(**decode),
+        check=True,
+    )
+
+
+def _record(name: str, tokens: list[int], max_tokens: int = 12, **more: object) -> RequestRecord:
+    fields = {"prompt_tokens": len(tokens), "max_tokens": max_tokens, "seed": 1, "ignore_eos": True}
+    return RequestRecord(
+        request=RequestId(name),
+        tokens=tokens,
+        sampling=SamplingParams(temperature=0.0),
+        **{**fields, **more},  # type: ignore[arg-type]
+    )
+
+
+def _want(record: RequestRecord) -> list[int]:
+    tokens = list(record.tokens)
+    while len(tokens) < record.prompt_tokens + record.max_tokens:
+        tokens.append(fake_next(tokens, LAYOUT, VOCAB))
+    return tokens[record.prompt_tokens :]
+
+
+def _all_free(cluster: Colocated) -> None:
+    for kv in (cluster.prefill.kv, cluster.decode.kv):
+        counts = kv.pool.counts()
+        assert counts["free"] + counts["cached"] == kv.pool.total, counts
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 70])
+def test_one_request_of_every_shape(length: int) -> None:
+    rng = random.Random(length)
+    record = _record("r", [rng.randrange(256) for _ in range(length)])
+    cluster = _cluster()
+    (answer,) = cluster.run([record])
+    assert answer.tokens == _want(record)
+    assert answer.ended is not None and answer.ended.reason is FinishReason.LENGTH
+    stats = answer.ended.stats
+    assert stats.migrated_blocks == -(-length // 4)
+    assert stats.migrated_bytes == stats.migrated_blocks * LAYOUT.block_bytes
+    _all_free(cluster)
+    cluster.close()
+
+
+def test_many_at_once_with_shared_prefixes_in_small_pools() -> None:
+    """Guards sharing, copy-on-write, eviction and refusal together: 40 requests over 24 blocks a side."""
+    rng = random.Random(5)
+    stems = [[rng.randrange(256) for _ in range(n)] for n in (0, 5, 17, 24)]
+    records = [
+        _record(
+            f"r{n}",
+            rng.choice(stems) + [rng.randrange(256) for _ in range(rng.randint(1, 12))],
+            max_tokens=rng.randint(1, 16),
+        )
+        for n in range(40)
+    ]
+    cluster = _cluster(blocks=24, chunk=8, max_batch=4, max_handoffs=3)
+    answers = cluster.run(records)
+    for answer in answers:
+        assert answer.tokens == _want(answer.record), answer.record.request
+    assert any(answer.refused for answer in answers), "the pools were never short"
+    ended = [answer.ended.stats for answer in answers if answer.ended]
+    assert any(stats.prefill_cached_tokens % 4 for stats in ended), "no copy-on-write happened"
+    assert any(stats.decode_cached_tokens for stats in ended), "no delta migration happened"
+    _all_free(cluster)
+    cluster.close()
+
+
+def test_the_next_turn_migrates_only_what_is_new() -> None:
+    cluster = _cluster()
+    first = _record("t1", list(range(1, 30)))
+    (one,) = cluster.run([first])
+    second = _record("t2", [*first.tokens, *one.tokens, 7, 8, 9])
+    (two,) = cluster.run([second])
+    assert two.tokens == _want(second)
+    assert two.ended is not None
+    known = len(first.tokens) + len(one.tokens) - 1  # the newest token's KV was never computed
+    assert two.ended.stats.decode_cached_tokens == known // 4 * 4
+    assert two.ended.stats.migrated_blocks == -(-len(second.tokens) // 4) - known // 4
+    assert two.ended.stats.prefill_cached_tokens == len(first.tokens)
+    cluster.close()
+
+
+def test_history_is_never_sampled_again() -> None:
+    """Guards resumption: a record that carries emitted tokens continues with the next one, index and all."""
+    whole = _record("w", [3, 1, 4, 1, 5], max_tokens=10)
+    want = _want(whole)
+    cluster = _cluster()
+    resumed = _record("r", [3, 1, 4, 1, 5, *want[:6]], max_tokens=10, prompt_tokens=5)
+    answer = cluster.submit(resumed)
+    answer.tokens += want[:6]
+    while answer.ended is None:
+        assert cluster.turn()
+    assert answer.tokens == want
+    cluster.close()
+
+
+def test_an_end_token_ends_it_and_min_tokens_holds_it_off() -> None:
+    prompt = [9, 8, 7]
+    want = _want(_record("w", prompt, max_tokens=6))
+    cluster = _cluster()
+    for name, record, tokens in (
+        ("first", _record("a", prompt, stop_token_ids=(want[0],)), want[:1]),
+        ("third", _record("b", prompt, stop_token_ids=(want[2],)), want[:3]),
+        ("held off", _record("c", prompt, max_tokens=5, stop_token_ids=(want[1],), min_tokens=2), want[:5]),
+    ):
+        (answer,) = cluster.run([record])
+        assert answer.tokens == tokens, name
+        assert answer.ended is not None
+        ended = FinishReason.LENGTH if name == "held off" else FinishReason.STOP
+        assert answer.ended.reason is ended, name
+    _all_free(cluster)
+    cluster.close()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.CORRUPT, FaultKind.SWAP, FaultKind.FAIL])
+def test_a_bad_chunk_is_a_failed_attempt_never_a_wrong_token(kind: FaultKind) -> None:
+    cluster = _cluster()
+    record = _record("r", list(range(30)))
+    cluster.hub.faults.append(Fault(kind))
+    (answer,) = cluster.run([record])
+    assert cluster.hub.faults[0].applied == 1, "the fault did not take effect"
+    assert answer.tokens == _want(record)
+    _all_free(cluster)
+    cluster.close()
+
+
+def test_a_chunk_that_stays_bad_ends_in_unavailable() -> None:
+    cluster = _cluster()
+    cluster.hub.faults.append(Fault(FaultKind.CORRUPT, times=99))
+    (answer,) = cluster.run([_record("r", list(range(30)))])
+    assert answer.ended is not None and answer.ended.fault is not None
+    assert answer.ended.fault.code == "UNAVAILABLE" and "digest" in answer.ended.fault.message
+    _all_free(cluster)
+    cluster.close()
+
+
+def test_cancel_at_every_turn_frees_both_pools() -> None:
+    """Guards leaks on cancel: whatever the moment, all blocks are back once the messages have settled."""
+    turns = 1
+    while True:
+        cluster = _cluster()
+        record = _record("r", list(range(50)), max_tokens=6)
+        other = _record("o", [*range(20), 99], max_tokens=20)
+        answer, bystander = cluster.submit(record), cluster.submit(other)
+        for _ in range(turns):
+            cluster.turn()
+        finished = answer.ended is not None
+        cancel = Cancel(record.request, 1, FinishReason.CANCELLED)
+        cluster._engines[1].receive([FromRouter(1, cancel)])
+        while cluster.turn():
+            pass
+        assert answer.ended is not None and bystander.tokens == _want(other)
+        assert finished or answer.ended.reason is FinishReason.CANCELLED
+        assert answer.tokens == _want(record)[: len(answer.tokens)]
+        _all_free(cluster)
+        cluster.close()
+        if finished:
+            return
+        turns += 1
+        assert turns < 200
