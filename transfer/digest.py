@@ -1,8 +1,8 @@
 """Digests of KV blocks: what the sender had is what landed, in the place it was meant for.
 
 XXH3-64 over the valid bytes of each KV head's slice (`[layers, 2, valid tokens, head_dim]`, in that order), combined
-per block and bound to what the block is and to the transfer it travels in. A fast checksum against corruption and mix-ups,
-not a seal against forgers. A full head slice is hashed in place; XXH3 and the copies here release the GIL.
+per block and bound to what the block is and to the transfer it travels in. A fast checksum against corruption and
+mix-ups, not a seal against forgers. A full head slice is hashed in place; XXH3 releases the GIL while it runs.
 """
 
 import struct

@@ -1,0 +1,236 @@
+"""The transfer thread: carries out the commands of the pure sides, and only copies and hashes.
+
+It sleeps until a command is submitted or a transport has something to do. All events are told through `on_event`, in
+this thread: the callback puts them into the engine's inbox and returns. The colocated engine and the simulator have no
+such thread and call `run_once` instead.
+"""
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from engine.kv.layout import KVLayout
+from engine.messages import Handoff
+from engine.types import Incarnation
+from transfer.bell import Bell
+from transfer.commands import (
+    CancelRecv,
+    Connect,
+    Disconnect,
+    IncomingBlock,
+    MoverCommand,
+    MoverDied,
+    MoverEvent,
+    Posted,
+    PostRecv,
+    PostScrap,
+    PostSend,
+    Received,
+    Sent,
+    Unreachable,
+)
+from transfer.digest import binding, block_digest
+from transfer.transport import (
+    Completion,
+    KVMemory,
+    Outcome,
+    Ticket,
+    TransferError,
+    Transport,
+)
+
+_Key = tuple[str, Ticket]  # transport name, ticket
+
+
+class Mover:
+    """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one.
+
+    `verify` switches digests on: without it the sender offers zeros and the receiver compares nothing.
+    """
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        memory: KVMemory,
+        layout: KVLayout,
+        verify: bool,
+        on_event: Callable[[MoverEvent], None],
+    ) -> None:
+        self._transports = dict(transports)
+        self._memory = memory
+        self._layout = layout
+        self._verify = verify
+        self._on_event = on_event
+        self._commands: deque[MoverCommand] = deque()
+        self._bell = Bell()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._routes: dict[Incarnation, Transport] = {}
+        self._sends: dict[_Key, tuple[PostSend, float]] = {}
+        self._recvs: dict[_Key, tuple[PostRecv, float]] = {}
+        self._scraps: set[_Key] = set()
+        self._tickets: dict[tuple[Handoff, int], _Key] = {}
+
+    def submit(self, command: MoverCommand) -> None:
+        """Queue a command; never blocks."""
+        self._commands.append(command)
+        self._bell.ring()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread, if any, and close the transports. Raises TransferError if the thread does not end."""
+        self._stopping = True
+        self._bell.ring()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TransferError(f"the transfer thread did not end within {timeout_s} s")
+            self._thread = None
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+        self._bell.close()
+
+    @property
+    def outstanding(self) -> int:
+        """Transfers posted and not ended, scrap included."""
+        return len(self._sends) + len(self._recvs) + len(self._scraps)
+
+    def run_once(self) -> bool:
+        """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
+        self._bell.hush()
+        worked = False
+        while self._commands:
+            worked = True
+            self._execute(self._commands.popleft())
+        for name, transport in self._transports.items():
+            for completion in transport.poll(0.0):
+                worked = True
+                self._ended((name, completion.ticket), completion)
+        return worked
+
+    def _main(self) -> None:
+        poller = select.poll()
+        poller.register(self._bell.fileno(), select.POLLIN)
+        for transport in self._transports.values():
+            poller.register(transport.fileno(), select.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll()
+                self.run_once()
+        except Exception as error:
+            self._on_event(MoverDied(f"{type(error).__name__}: {error}"))
+            raise
+
+    def _execute(self, command: MoverCommand) -> None:
+        match command:
+            case PostSend():
+                try:
+                    self._send(command)
+                except Exception as error:
+                    self._on_event(
+                        Sent(command.move.handoff, command.move.seq, _describe(error), 0.0)
+                    )
+            case PostRecv():
+                try:
+                    self._recv(command)
+                except Exception as error:
+                    self._on_event(
+                        Received(command.move.handoff, command.move.seq, _describe(error), 0.0, 0)
+                    )
+            case PostScrap():
+                # A peer that is gone has nothing to drain.
+                transport = self._routes.get(command.peer)
+                if transport is not None:
+                    ticket = transport.recv(command.peer, command.move)
+                    self._scraps.add((transport.name, ticket))
+            case CancelRecv():
+                key = self._tickets.get((command.handoff, command.seq))
+                if key is not None:
+                    self._transports[key[0]].cancel(key[1])
+            case Connect():
+                self._connect(command)
+            case Disconnect():
+                transport = self._routes.pop(command.peer, None)
+                if transport is not None:
+                    transport.disconnect(command.peer)
+
+    def _connect(self, command: Connect) -> None:
+        name = command.endpoint.transport
+        try:
+            transport = self._transports[name]
+            transport.connect(command.peer, command.endpoint)
+        except (KeyError, TransferError) as error:
+            self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
+            return
+        self._routes[command.peer] = transport
+
+    def _send(self, command: PostSend) -> None:
+        move = command.move
+        started_s = time.perf_counter()
+        transport = self._route(command.peer)
+        digests = tuple(
+            block_digest(
+                self._memory.block(block.source),
+                self._layout,
+                block.tokens,
+                binding(block.identity, block.generation, move.handoff),
+            )
+            if self._verify
+            else 0
+            for block in command.blocks
+        )
+        ticket = transport.send(command.peer, move)
+        self._sends[transport.name, ticket] = (command, started_s)
+        self._on_event(Posted(move.handoff, move.seq, digests))
+
+    def _recv(self, command: PostRecv) -> None:
+        started_s = time.perf_counter()
+        transport = self._route(command.peer)
+        ticket = transport.recv(command.peer, command.move)
+        key = (transport.name, ticket)
+        self._recvs[key] = (command, started_s)
+        self._tickets[command.move.handoff, command.move.seq] = key
+
+    def _route(self, peer: Incarnation) -> Transport:
+        transport = self._routes.get(peer)
+        if transport is None:
+            raise TransferError(f"{peer} is not connected")
+        return transport
+
+    def _ended(self, key: _Key, completion: Completion) -> None:
+        error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
+        if key in self._sends:
+            send, started_s = self._sends.pop(key)
+            seconds = time.perf_counter() - started_s
+            self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
+        elif key in self._recvs:
+            recv, started_s = self._recvs.pop(key)
+            del self._tickets[recv.move.handoff, recv.move.seq]
+            if not error and self._verify:
+                error = self._compare(recv)
+            seconds = time.perf_counter() - started_s
+            nbytes = 0 if error else len(recv.blocks) * self._layout.block_bytes
+            self._on_event(Received(recv.move.handoff, recv.move.seq, error, seconds, nbytes))
+        else:
+            self._scraps.remove(key)
+
+    def _compare(self, recv: PostRecv) -> str:
+        wrong = [block for block in recv.blocks if self._digest(recv, block) != block.digest]
+        if not wrong:
+            return ""
+        return f"digest mismatch in {len(wrong)} of {len(recv.blocks)} blocks"
+
+    def _digest(self, recv: PostRecv, block: IncomingBlock) -> int:
+        bound_to = binding(block.identity, block.generation, recv.move.handoff)
+        view = self._memory.block(block.target)
+        return block_digest(view, self._layout, block.tokens, bound_to)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,334 @@
+"""KV blocks over TCP, between any two hosts.
+
+Every worker listens; the one that receives dials the one that sends, when its first receive is posted, and proves with
+the token of the sender's endpoint that it was told the address (the token travels on the control channel; the bytes
+themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is assumed). One connection carries
+one direction, chunks in the order in which both ends post them. Sockets are non-blocking and driven inside `poll`.
+
+A connection that breaks fails all that is outstanding on it; the receiver dials again only after a new `connect`.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from engine.messages import Endpoint
+from engine.types import BlockId, Incarnation
+from transfer.bell import Bell
+from transfer.link import InLink, OutLink, header
+from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, TransferError
+
+TOKEN_BYTES = 32
+PREAMBLE = struct.Struct(f"<8s{TOKEN_BYTES}sQQ")
+MAGIC = b"HRKVTCP1"
+MAX_STRANGERS = 64
+"""Accepted connections that have not said who they are; past it the oldest is closed."""
+
+
+class TcpDetails(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    token: str
+    block_bytes: int
+
+
+class _Peer:
+    __slots__ = ("address", "family", "greeting", "incoming", "lost", "outgoing")
+
+    def __init__(self, family: int, address: tuple[str, int], greeting: bytes) -> None:
+        self.family = family
+        self.address = address
+        self.greeting = greeting
+        self.incoming = InLink()
+        self.outgoing = OutLink()
+        self.lost = ""  # why the incoming connection broke
+
+
+class TcpTransport:
+    """`transfer.transport.Transport` over TCP."""
+
+    name = "tcp"
+    reads_remotely = False
+
+    def __init__(self, memory: KVMemory, incarnation: Incarnation, host: str) -> None:
+        self._memory = memory
+        self._incarnation = incarnation
+        self._host = host
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._peers: dict[Incarnation, _Peer] = {}
+        self._strangers: dict[socket.socket, bytearray] = {}
+        self._completions: list[Completion] = []
+        self._last_ticket = 0
+        self._selector = selectors.EpollSelector()
+        self._bell = Bell()
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self._listener = socket.create_server((host, 0), family=found[0][0], backlog=128)
+        except OSError as error:
+            self._selector.close()
+            self._bell.close()
+            raise TransferError(f"cannot listen on {host}: {error}") from error
+        self._listener.setblocking(False)
+        self._watch(self._listener, selectors.EVENT_READ, self._accept)
+        self._watch(self._bell, selectors.EVENT_READ, self._bell.hush)
+
+    def describe(self) -> Endpoint:
+        port = self._listener.getsockname()[1]
+        details = TcpDetails(self._host, port, self._token.hex(), self._memory.block_bytes)
+        return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
+
+    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
+        """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
+        wait for a name server where the endpoint names no plain address."""
+        try:
+            details = msgspec.convert(endpoint.details, TcpDetails)
+            token = bytes.fromhex(details.token)
+            found = socket.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
+        except (msgspec.ValidationError, ValueError, OSError) as error:
+            raise TransferError(f"not a tcp endpoint: {error}") from error
+        if details.block_bytes != self._memory.block_bytes or len(token) != TOKEN_BYTES:
+            raise TransferError("the peer's blocks are not ours")
+        self.disconnect(peer)
+        greeting = PREAMBLE.pack(MAGIC, token, self._incarnation, peer)
+        family, _, _, _, address = found[0]
+        self._peers[peer] = _Peer(family, (str(address[0]), int(address[1])), greeting)
+
+    def send(self, peer: Incarnation, move: Move) -> Ticket:
+        link = self._known(peer).outgoing
+        blocks = [self._block(block) for block in move.local]
+        ticket = self._ticket()
+        link.post(ticket, header(move, len(blocks), self._memory.block_bytes), blocks)
+        if link.sock is not None:
+            self._rewatch(link.sock, self._out_events(link))
+        return ticket
+
+    def recv(self, peer: Incarnation, move: Move) -> Ticket:
+        if move.local and len(move.local) != len(move.remote):
+            raise TransferError(f"{len(move.local)} targets for {len(move.remote)} blocks")
+        found = self._known(peer)
+        blocks = [self._block(block) for block in move.local]
+        ticket = self._ticket()
+        if found.lost:
+            self._finish([Completion(ticket, Outcome.FAILED, found.lost)])
+            return ticket
+        nbytes = len(move.remote) * self._memory.block_bytes
+        head = header(move, len(move.remote), self._memory.block_bytes)
+        found.incoming.post(ticket, head, blocks, nbytes)
+        if found.incoming.sock is None:
+            self._dial(found)
+        else:
+            self._watch_incoming(found)
+        return ticket
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        completions, self._completions = self._completions, []
+        return completions
+
+    def cancel(self, ticket: Ticket) -> bool:
+        for peer in self._peers.values():
+            if peer.incoming.cancel(ticket) or peer.outgoing.cancel(ticket):
+                self._finish([Completion(ticket, Outcome.CANCELLED)])
+                return True
+        return False
+
+    def disconnect(self, peer: Incarnation) -> None:
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            self._lose_incoming(found, "disconnected")
+            self._lose_outgoing(found, "disconnected")
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for stranger in list(self._strangers):
+            self._show_out(stranger)
+        self._listener.close()
+        self._selector.close()
+        self._bell.close()
+
+    # ---- sending side: accept, learn who it is, write
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._show_out(next(iter(self._strangers)))
+        self._strangers[sock] = bytearray()
+        self._watch(sock, selectors.EVENT_READ, lambda: self._greet(sock))
+
+    def _greet(self, sock: socket.socket) -> None:
+        heard = self._strangers.get(sock)
+        if heard is None:
+            return
+        try:
+            more = sock.recv(PREAMBLE.size - len(heard))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        heard += more
+        if len(heard) < PREAMBLE.size:
+            if not more:
+                self._show_out(sock)
+            return
+        magic, token, dialer, wanted = PREAMBLE.unpack(heard)
+        found = self._peers.get(Incarnation(dialer))
+        known = magic == MAGIC and wanted == self._incarnation and found is not None
+        if not hmac.compare_digest(token, self._token) or not known or found is None:
+            self._show_out(sock)
+            return
+        del self._strangers[sock]
+        self._unwatch(sock)
+        if found.outgoing.sock is not None:
+            self._lose_outgoing(found, "the peer dialled again")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found.outgoing.sock = sock
+        self._watch(sock, self._out_events(found.outgoing), lambda: self._write(found, sock))
+
+    def _show_out(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        self._unwatch(stranger)
+        stranger.close()
+
+    def _write(self, peer: _Peer, sock: socket.socket) -> None:
+        link = peer.outgoing
+        if link.sock is not sock:
+            return
+        try:
+            if self._closed_by_peer(sock):
+                raise ConnectionResetError("the peer closed the connection")
+            self._finish(link.write())
+        except OSError as error:
+            self._lose_outgoing(peer, f"connection lost: {error}")
+            return
+        self._rewatch(sock, self._out_events(link))
+
+    @staticmethod
+    def _closed_by_peer(sock: socket.socket) -> bool:
+        """A receiver says nothing after its greeting, so anything to read is its end (or nonsense: also the end)."""
+        try:
+            sock.recv(1)
+        except BlockingIOError:
+            return False
+        return True
+
+    @staticmethod
+    def _out_events(link: OutLink) -> int:
+        # Reading is watched too, so that the end of an idle connection is noticed.
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
+
+    # ---- receiving side: dial, greet, read
+
+    def _dial(self, peer: _Peer) -> None:
+        sock = socket.socket(peer.family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.incoming.sock = sock
+        with contextlib.suppress(BlockingIOError):
+            try:
+                sock.connect(peer.address)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self._lose_incoming(peer, f"cannot connect: {error}")
+                return
+        self._watch(sock, selectors.EVENT_WRITE, lambda: self._introduce(peer, sock))
+
+    def _introduce(self, peer: _Peer, sock: socket.socket) -> None:
+        if peer.incoming.sock is not sock:
+            return
+        try:
+            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            # A fresh connection's buffer takes these few bytes whole.
+            if sock.send(peer.greeting) != len(peer.greeting):
+                raise OSError("the greeting went out in part")
+        except OSError as error:
+            self._lose_incoming(peer, f"cannot connect: {error}")
+            return
+        self._unwatch(sock)
+        self._watch_incoming(peer)
+
+    def _watch_incoming(self, peer: _Peer) -> None:
+        sock = peer.incoming.sock
+        assert sock is not None
+        watched = self._is_watched(sock)
+        if peer.incoming.wants_read and not watched:
+            self._watch(sock, selectors.EVENT_READ, lambda: self._read(peer, sock))
+        elif watched and not peer.incoming.wants_read:
+            # What comes before its receive is posted waits in the socket, and must not wake the thread meanwhile.
+            self._unwatch(sock)
+
+    def _read(self, peer: _Peer, sock: socket.socket) -> None:
+        if peer.incoming.sock is not sock:
+            return
+        try:
+            self._finish(peer.incoming.read())
+        except (OSError, TransferError) as error:
+            self._lose_incoming(peer, f"connection lost: {error}")
+            return
+        self._watch_incoming(peer)
+
+    # ---- both
+
+    def _lose_incoming(self, peer: _Peer, why: str) -> None:
+        peer.lost = why
+        if peer.incoming.sock is not None:
+            self._unwatch(peer.incoming.sock)
+        self._finish(peer.incoming.abandon(why))
+
+    def _lose_outgoing(self, peer: _Peer, why: str) -> None:
+        if peer.outgoing.sock is not None:
+            self._unwatch(peer.outgoing.sock)
+        self._finish(peer.outgoing.abandon(why))
+
+    def _finish(self, completions: list[Completion]) -> None:
+        if completions:
+            self._completions += completions
+            self._bell.ring()
+
+    def _known(self, peer: Incarnation) -> _Peer:
+        found = self._peers.get(peer)
+        if found is None:
+            raise TransferError(f"{peer} is not connected")
+        return found
+
+    def _ticket(self) -> Ticket:
+        self._last_ticket += 1
+        return Ticket(self._last_ticket)
+
+    def _block(self, block: BlockId) -> memoryview:
+        if not 0 <= block < self._memory.blocks:
+            raise TransferError(f"no block {block} in this pool")
+        return self._memory.block(block)
+
+    def _watch(self, what: socket.socket | Bell, events: int, act: Callable[[], None]) -> None:
+        self._selector.register(what, events, act)
+
+    def _rewatch(self, sock: socket.socket, events: int) -> None:
+        key = self._selector.get_key(sock)
+        if key.events != events:
+            self._selector.modify(sock, events, key.data)
+
+    def _is_watched(self, sock: socket.socket) -> bool:
+        return sock.fileno() in self._selector.get_map()
+
+    def _unwatch(self, sock: socket.socket) -> None:
+        if self._is_watched(sock):
+            self._selector.unregister(sock)
