@@ -8,6 +8,7 @@ such thread and call `run_once` instead.
 import select
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -123,9 +124,8 @@ class Mover:
             while not self._stopping:
                 poller.poll()
                 self.run_once()
-        except Exception as error:
-            self._on_event(MoverDied(f"{type(error).__name__}: {error}"))
-            raise
+        except Exception:
+            self._on_event(MoverDied(traceback.format_exc()))
 
     def _execute(self, command: MoverCommand) -> None:
         match command:
