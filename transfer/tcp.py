@@ -134,6 +134,7 @@ class TcpTransport:
         for key, _ in self._selector.select(timeout_s):
             key.data()
         completions, self._completions = self._completions, []
+        self._bell.hush()
         return completions
 
     def cancel(self, ticket: Ticket) -> bool:

@@ -1,0 +1,79 @@
+"""A sending worker in a process of its own: commands as JSON lines on stdin, answers on stdout. Run by the tests."""
+
+import json
+import select
+import sys
+from typing import Any
+
+import numpy as np
+
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.messages import Endpoint, Handoff
+from engine.types import BlockId, Incarnation, RequestId
+from transfer.config import TransferConfig
+from transfer.registry import open_transport
+from transfer.transport import Move
+
+
+class Worker:
+    """One life: a pool and its transport."""
+
+    def __init__(self, kind: str, incarnation: int, layout: dict[str, Any], blocks: int) -> None:
+        self.kind = kind
+        self.me = Incarnation(incarnation)
+        self.pool = PagedKV(KVLayout(**layout), blocks)
+        self.transport = open_transport(kind, self.pool, self.me, TransferConfig())
+
+    def connect(self, peer: int, details: dict[str, Any]) -> None:
+        endpoint = Endpoint(transport=self.kind, details=details)
+        self.transport.connect(Incarnation(peer), endpoint)
+
+    def fill(self, seeds: list[tuple[BlockId, int]]) -> None:
+        for block, seed in seeds:
+            content = np.random.default_rng(seed).bytes(self.pool.block_bytes)
+            self.pool.block(block)[:] = content
+
+    def send(self, peer: int, request: str, seq: int, sources: list[BlockId]) -> None:
+        handoff = Handoff(RequestId(request), 1, 1, Incarnation(peer), self.me)
+        self.transport.send(Incarnation(peer), Move(handoff, seq, tuple(sources)))
+
+    def advance(self, blocks: list[BlockId]) -> None:
+        self.pool.advance(blocks)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.pool.close()
+
+
+def main() -> None:
+    worker: Worker | None = None
+    while True:
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        if worker is not None:
+            poller.register(worker.transport.fileno(), select.POLLIN)
+        ready = {fd for fd, _ in poller.poll()}
+        if worker is not None and ready - {0}:
+            worker.transport.poll(0.0)
+        if 0 not in ready:
+            continue
+        line = sys.stdin.buffer.raw.readline()  # unbuffered, so that poll sees what is left
+        if not line:
+            return
+        op, *args = json.loads(line)
+        answer: object = None
+        if op == "setup":
+            worker = Worker(*args)
+            answer = worker.transport.describe().details
+        else:
+            assert worker is not None
+            getattr(worker, op)(*args)
+            if op == "close":
+                worker = None
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
