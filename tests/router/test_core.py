@@ -1,0 +1,304 @@
+"""The router core by table: each test drives it event by event and reads its commands."""
+
+from random import Random
+
+import pytest
+
+from engine.messages import Accepted, Ended, Fault, PeerAddress, Refused, RequestStats, Tokens
+from engine.types import FinishReason, RequestId, RequestRecord
+from router.config import RouterConfig
+from router.core import Router
+from router.events import (
+    Begin,
+    Command,
+    Complete,
+    Deliver,
+    Dropped,
+    Event,
+    Fail,
+    Heard,
+    Joined,
+    Left,
+    Lost,
+    SendCancel,
+    SendFinish,
+    SendPlace,
+    StopFound,
+    Submit,
+    Tick,
+)
+from router.policy import LeastCost
+from tests.router.fake_cluster import load, worker_info
+
+A, B = RequestId("a"), RequestId("b")
+
+
+class Bench:
+    """A router with one prefill and one decode worker, checked after every event."""
+
+    def __init__(self, decodes: int = 1, blocks: int = 64, **config: object) -> None:
+        settings = RouterConfig(**config)  # type: ignore[arg-type]
+        self.router = Router(settings, LeastCost(Random(0)))
+        self.now = 0.0
+        self.join("p0", "prefill", 1, blocks)
+        for index in range(decodes):
+            self.join(f"d{index}", "decode", 1, blocks)
+
+    def join(self, name: str, role: str, life: int, blocks: int = 64) -> list[Command]:
+        info = worker_info(name, role, life, blocks)
+        return self.do(Joined(PeerAddress(name, f"{name}:1"), info))
+
+    def do(self, event: Event) -> list[Command]:
+        out = self.router.handle(event, self.now)
+        self.router.check()
+        return out
+
+    def submit(self, request: RequestId = A, tokens: int = 40, **more: object) -> list[Command]:
+        record = RequestRecord(
+            request=request, tokens=list(range(tokens)), prompt_tokens=tokens, max_tokens=24, seed=1
+        )
+        return self.do(Submit(record, **more))  # type: ignore[arg-type]
+
+    def hear(self, record: object, worker: str = "d0") -> list[Command]:
+        return self.do(Heard(worker, record))  # type: ignore[arg-type]
+
+    def accept(self, request: RequestId = A, placement: int = 1) -> list[Command]:
+        return self.hear(Accepted(request, placement, 0))
+
+
+def ended(
+    request: RequestId = A,
+    placement: int = 1,
+    reason: FinishReason = FinishReason.STOP,
+    fault: Fault | None = None,
+    **stats: object,
+) -> Ended:
+    return Ended(
+        request=request,
+        placement=placement,
+        reason=reason,
+        stats=RequestStats(**stats),  # type: ignore[arg-type]
+        fault=fault,
+    )
+
+
+def test_life_of_a_request() -> None:
+    """Guards the plain path: place, accept, tokens in order, end."""
+    bench = Bench()
+    (place,) = bench.submit(deadline_s=5.0)
+    assert isinstance(place, SendPlace) and place.worker == "d0"
+    assert (place.place.placement, place.place.prefill.name) == (1, "p0")
+    assert place.place.record.remaining_s == 5.0
+    assert bench.accept() == [Begin(A)]
+    assert bench.hear(Tokens(A, 1, 0, [7])) == [Deliver(A, [7])]
+    assert bench.hear(Tokens(A, 1, 1, [8, 9])) == [Deliver(A, [8, 9])]
+    (done,) = bench.hear(ended(output_tokens=3))
+    assert isinstance(done, Complete) and done.reason is FinishReason.STOP
+    assert bench.router.open == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "commands"),
+    [
+        (Tokens(A, 1, 0, [1, 2]), [Dropped("duplicate", 2)]),
+        (Tokens(A, 1, 1, [2, 3]), [Dropped("duplicate", 1), Deliver(A, [3])]),
+        (Tokens(A, 1, 3, [4]), [Dropped("gap", 1)]),
+        (Tokens(A, 2, 2, [3]), [Dropped("stale", 1)]),
+        (Tokens(A, 0, 2, [3]), [Dropped("stale", 1)]),
+        (Tokens(B, 1, 0, [3]), [Dropped("stale", 1)]),
+    ],
+)
+def test_only_the_next_token_of_the_current_placement(
+    tokens: Tokens, commands: list[Command]
+) -> None:
+    """Guards against tokens that reach a client twice, out of order, or from an old placement."""
+    bench = Bench()
+    bench.submit()
+    bench.accept()
+    bench.hear(Tokens(A, 1, 0, [1, 2]))
+    assert bench.hear(tokens) == commands
+
+
+def test_tokens_of_another_worker_are_stale() -> None:
+    """Guards against a worker that speaks for a request it does not hold."""
+    bench = Bench(decodes=2)
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace)
+    other = {"d0": "d1", "d1": "d0"}[place.worker]
+    assert bench.hear(Accepted(A, 1, 0), other) == [Dropped("stale", 0)]
+
+
+def test_an_answer_with_a_hole_is_an_error() -> None:
+    """Guards against lost tokens that end in status OK."""
+    bench = Bench()
+    bench.submit()
+    bench.accept()
+    bench.hear(Tokens(A, 1, 1, [2]))
+    (failed,) = bench.hear(ended(output_tokens=2))
+    assert isinstance(failed, Fail) and failed.fault.code == "INTERNAL"
+
+
+def test_refused_keeps_its_turn_and_waits_for_a_report() -> None:
+    """Guards against a busy loop of offers, and against overtaking in the line."""
+    bench = Bench()
+    bench.submit(A)
+    assert bench.hear(Refused(A, 1, 4)) == []
+    assert bench.submit(B) == [], "B must not overtake A on a worker that said no"
+    assert bench.hear(load(active=64)) == [], "the report shows no room"
+    first, second = bench.hear(load(active=10))
+    assert isinstance(first, SendPlace) and isinstance(second, SendPlace)
+    assert (first.place.record.request, first.place.placement) == (A, 2)
+    assert (second.place.record.request, second.place.placement) == (B, 1)
+
+
+def test_refused_goes_to_another_worker_at_once() -> None:
+    """Guards against waiting for one worker while another has room."""
+    bench = Bench(decodes=2)
+    (first,) = bench.submit(A)
+    assert isinstance(first, SendPlace)
+    (second,) = bench.hear(Refused(A, 1, 4), first.worker)
+    assert isinstance(second, SendPlace) and second.worker != first.worker
+
+
+def test_own_dispatches_count_until_a_report_does() -> None:
+    """Guards against a burst that is sent to one worker beyond its pool."""
+    bench = Bench(blocks=8)
+    assert len(bench.submit(A)) == 1  # 4 of 8 blocks
+    assert len(bench.submit(B)) == 1
+    assert bench.submit(RequestId("c")) == []
+
+
+def test_too_large_for_every_worker_fails_at_once() -> None:
+    """Guards against a request that would wait in the line for ever."""
+    bench = Bench(blocks=3)
+    (failed,) = bench.submit(A)
+    assert isinstance(failed, Fail)
+    assert (failed.fault.code, failed.fault.field) == ("OUT_OF_RANGE", "max_tokens")
+
+
+def test_full_line_and_no_workers() -> None:
+    """Guards against an unbounded line, and against waiting for workers that never come."""
+    bench = Bench(max_waiting=1, blocks=4)
+    bench.submit(A)
+    assert bench.submit(B) == []
+    (failed,) = bench.submit(RequestId("c"))
+    assert isinstance(failed, Fail) and failed.retry_after_s is not None
+    assert failed.fault.code == "RESOURCE_EXHAUSTED"
+    bench.do(Lost("d0"))
+    (failed,) = bench.submit(RequestId("d"))
+    assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
+    bench.do(Tick())
+    bench.now = 20.0
+    assert {type(c) for c in bench.do(Tick())} == {Fail}
+    assert bench.router.open == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "offered", "running", "finishing", "closing"])
+@pytest.mark.parametrize("end", ["cancel", "deadline", "lost"])
+def test_every_end_in_every_state(state: str, end: str) -> None:
+    """Guards against a request that is answered twice or never, or stays on its worker."""
+    bench = Bench()
+    answers: list[Command] = []
+
+    def do(event: Event) -> list[Command]:
+        out = bench.do(event)
+        answers.extend(c for c in out if isinstance(c, Fail | Complete))
+        return out
+
+    bench.submit(deadline_s=5.0)
+    if state == "waiting":
+        do(Heard("d0", Refused(A, 1, 4)))
+    elif state != "offered":
+        do(Heard("d0", Accepted(A, 1, 0)))
+        do(Heard("d0", Tokens(A, 1, 0, [1, 2])))
+        if state == "finishing":
+            (finish,) = do(StopFound(A, 1))
+            assert isinstance(finish, SendFinish) and finish.finish.tokens_kept == 1
+        if state == "closing":
+            do(Left(A))
+    event: Event = {"cancel": Left(A), "deadline": Tick(), "lost": Lost("d0")}[end]
+    bench.now = 6.0 if end == "deadline" else 1.0
+    out = do(event)
+    on_worker = state in ("offered", "running", "finishing")
+    if end != "lost":
+        assert sum(isinstance(c, SendCancel) for c in out) == on_worker
+        if on_worker or state == "closing":
+            do(Heard("d0", ended(reason=FinishReason.CANCELLED)))
+    elif state in ("waiting", "offered"):
+        assert answers == [] and bench.router.waiting == 1
+        (place,) = bench.join("d0", "decode", 2)
+        assert isinstance(place, SendPlace) and place.place.placement == 2
+        return
+    assert len(answers) == 1
+    assert isinstance(answers[0], Complete) == (state == "finishing" and end == "lost")
+    assert bench.router.open == 0
+
+
+def test_stop_string_found_wins_over_the_workers_end() -> None:
+    """Guards against tokens past a stop string in the count, and against a lost end."""
+    bench = Bench()
+    bench.submit()
+    bench.accept()
+    bench.hear(Tokens(A, 1, 0, [1, 2, 3]))
+    bench.do(StopFound(A, 2))
+    assert bench.hear(Tokens(A, 1, 3, [4])) == [Dropped("overrun", 1)]
+    (done,) = bench.hear(ended(reason=FinishReason.LENGTH, output_tokens=4))
+    assert isinstance(done, Complete)
+    assert (done.reason, done.stats.output_tokens) == (FinishReason.STOP, 2)
+
+
+def test_faults_of_workers_reach_the_client() -> None:
+    """Guards against a worker's reason being lost, or a code gRPC does not know."""
+    bench = Bench()
+    bench.submit()
+    (failed,) = bench.hear(
+        ended(reason=FinishReason.ERROR, fault=Fault("INVALID_ARGUMENT", "top_p: bad", "top_p"))
+    )
+    assert isinstance(failed, Fail) and failed.fault.field == "top_p"
+    assert bench.router.open == 0
+
+
+def test_trees_learn_and_are_corrected() -> None:
+    """Guards against routing by cached blocks that the worker never had, or has evicted."""
+    bench = Bench(decodes=2)
+    (first,) = bench.submit(A, tokens=64)
+    assert isinstance(first, SendPlace) and first.reason == "load"
+    home = first.worker
+    bench.hear(Accepted(A, 1, 0), home)
+    bench.hear(Tokens(A, 1, 0, [1]), home)
+    bench.hear(ended(output_tokens=1), home)
+    (second,) = bench.submit(B, tokens=64)
+    assert isinstance(second, SendPlace)
+    assert (second.worker, second.reason) == (home, "affinity")
+    bench.hear(Accepted(B, 1, 48), home)
+    (done,) = bench.hear(ended(B, reason=FinishReason.LENGTH, prefill_cached_tokens=63), home)
+    assert isinstance(done, Complete) and done.expected_tokens == 63
+    chain = list(bench.router.index._trees[home]._nodes)
+    bench.hear(load(evicted=chain), home)
+    bench.hear(load(evicted=chain), "p0")
+    (third,) = bench.submit(RequestId("c"), tokens=64)
+    assert isinstance(third, SendPlace) and third.reason == "load"
+
+
+def test_a_new_life_has_an_empty_cache_and_a_broken_stream_does_not() -> None:
+    """Guards against beliefs that outlive a worker's memory, or die with a connection."""
+    bench = Bench()
+    bench.submit(A, tokens=64)
+    bench.accept()
+    bench.hear(ended(output_tokens=0))
+    bench.do(Lost("d0"))
+    bench.join("d0", "decode", 1)
+    assert len(bench.router.index._trees["d0"]) == 4
+    bench.do(Lost("d0"))
+    bench.join("d0", "decode", 2)
+    assert len(bench.router.index._trees["d0"]) == 0
+
+
+def test_silent_workers_get_nothing_new() -> None:
+    """Guards against requests sent to a worker whose engine stands still."""
+    bench = Bench(decodes=2)
+    bench.now = 30.0
+    bench.hear(load(), "p0")
+    bench.hear(load(), "d1")
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace) and place.worker == "d1"
