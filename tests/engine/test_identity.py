@@ -1,0 +1,48 @@
+"""Block identities: equal only for equal pasts, in one namespace, of one model."""
+
+import pytest
+
+from engine.identity import chain, extend, root
+
+
+def test_chain_is_repeated_extension() -> None:
+    """Guards against a router and a worker that name the same block differently."""
+    start, tokens = root(b"n", "f"), list(range(50))
+    names = chain(start, tokens, 16)
+    parent = start
+    for index, name in enumerate(names):
+        parent = extend(parent, tokens[16 * index : 16 * index + 16])
+        assert name == parent and len(name) == 16
+    assert len(names) == 3
+    assert chain(names[0], tokens[16:], 16) == names[1:]
+
+
+def test_anything_that_differs_changes_every_name() -> None:
+    """Guards against prefixes shared between tenants, models, adapters or different pasts."""
+    starts = [
+        root(b"", "f"),
+        root(b"n", "f"),
+        root(b"n\0", "f"),
+        root(b"n" * 65, "f"),
+        root(b"n", "g"),
+        root(b"n", "f", "lora"),
+        root(b"n", "", "f"),
+    ]
+    tokens = [1, 2, 3, 4]
+    names = {name for start in starts for name in chain(start, tokens, 2)}
+    names |= {extend(starts[0], part) for part in ([1], [1, 2, 3], [2, 1], [0, 1], [1, 0])}
+    assert len(names) == 2 * len(starts) + 5
+
+
+def test_known_value() -> None:
+    """Guards against a silent change of the scheme: caches of two versions must not disagree."""
+    assert (
+        chain(root(b"tenant", "model"), range(4), 4)[0].hex() == "eb3fac6bb1accd44dbbd7c045307899c"
+    )
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_no_token_wraps_around(token: int) -> None:
+    """Guards against two tokens with one name."""
+    with pytest.raises(OverflowError):
+        extend(b"", [token])
