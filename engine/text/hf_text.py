@@ -41,10 +41,16 @@ def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
 def _template(path: Path, settings: dict[str, Any]) -> str:
     beside = path / "chat_template.jinja"
     if beside.exists():
-        return beside.read_text(encoding="utf-8")
+        try:
+            return beside.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(beside, f"cannot be read: {error}") from error
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
-        template = {item["name"]: item["template"] for item in template}.get("default", "")
+        named = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
+        template = named.get("default") or ""
     return str(template)
 
 
