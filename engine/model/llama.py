@@ -1,7 +1,7 @@
 """The Llama family's forward pass over paged KV. Everything is passed in; nothing is kept between steps.
 
-Row independence: with 32-bit products over a multiple of four rows, a row's bits do not depend on the other rows. That was
-measured with MKL, and a test holds it; below four rows MKL takes other kernels, with other bits. Nothing here mixes rows.
+Row independence: with 32-bit products over a multiple of four rows, a row's bits do not depend on the other rows (a
+test holds it; below four rows MKL takes other kernels, with other bits). Only the attention backend mixes rows.
 """
 
 import math
