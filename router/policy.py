@@ -86,15 +86,23 @@ def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
     Pressure is the decode worker's step time, scaled by the share of its pool that is in use and
     by the requests that share a step: what a new request waits for and slows down.
     """
-    s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
     s_per_block = decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
-    busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
     return Cost(
-        prefill.queue_tokens * s_per_token,
-        max(demand.prompt_tokens - prefill.cached_tokens, 1) * s_per_token,
+        *_prefill_terms(demand, prefill),
         max(demand.prompt_blocks - decode.cached_blocks, 0) * s_per_block,
-        decode.s_per_step * (busy + decode.outstanding / 8),
+        _pressure_s(decode),
     )
+
+
+def _prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
+    s_per_token = prefill.s_per_token or ASSUMED_S_PER_TOKEN
+    uncached_tokens = max(demand.prompt_tokens - prefill.cached_tokens, 1)
+    return prefill.queue_tokens * s_per_token, uncached_tokens * s_per_token
+
+
+def _pressure_s(decode: DecodeView) -> float:
+    busy = decode.used_blocks / decode.blocks if decode.blocks else 1.0
+    return decode.s_per_step * (busy + decode.outstanding / 8)
 
 
 def _reason(prefill: PrefillView, decode: DecodeView) -> str:
@@ -110,21 +118,31 @@ class LeastCost:
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        best: list[tuple[PrefillView, DecodeView, Cost]] = []
-        best_key = (float("inf"), 0)
-        for prefill in prefills:
-            for decode in decodes:
-                priced = cost(demand, prefill, decode)
+        # Most of a cost belongs to one side alone; only the move is priced for every pair.
+        prefill_sides = [(view, sum(_prefill_terms(demand, view))) for view in prefills]
+        decode_sides = [
+            (view, max(demand.prompt_blocks - view.cached_blocks, 0), _pressure_s(view))
+            for view in decodes
+        ]
+        best: list[tuple[PrefillView, DecodeView]] = []
+        best_s, best_work = float("inf"), 0
+        for prefill, prefill_s in prefill_sides:
+            for decode, missing_blocks, pressure_s in decode_sides:
+                move_s = missing_blocks * (
+                    decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
+                )
+                total_s = round(prefill_s + move_s + pressure_s, _RESOLUTION_DIGITS)
+                if total_s > best_s:
+                    continue
                 work = prefill.outstanding + decode.outstanding
-                key = (round(priced.total_s, _RESOLUTION_DIGITS), work)
-                if key < best_key:
-                    best, best_key = [], key
-                if key == best_key:
-                    best.append((prefill, decode, priced))
+                if total_s < best_s or work < best_work:
+                    best, best_s, best_work = [], total_s, work
+                if work == best_work:
+                    best.append((prefill, decode))
         if not best:
             return None
-        prefill, decode, priced = best[0] if len(best) == 1 else self._random.choice(best)
-        return Choice(prefill, decode, priced, _reason(prefill, decode))
+        prefill, decode = best[0] if len(best) == 1 else self._random.choice(best)
+        return Choice(prefill, decode, cost(demand, prefill, decode), _reason(prefill, decode))
 
 
 class RoundRobin:

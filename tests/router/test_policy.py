@@ -62,3 +62,30 @@ def test_round_robin_takes_turns_and_nobody_is_no_choice() -> None:
     assert make_policy("least-cost", 0).choose(DEMAND, [prefill()], []) is None
     with pytest.raises(ValueError, match="nonsense"):
         make_policy("nonsense", 0)
+
+
+def test_least_cost_takes_the_pair_that_the_formula_says() -> None:
+    """Guards the search, which adds up terms in another order than the formula does."""
+    random = Random(3)
+    policy = LeastCost(Random(0))
+    for _ in range(50):
+        prefills = [
+            prefill(f"p{i}", cached=random.randrange(100), queue=random.randrange(500))
+            for i in range(4)
+        ]
+        decodes = [
+            DecodeView(
+                f"d{i}",
+                random.randrange(7),
+                random.randrange(64),
+                64,
+                0.05,
+                {f"p{j}": random.random() / 50 for j in range(3)},
+                random.randrange(3),
+            )
+            for i in range(4)
+        ]
+        choice = policy.choose(DEMAND, prefills, decodes)
+        assert choice is not None
+        best_s = min(cost(DEMAND, p, d).total_s for p in prefills for d in decodes)
+        assert choice.cost.total_s == pytest.approx(best_s, abs=2e-6)
