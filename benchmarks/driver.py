@@ -50,11 +50,13 @@ class MemoryWatch:
 
     async def sample(self) -> None:
         """Raises `ProcessLookupError` when a process is gone: then the figures are not of the server meant."""
+        if not self._pids:
+            return
         now = await asyncio.to_thread(lambda: sum(map(tree_pss_bytes, self._pids)))
         self.peak_bytes = max(now, self.peak_bytes or 0)
 
     async def run(self) -> None:
-        while self._pids:
+        while True:
             await self.sample()
             await asyncio.sleep(MEMORY_PERIOD_S)
 
@@ -88,6 +90,8 @@ async def _level(target: Target, plan: Plan, concurrency: int) -> Level:
         (failure,) = await asyncio.gather(watch, return_exceptions=True)
     if isinstance(failure, Exception):
         raise failure
+    # A run shorter than the period may have ended before the first sample.
+    await memory.sample()
     messages = {sample.error: sample.message for sample in samples if sample.error}
     return Level(concurrency, summarise(samples, wall_s), memory.peak_bytes, messages)
 

@@ -44,14 +44,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Migration(msgspec.Struct):
+class _Migration(msgspec.Struct, frozen=True):
     blocks: int = 0
     bytes: int = 0
     seconds: float = 0.0
     transport: str = ""
 
 
-class _Timing(msgspec.Struct):
+class _Timing(msgspec.Struct, frozen=True):
     stages: dict[str, float] = {}
 
 

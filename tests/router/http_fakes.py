@@ -1,14 +1,20 @@
 """A frontend and a server state that follow a script, for the tests of the HTTP front."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
+import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.http import build_app
+from router.http_generation import Generates
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(
@@ -103,3 +109,33 @@ def ask(
 
 def refusal(code: str, **more: object) -> ApiError:
     return ApiError(code, "because", **more)  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(frontend: Generates) -> Iterator[int]:
+    """The port of a server that runs in a thread of this process for the length of the block."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    app = build_app(frontend, FakeState())
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 5.0) -> float:
+    """Seconds until `condition` held; fails after `limit_s`."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, "did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - began

@@ -1,52 +1,16 @@
 """The HTTP front behind a real server and real sockets: what happens when the client goes away."""
 
-import asyncio
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from router.api import Delta
-from router.http import build_app
-from tests.router.http_fakes import FINISHED, STARTED, FakeFrontend, FakeState
+from tests.router.http_fakes import FINISHED, STARTED, FakeFrontend, serving, wait_for
 
 FOREVER_S = 3600.0
-
-
-@contextmanager
-def serving(frontend: FakeFrontend) -> Iterator[int]:
-    """The port of a server that runs in a thread of this process for the length of the block."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    app = build_app(frontend, FakeState())
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    try:
-        wait_for(lambda: server.started)
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
-        assert not thread.is_alive()
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 5.0) -> float:
-    """Seconds until `condition` held; fails after `limit_s`."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit_s, "did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - began
 
 
 def post(port: int, body: dict[str, object]) -> socket.socket:
