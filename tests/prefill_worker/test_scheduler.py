@@ -1,0 +1,238 @@
+"""The prefill scheduler alone: who computes when, under a virtual clock, and what is offered when."""
+
+import pytest
+
+from engine.kv.manager import KVCacheManager
+from engine.messages import (
+    FirstToken,
+    Handoff,
+    Landed,
+    Offer,
+    PrefillFailed,
+    StartPrefill,
+    Stop,
+)
+from engine.step import StepPlan
+from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from prefill_worker.config import PrefillConfig
+from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
+from prefill_worker.scheduler import PrefillScheduler
+from transfer.commands import Command, Emit, Posted, PostSend, Sent
+from transfer.sender import KVSender
+
+PEER = Incarnation(7)
+S_PER_TOKEN = 0.002
+
+
+class Bench:
+    """A scheduler, a clock that advances by what a step computes, and a transfer that is done at once."""
+
+    def __init__(self, blocks: int = 400, remote: bool = True, **config: object) -> None:
+        self.scheduler = PrefillScheduler(
+            PrefillConfig(**config),  # type: ignore[arg-type]
+            KVCacheManager(blocks, 16, "m"),
+            KVSender(),
+            fingerprint="m",
+            vocab=50_000,
+            context_tokens=8192,
+            stop_ids=frozenset(),
+        )
+        self.now = 0.0
+        self.first_at: dict[str, float] = {}
+        self.offered: dict[str, list[int]] = {}
+        self.emitted: list[object] = []
+        self.land = True
+        self._do(self.scheduler.handle(PeerUp(PEER, remote), self.now))
+
+    def start(self, name: str, tokens: list[int], have: int = 0, **more: object) -> Handoff:
+        handoff = Handoff(RequestId(name), 1, 0, PEER, Incarnation(1))
+        record = RequestRecord(
+            request=RequestId(name),
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=8,
+            seed=1,
+            sampling=SamplingParams(temperature=0.0),
+            **more,  # type: ignore[arg-type]
+        )
+        message = StartPrefill(handoff=handoff, record=record, have_tokens=have)
+        self._do(self.scheduler.handle(FromPeer(PEER, message), self.now))
+        return handoff
+
+    def tell(self, event: object) -> None:
+        self._do(self.scheduler.handle(event, self.now))  # type: ignore[arg-type]
+
+    def step(self) -> StepPlan | None:
+        self._do(self.scheduler.tick(self.now))
+        plan, commands = self.scheduler.plan(self.now)
+        self._do(commands)
+        if plan is not None:
+            self.now += plan.computed_tokens * S_PER_TOKEN
+            drawn = [5 for row in plan.rows if row.draw]
+            self._do(self.scheduler.complete(plan, drawn, self.now))
+        self.scheduler.check()
+        return plan
+
+    def run(self) -> None:
+        while self.step() is not None:
+            pass
+
+    def _do(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case PostSend(_, move, blocks):
+                    name = move.handoff.request
+                    self.offered.setdefault(name, []).extend(block.index for block in blocks)
+                    digests = tuple(0 for _ in blocks)
+                    self.tell(Posted(move.handoff, move.seq, digests))
+                    self.tell(Sent(move.handoff, move.seq, "", 0.0))
+                    if self.land:
+                        self.tell(FromPeer(PEER, Landed(move.handoff, move.seq)))
+                case Emit(_, FirstToken() as first):
+                    self.first_at[first.handoff.request] = self.now
+                    self.emitted.append(first)
+                case Emit(_, record) if not isinstance(record, Offer):
+                    self.emitted.append(record)
+
+    @property
+    def pool(self) -> dict[str, int]:
+        return self.scheduler.kv.pool.counts()
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    return [(seed * 7919 + n * 31) % 50_000 for n in range(count)]
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
+    """Guards head-of-line blocking: 50 tokens behind 2,000 come out within their own prefill plus one chunk."""
+    bench = Bench(chunk_tokens=128)
+    bench.start("long", _tokens(2000, 1))
+    bench.step()
+    arrived = bench.now
+    bench.start("short", _tokens(50, 2))
+    bench.run()
+    assert bench.first_at["short"] - arrived <= (50 + 128) * S_PER_TOKEN
+    assert bench.first_at["long"] > bench.first_at["short"]
+
+
+def test_a_stream_of_short_prompts_costs_a_long_one_at_most_half() -> None:
+    bench = Bench(chunk_tokens=128)
+    bench.start("long", _tokens(1024, 1))
+    for number in range(60):
+        bench.start(f"s{number}", _tokens(60, number + 2))
+        bench.step()
+        if "long" in bench.first_at:
+            break
+    assert bench.first_at["long"] <= 2 * 1024 * S_PER_TOKEN + 128 * S_PER_TOKEN
+
+
+def test_order_is_matched_tokens_plus_waiting() -> None:
+    """λ = 0 takes the longest cached prefix first, a large λ the one that came first."""
+    for fairness, first in ((0.0, "hit"), (1e6, "early")):
+        bench = Bench(chunk_tokens=64, fairness_tokens_per_s=fairness)
+        known = _tokens(320, 1)
+        bench.start("warm", known)
+        bench.run()
+        bench.start("early", _tokens(300, 2))
+        bench.now += 0.01
+        bench.start("hit", [*known, *_tokens(280, 3)])
+        bench.run()
+        assert min(("early", "hit"), key=lambda name: bench.first_at[name]) == first
+
+
+def test_blocks_are_offered_as_chunks_finish_and_only_what_is_wanted() -> None:
+    bench = Bench(chunk_tokens=32)
+    bench.start("r", _tokens(70, 1), have=16)
+    bench.step()
+    assert bench.offered["r"] == [1]
+    bench.step()
+    assert bench.offered["r"] == [1, 2, 3]
+    bench.step()
+    assert bench.offered["r"] == [1, 2, 3, 4]
+    (first,) = bench.emitted
+    assert isinstance(first, FirstToken) and first.chunks == 3 and first.cached_tokens == 0
+
+
+def test_a_cached_prefix_is_offered_before_anything_is_computed() -> None:
+    bench = Bench(chunk_tokens=32)
+    known = _tokens(64, 1)
+    bench.start("a", known)
+    bench.run()
+    bench.start("b", [*known, *_tokens(60, 2)])
+    _, commands = bench.scheduler.plan(bench.now)
+    (send,) = (command for command in commands if isinstance(command, PostSend))
+    assert [block.index for block in send.blocks] == [0, 1, 2, 3]
+
+
+def test_a_prompt_waits_until_all_its_blocks_can_be_leased() -> None:
+    """Guards the partial-fill deadlock: nothing starts that could not finish."""
+    bench = Bench(blocks=8, chunk_tokens=16)
+    bench.land = False
+    one = bench.start("one", _tokens(96, 1))
+    bench.start("two", _tokens(64, 2))
+    bench.run()
+    assert list(bench.first_at) == ["one"] and bench.scheduler.waiting_requests == 1
+    bench.tell(FromPeer(PEER, Stop(one)))
+    bench.run()
+    assert list(bench.first_at) == ["one", "two"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 9])
+def test_stop_frees_everything_at_any_time(steps: int) -> None:
+    bench = Bench(chunk_tokens=32)
+    bench.land = False
+    handoff = bench.start("r", _tokens(100, 1))
+    for _ in range(steps):
+        bench.step()
+    bench.tell(FromPeer(PEER, Stop(handoff)))
+    bench.run()
+    assert bench.scheduler.jobs == 0
+    assert bench.pool["active"] == bench.pool["quarantined"] == 0
+    bench.tell(FromPeer(PEER, Stop(handoff)))  # again: dropped, and counted
+    assert bench.scheduler.sender.dropped
+
+
+def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
+    """Guards the bug family of this field: a block reused while somebody may still read it."""
+    bench = Bench(chunk_tokens=256)
+    bench.land = False
+    bench.start("r", _tokens(100, 1))
+    bench.run()
+    bench.tell(PeerLost(PEER))
+    assert bench.pool["quarantined"] == 7 and bench.scheduler.jobs == 1
+    bench.tell(PeerDead(PEER))
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    bench.scheduler.check()
+
+
+def test_a_reader_that_was_pushed_to_needs_no_proof() -> None:
+    bench = Bench(remote=False, chunk_tokens=256)
+    bench.land = False
+    bench.start("r", _tokens(100, 1))
+    bench.run()
+    bench.tell(PeerLost(PEER))
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+
+
+def test_a_passed_deadline_is_told_and_fenced() -> None:
+    bench = Bench(chunk_tokens=16)
+    bench.land = False
+    handoff = bench.start("r", _tokens(100, 1), remaining_s=0.05)
+    bench.run()
+    (failed,) = bench.emitted
+    assert isinstance(failed, PrefillFailed) and failed.fault.code == "DEADLINE_EXCEEDED"
+    assert bench.scheduler.jobs == 1, "blocks went before the reader said stop"
+    bench.tell(FromPeer(PEER, Stop(handoff)))
+    assert bench.scheduler.jobs == 0 and bench.pool["active"] == 0
+
+
+def test_bad_records_are_refused_by_name() -> None:
+    bench = Bench(blocks=8)
+    bench.start("big", _tokens(129, 1))
+    bench.start("id", [60_000])
+    faults = [record.fault for record in bench.emitted if isinstance(record, PrefillFailed)]
+    assert [(fault.code, fault.field) for fault in faults] == [
+        ("OUT_OF_RANGE", "prompt"),
+        ("INVALID_ARGUMENT", "token_ids"),
+    ]
+    assert bench.scheduler.jobs == 0
