@@ -140,15 +140,24 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 def _dump_config(arguments: argparse.Namespace) -> int:
     settings = _resolve(arguments).settings
+    shown = {item.key: json.dumps(_public(item.key, item.value)) for item in settings}
     if arguments.json:
-        rows = {item.key: {"value": item.value, "origin": item.origin} for item in settings}
+        rows = {
+            item.key: {"value": _public(item.key, item.value), "origin": item.origin}
+            for item in settings
+        }
         print(json.dumps(rows, indent=2))
         return 0
-    keys = max(len(item.key) for item in settings)
-    values = max(len(json.dumps(item.value)) for item in settings)
+    keys = max(len(key) for key in shown)
+    values = max(len(value) for value in shown.values())
     for item in settings:
-        print(f"{item.key:{keys}}  {json.dumps(item.value):{values}}  # {item.origin}")
+        print(f"{item.key:{keys}}  {shown[item.key]:{values}}  # {item.origin}")
     return 0
+
+
+def _public(key: str, value: object) -> object:
+    """Secrets are shown as set or not, never as what they are."""
+    return "(set)" if key.endswith("_key") and value else value
 
 
 def _url(address: str) -> str:

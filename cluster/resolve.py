@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -157,9 +157,15 @@ def _convert(key: str, raw: object, kind: Any, origin: str, is_text: bool) -> ob
     try:
         value: object = msgspec.convert(raw, kind, strict=not is_text)
     except msgspec.ValidationError as error:
-        reason = str(error)[:1].lower() + str(error)[1:]
-        raise ConfigError(f"{key} ({origin}): {reason}, got {raw!r}") from error
+        raise ConfigError(f"{key} ({origin}): {raw!r} is not {_described(kind)}") from error
     return value
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, f"a value of type {kind}")
 
 
 def _suggestion(key: str, known: Mapping[str, object]) -> str:

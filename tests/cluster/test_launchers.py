@@ -15,6 +15,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, make_launcher
+from cluster.leftovers import descendants
 from cluster.process_launcher import ProcessLauncher
 from cluster.spec import LaunchError
 from engine.config import EngineConfig
@@ -36,21 +37,7 @@ CONFIG = ClusterConfig(
 
 
 def children() -> set[int]:
-    """Every descendant of this process, by pid."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    wave = {os.getpid()}
-    while wave:
-        wave = {pid for pid, parent in parents.items() if parent in wave} - found
-        found |= wave
-    return found
+    return set(descendants())
 
 
 def gone(pid: int) -> bool:
@@ -114,13 +101,17 @@ def test_failures_end_the_cluster_with_one_line(name: str) -> None:
     ):
         cluster.start()
     dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
-    with Cluster(CONFIG, launcher, dying, model_dir="x") as cluster:
-        with pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"):
-            start_and_watch(cluster)
+    with (
+        Cluster(CONFIG, launcher, dying, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"),
+    ):
+        start_and_watch(cluster)
     killed = {**FAKES, "decode": "tests.cluster.fakes:KilledWorker"}
-    with Cluster(CONFIG, launcher, killed, model_dir="x") as cluster:
-        with pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"):
-            start_and_watch(cluster)
+    with (
+        Cluster(CONFIG, launcher, killed, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"),
+    ):
+        start_and_watch(cluster)
     assert eventually(lambda: children() <= before, within_s=3.0), children() - before
 
 

@@ -1,0 +1,152 @@
+"""One schema, four sources, and messages that a person can act on."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster import cli
+from cluster.config import ConfigError, default_threads, fields
+from cluster.resolve import Resolved, add_flags, resolve
+
+
+def resolved(*flags: str, **environ: str) -> Resolved:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return resolve(parser.parse_args(list(flags)), environ)
+
+
+def origin(result: Resolved, key: str) -> str:
+    return next(setting.origin for setting in result.settings if setting.key == key)
+
+
+def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
+    """Guards against a source that silently overrules a nearer one."""
+    file = tmp_path / "c.toml"
+    file.write_text("prefill_workers = 2\ndecode_workers = 2\n[prefill]\nchunk_tokens = 32\n")
+    result = resolved(
+        "--config",
+        str(file),
+        "--prefill",
+        "4",
+        HEADRACE_PREFILL_WORKERS="3",
+        HEADRACE_DECODE_WORKERS="3",
+        OTHER_PREFILL_WORKERS="9",
+    )
+    config = result.config
+    assert (config.prefill_workers, config.decode_workers) == (4, 3)
+    assert (config.prefill.chunk_tokens, config.decode.max_batch) == (32, 32)
+    assert origin(result, "prefill_workers") == "flag --prefill"
+    assert origin(result, "decode_workers") == "variable HEADRACE_DECODE_WORKERS"
+    assert origin(result, "prefill.chunk_tokens") == f"file {file}"
+    assert origin(result, "decode.max_batch") == "default"
+
+
+def test_every_setting_can_be_set_by_flag_and_variable() -> None:
+    """Guards against a setting that only the file can reach."""
+    changed = {bool: "true", int: "7", float: "7.5", str: "float16"}
+    for key, kind, _ in fields():
+        value = changed.get(kind)
+        if value is None:
+            continue
+        extra = []
+        for name in ("dtype", "block_size"):
+            if key.endswith(f"engine.{name}"):
+                # Both pools must agree on these.
+                extra = ["--set", f"prefill.engine.{name}={value}"]
+                extra += ["--set", f"decode.engine.{name}={value}"]
+        by_flag = resolved("--set", f"{key}={value}", *extra)
+        variable = "HEADRACE_" + key.upper().replace(".", "__")
+        by_variable = resolved(*extra, **{variable: value})
+        assert origin(by_flag, key) == "flag --set"
+        assert extra or origin(by_variable, key) == f"variable {variable}"
+        assert by_flag.config == by_variable.config
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        (["--prefill", "0"], {}, r"prefill_workers \(flag --prefill\): 0 is too small"),
+        (["--prefill", "two"], {}, "'two' is not a whole number"),
+        (["--grpc-port", "70000"], {}, r"router.grpc_port .*70000 is not in 0..65535"),
+        (["--launcher", "k8s"], {}, "launcher .*'k8s' is not one of ray, process"),
+        (["--set", "prefill.chunk_tokens"], {}, "not KEY=VALUE"),
+        (["--set", "stop_grace_s=nan"], {}, "stop_grace_s .*not a finite number"),
+        (["--set", "prefill.engine.model_dir=/x"], {}, "unknown setting 'prefill.engine.model_dir"),
+        (
+            ["--set", "decode.engine.block_size=32"],
+            {},
+            r"prefill.engine.block_size \(default\) is 16 but decode.engine.block_size",
+        ),
+        (
+            ["--set", "prefill.engine.dtype=int3"],
+            {},
+            "prefill.engine.dtype .*'int3' is not one of float32",
+        ),
+        (
+            [],
+            {"HEADRACE_PREFIL__CHUNK_TOKENS": "1"},
+            "variable HEADRACE_PREFIL__CHUNK_TOKENS: unknown setting .*did you mean",
+        ),
+        ([], {"HEADRACE_DECODE__MAX_BATCH": "-1"}, r"decode.max_batch .*-1 is negative"),
+    ],
+)
+def test_bad_settings_name_key_and_origin(
+    flags: list[str], environ: dict[str, str], message: str
+) -> None:
+    """Guards against a typo that is ignored, and against messages that do not say where to look."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(*flags, **environ)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[prefill]\nchunk = 1\n", "unknown setting 'prefill.chunk'"),
+        ("[cache]\nsize = 1\n", "unknown setting 'cache'"),
+        ('[prefill]\nchunk_tokens = "64"\n', "prefill.chunk_tokens .*'64' is not a whole number"),
+        ("prefill_workers = true\n", "prefill_workers .*True is not a whole number"),
+        ("prefill = 3\n", "unknown setting 'prefill'"),
+        ("prefill_workers = \n", "line 1"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    """Guards against a file whose text values are guessed at, or whose sections are ignored."""
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        resolved("--config", str(file))
+
+
+def test_threads_are_shared_out_unless_given() -> None:
+    """Guards against two workers that each take every core: their steps were measured six times
+    slower at the tail."""
+    result = resolved("--set", "decode.engine.threads=3")
+    assert result.config.decode.engine.threads == 3
+    assert result.config.prefill.engine.threads == default_threads(2)
+    assert "computed" in origin(result, "prefill.engine.threads")
+    assert default_threads(10_000) == 1
+
+
+def test_the_example_file_is_valid() -> None:
+    example = Path(__file__).parents[2] / "examples" / "headrace.toml"
+    assert resolved("--config", str(example)).config.prefill.chunk_tokens == 128
+
+
+def test_dump_config_lists_everything_and_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dump-config", "--set", "router.namespace_key=hush"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()] == [key for key, _, _ in fields()]
+    assert "hush" not in text
+    assert cli.main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["router.namespace_key"] == {"value": "(set)", "origin": "flag --set"}
+
+
+def test_wrong_settings_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--set", "prefill.chunk_tokens=-4"]) == 2
+    error = capsys.readouterr().err
+    assert error == "headrace: prefill.chunk_tokens (flag --set): -4 is negative\n"

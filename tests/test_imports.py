@@ -1,0 +1,253 @@
+"""Who may import whom, read off the import statements of every file (also those inside functions)."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = (
+    "benchmarks",
+    "cluster",
+    "decode_worker",
+    "engine",
+    "kernels",
+    "prefill_worker",
+    "protos",
+    "router",
+    "telemetry",
+    "transfer",
+)
+
+# A package may import itself and these; an entry covers what lies below it. What is not listed (the
+# composition root and the benchmarks) may import everything.
+ALLOWED = {
+    "kernels": (),
+    "protos": (),
+    "telemetry": (),
+    "engine": ("kernels",),
+    "transfer": ("engine.kv", "engine.types", "engine.messages", "kernels"),
+    "prefill_worker": ("engine", "transfer", "protos", "telemetry"),
+    "decode_worker": ("engine", "transfer", "protos", "telemetry"),
+    "router": (
+        "protos",
+        "telemetry",
+        "engine.text",
+        "engine.types",
+        "engine.identity",
+        "engine.messages",
+    ),
+}
+
+# These must work without torch, and therefore without anything of ours that imports it.
+TORCH_FREE = (
+    "prefill_worker/scheduler.py",
+    "prefill_worker/events.py",
+    "decode_worker/scheduler.py",
+    "decode_worker/events.py",
+    "engine/types.py",
+    "engine/messages.py",
+    "engine/identity.py",
+    "engine/plan.py",
+    "engine/config.py",
+    "engine/kv/block_pool.py",
+    "engine/kv/radix_cache.py",
+    "engine/kv/manager.py",
+    "engine/kv/layout.py",
+    "engine/model/cache.py",
+    "engine/text/*.py",
+    "transfer/migration.py",
+    "transfer/transport.py",
+    "router/*.py",
+    "cluster/actors.py",
+    "cluster/ask.py",
+    "cluster/child.py",
+    "cluster/cli.py",
+    "cluster/config.py",
+    "cluster/hosting.py",
+    "cluster/launch.py",
+    "cluster/*_launcher.py",
+    "telemetry/*.py",
+)
+
+# Foreign packages that stay behind one border.
+CONFINED = {
+    "ray": ("cluster/*.py",),
+    "grpc": (
+        "*/service.py",
+        "decode_worker/peer.py",
+        "router/dispatch.py",
+        "router/client.py",
+        "router/server.py",
+        "transfer/rpc.py",
+        "protos/*.py",
+    ),
+    "triton": ("kernels/*.py",),
+    "transformers": (),
+}
+
+# Decisions take time as an argument and do no I/O.
+PURE = (
+    "prefill_worker/scheduler.py",
+    "decode_worker/scheduler.py",
+    "engine/plan.py",
+    "engine/kv/block_pool.py",
+    "engine/kv/radix_cache.py",
+    "engine/kv/manager.py",
+    "transfer/migration.py",
+    "router/core.py",
+    "router/policy.py",
+    "router/prefix_index.py",
+)
+
+
+def sources(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def statements(path: Path, *, everywhere: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import; with `everywhere` false only those that run on import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            # `from engine import types` names a module in its list, `from engine.types import X` does not.
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif everywhere or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not everywhere and isinstance(node, ast.If) and _is_type_checking(node.test):
+                continue
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+def under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(Path(relative(path)).match(pattern) for pattern in patterns)
+
+
+def module_file(name: str) -> Path | None:
+    """The file of the longest prefix of a dotted name that is a module of ours."""
+    parts = name.split(".")
+    while parts:
+        base = ROOT.joinpath(*parts)
+        if base.with_suffix(".py").is_file():
+            return base.with_suffix(".py")
+        if (base / "__init__.py").is_file():
+            return base / "__init__.py"
+        parts.pop()
+    return None
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_packages_import_only_what_they_may(package: str) -> None:
+    """Guards against the wrong dependency: a decode worker that needs prefill code, a kernel that
+    knows a request type."""
+    may = (package, *ALLOWED[package])
+    wrong = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(package)
+        for line, name in statements(path)
+        if name.split(".")[0] in OURS and not any(under(name, prefix) for prefix in may)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("foreign", sorted(CONFINED))
+def test_foreign_packages_stay_behind_their_border(foreign: str) -> None:
+    """Guards against Ray, gRPC or Triton spreading, and against transformers at run time: it looks
+    for a package named `kernels` and would find ours."""
+    wrong = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(*OURS)
+        for line, name in statements(path)
+        if under(name, foreign) and not matches(path, CONFINED[foreign])
+    ]
+    assert wrong == []
+
+
+def test_torch_free_modules_reach_no_torch() -> None:
+    """Guards against a router or CLI that takes seconds and 200 MB to start because something far
+    down its imports needs torch. Follows our own imports to the end."""
+    reaches: dict[Path, str | None] = {}
+
+    def torch_through(path: Path) -> str | None:
+        if path not in reaches:
+            reaches[path] = None
+            for _, name in statements(path, everywhere=False):
+                if under(name, "torch") or under(name, "triton"):
+                    reaches[path] = name
+                    break
+                target = module_file(name) if name.split(".")[0] in OURS else None
+                way = torch_through(target) if target is not None else None
+                if target is not None and way is not None:
+                    reaches[path] = f"{relative(target)} -> {way}"
+                    break
+        return reaches[path]
+
+    wrong = {
+        relative(path): way
+        for path in sources(*OURS)
+        if matches(path, TORCH_FREE)
+        for way in [torch_through(path)]
+        if way is not None
+    }
+    assert wrong == {}
+
+
+def test_decisions_import_no_clock_and_no_io() -> None:
+    """Guards against a scheduler that reads a clock or opens a socket, and so cannot be replayed."""
+    banned = ("time", "asyncio", "threading", "socket", "random", "os", "logging", "subprocess")
+    wrong = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(*OURS)
+        if matches(path, PURE)
+        for line, name in statements(path)
+        if any(under(name, module) for module in banned) and name != "random.Random"
+    ]
+    assert wrong == []
+
+
+def test_environment_is_read_in_one_place() -> None:
+    """Guards against settings that `dump-config` cannot show."""
+    wrong = [
+        f"{relative(path)}:{node.lineno}"
+        for path in sources(*OURS)
+        if not matches(path, ("cluster/*.py",))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    ]
+    assert wrong == []
+
+
+def test_init_files_are_empty() -> None:
+    """Guards against import cycles and against work done by a mere `import engine`."""
+    packages = [path.parent for path in sources(*OURS) if path.name != "__init__.py"]
+    assert [relative(folder) for folder in packages if not (folder / "__init__.py").is_file()] == []
+    inits = [path for path in sources(*OURS) if path.name == "__init__.py"]
+    assert [relative(path) for path in inits if path.read_bytes()] == []
+
+
+def test_the_rules_can_be_broken(tmp_path: Path) -> None:
+    """Guards against a walker that sees nothing: imports in functions and in `from` lists count."""
+    file = tmp_path / "x.py"
+    file.write_text("from engine import types\ndef f():\n    import torch.nn as nn\n")
+    assert sorted(name for _, name in statements(file)) == ["engine.types", "torch.nn"]
+    assert [name for _, name in statements(file, everywhere=False)] == ["engine.types"]
+    assert module_file("engine.kv.layout.KVLayout") == ROOT / "engine" / "kv" / "layout.py"
