@@ -81,7 +81,7 @@ class Request(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
-    seed: Int | None = None
+    seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -212,6 +212,8 @@ def _parsed(
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
         raise invalid("stream_options", "is allowed only with stream: true")
+    if request.seed is not None and request.seed.bit_length() > 64:
+        raise invalid("seed", "must fit in 64 bits")
     stop = request.stop
     timeouts = [t for t in (header_timeout_s,) if t is not None]
     if request.timeout is not None:

@@ -24,6 +24,8 @@ _STATUS: dict[str, tuple[int, str]] = {
     "UNAVAILABLE": (503, "server_error"),
 }
 _CODES = {"OUT_OF_RANGE": "context_length_exceeded", "NOT_FOUND": "model_not_found"}
+_FIELDS = {"token_ids": "prompt", "timeout_s": "timeout", "request_id": "x-request-id"}
+"""What this front calls fields that have another name behind the frontend."""
 
 
 class CachedTokens(msgspec.Struct):
@@ -223,14 +225,16 @@ class ErrorReply(msgspec.Struct, frozen=True):
 def error_reply(error: ApiError) -> ErrorReply:
     """The HTTP form of an error. A code that is not of docs/http.md's table is our own fault, hence 500."""
     status, kind = _STATUS.get(error.code, _STATUS["INTERNAL"])
-    message = error.message
-    if error.field and error.field not in message:
-        message = f"{error.field}: {message}"
+    field, message = error.field, error.message
+    if field:
+        what = message.removeprefix(f"{field}: ")
+        field = _FIELDS.get(name := field.partition("[")[0], name) + field[len(name) :]
+        message = f"{field}: {what}"
     code = _CODES.get(error.code, error.code.lower())
     headers = {}
-    if status in (429, 503) and (status == 429 or error.retry_after_s is not None):
+    if status == 429 or (status == 503 and error.retry_after_s is not None):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
-    return ErrorReply(status, envelope(message, kind, error.field or None, code), headers)
+    return ErrorReply(status, envelope(message, kind, field or None, code), headers)
 
 
 def envelope(

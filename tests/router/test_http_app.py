@@ -118,6 +118,24 @@ def test_error_statuses(code: str, status: int, openai_code: str, stream: bool) 
     assert frontend.open == 0
 
 
+@pytest.mark.parametrize(
+    ("field", "message", "param", "shown"),
+    [
+        ("token_ids[3]", "token_ids[3]: is 9", "prompt[3]", "prompt[3]: is 9"),
+        ("timeout_s", "timeout_s: is 0", "timeout", "timeout: is 0"),
+        ("top_p", "is 2", "top_p", "top_p: is 2"),
+        ("", "no field", None, "no field"),
+    ],
+)
+def test_fields_have_the_names_of_this_front(
+    field: str, message: str, param: str | None, shown: str
+) -> None:
+    """Guards against errors that name a field which the caller never sent."""
+    frontend = FakeFrontend(ApiError("INVALID_ARGUMENT", message, field))
+    error = ask(frontend, "POST", TEXT, json={"prompt": [1]}).json()["error"]
+    assert (error["param"], error["message"]) == (param, shown)
+
+
 @pytest.mark.parametrize(("retry_after_s", "header"), [(None, "1"), (0.2, "1"), (2.1, "3")])
 def test_retry_after_is_whole_seconds(retry_after_s: float | None, header: str) -> None:
     frontend = FakeFrontend(refusal("RESOURCE_EXHAUSTED", retry_after_s=retry_after_s))

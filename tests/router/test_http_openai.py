@@ -108,6 +108,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"seed": 1.5}, "seed"),
     ({"seed": 2**64}, "seed"),
+    ({"seed": 10**4000}, "seed"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
@@ -135,7 +136,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "field"), BAD_CHATS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fields", "field"), BAD_CHATS, ids=lambda value: repr(value)[:40])
 def test_bad_chat_fields_are_named(fields: dict[str, object], field: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse_chat(chat(**fields))
@@ -195,6 +196,10 @@ def test_a_missing_prompt_is_named() -> None:
     with pytest.raises(ApiError) as caught:
         parse_completion(b'{"model":"tiny"}')
     assert (caught.value.field, caught.value.message) == ("prompt", "prompt: is required")
+
+
+def test_seeds_have_the_range_that_grpc_has() -> None:
+    assert parse_completion(completion(seed=2**64 - 1)).call.seed == 2**64 - 1
 
 
 def test_the_last_of_two_equal_keys_counts() -> None:
