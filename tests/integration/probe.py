@@ -1,0 +1,77 @@
+"""Looks at a worker from outside, through the same stream that a router reads."""
+
+import threading
+import time
+
+import grpc
+
+from engine.messages import Load, WorkerInfo, decode_decode_frame, decode_report_frame
+
+
+class Probe:
+    """Follows one worker's reports. `role` is prefill or decode."""
+
+    def __init__(self, role: str, address: str) -> None:
+        self.info: WorkerInfo | None = None
+        self.load: Load | None = None
+        self._decode = decode_report_frame if role == "prefill" else decode_decode_frame
+        self._channel = grpc.insecure_channel(address)
+        self._silence = threading.Event()
+        if role == "prefill":
+            self._call = self._channel.unary_stream("/headrace.v1.PrefillWorker/Watch")(b"")
+        else:
+            method = self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")
+            self._call = method(self._say_nothing())
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _say_nothing(self):  # type: ignore[no-untyped-def]
+        self._silence.wait()
+        yield from ()
+
+    def _read(self) -> None:
+        try:
+            for frame in self._call:
+                for record in self._decode(frame):
+                    if isinstance(record, WorkerInfo):
+                        self.info = record
+                    elif isinstance(record, Load):
+                        self.load = record
+        except grpc.RpcError:
+            return
+
+    def close(self) -> None:
+        self._silence.set()
+        self._call.cancel()
+        self._channel.close()
+        self._thread.join(5)
+
+    def wait_quiet(self, timeout_s: float) -> Load:
+        """The first report in which no request holds a block. Fails after `timeout_s`, or if the pool does not add up."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            load = self.load
+            if load is not None and is_quiet(load):
+                assert self.info is not None
+                assert load.free_blocks + load.cached_blocks == self.info.blocks
+                return load
+            time.sleep(0.01)
+        raise AssertionError(f"blocks are still held after {timeout_s} s: {self.load}")
+
+    def wait_busy(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if self.load is not None and not is_quiet(self.load):
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"no block was ever held: {self.load}")
+
+
+def is_quiet(load: Load) -> bool:
+    return not (
+        load.active_blocks
+        or load.reserved_blocks
+        or load.quarantined_blocks
+        or load.waiting_requests
+        or load.running_requests
+    )
