@@ -28,10 +28,10 @@ parity: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m protos.generate --check
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
-		--grpc_python_out=. $(wildcard protos/*.proto)
+	$(BIN)/python -m protos.generate
 
 setup: $(READY)
 

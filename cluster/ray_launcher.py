@@ -113,8 +113,7 @@ class RayLauncher:
 
         # ray.init takes over SIGTERM; what a signal means is decided in `cluster.cli`.
         handler = signal.getsignal(signal.SIGTERM)
-        # Short: the paths of Ray's sockets in it must stay under 107 bytes.
-        self._folder = tempfile.mkdtemp(prefix="headrace-")
+        self._folder = tempfile.mkdtemp(prefix="headrace-", dir=_short_folder())
         self._ray = ray
         try:
             ray.init(
@@ -147,6 +146,12 @@ class RayLauncher:
         shutil.rmtree(self._folder, ignore_errors=True)
         if ended:
             raise LaunchError(f"still running after Ray's shutdown: {', '.join(ended)}")
+
+
+def _short_folder() -> str:
+    """The temporary folder, unless it is so deep that Ray's socket paths would pass 107 bytes."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 24 else "/tmp"
 
 
 def processes_of(folder: str) -> dict[int, str]:

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, make_launcher
-from cluster.leftovers import descendants
+from cluster.leftovers import descendants, running
 from cluster.process_launcher import ProcessLauncher
 from cluster.spec import LaunchError
 from engine.config import EngineConfig
@@ -100,12 +100,6 @@ def test_failures_end_the_cluster_with_one_line(name: str) -> None:
         pytest.raises(LaunchError, match=r"^decode-0: no such model file: /nowhere$"),
     ):
         cluster.start()
-    dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
-    with (
-        Cluster(CONFIG, launcher, dying, model_dir="x") as cluster,
-        pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"),
-    ):
-        start_and_watch(cluster)
     killed = {**FAKES, "decode": "tests.cluster.fakes:KilledWorker"}
     with (
         Cluster(CONFIG, launcher, killed, model_dir="x") as cluster,
@@ -113,6 +107,16 @@ def test_failures_end_the_cluster_with_one_line(name: str) -> None:
     ):
         start_and_watch(cluster)
     assert eventually(lambda: children() <= before, within_s=3.0), children() - before
+
+
+def test_a_dead_engine_ends_the_cluster() -> None:
+    """Guards against a process that lives on, and looks well, after its engine thread died."""
+    dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
+    with (
+        Cluster(CONFIG, ProcessLauncher(), dying, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"),
+    ):
+        start_and_watch(cluster)
 
 
 def test_a_port_in_use_is_told_plainly(free_port: int) -> None:
@@ -147,6 +151,9 @@ def test_a_stubborn_child_is_killed_and_a_slow_one_given_up() -> None:
     assert children() <= before
 
 
+# As the kernel cuts their names.
+RAY_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
+
 PARENT = """
 import sys, time
 from cluster.config import ClusterConfig
@@ -162,17 +169,27 @@ time.sleep(60)
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_killed_parent_leaves_no_orphan(name: str) -> None:
     """Guards against workers that hold memory and ports after their parent was killed outright."""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), name],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        # Ray prints what its workers print on the same standard output.
-        told = next(line for line in parent.stdout if line.startswith("pids"))
-        pids = [int(word) for word in told.split()[1:]]
-        assert len(pids) == 2 and not any(gone(pid) for pid in pids)
-        parent.send_signal(signal.SIGKILL)
-    assert eventually(lambda: all(gone(pid) for pid in pids), within_s=15.0)
+    # A killed parent cannot remove Ray's folder; the test does, and keeps its path short for Ray.
+    with tempfile.TemporaryDirectory() as folder:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TMPDIR": folder},
+        )
+        with parent:
+            assert parent.stdout is not None
+            # Ray prints what its workers print on the same standard output.
+            told = next(line for line in parent.stdout if line.startswith("pids"))
+            pids = [int(word) for word in told.split()[1:]]
+            assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+            below = descendants(parent.pid)
+            parent.send_signal(signal.SIGKILL)
+        # Ray's two agents first try, for up to a minute, to report the loss to its dead server.
+        agents = {pid: name for pid, name in below.items() if name in RAY_AGENTS}
+        try:
+            assert eventually(lambda: running(below).keys() <= agents.keys(), 15.0), running(below)
+        finally:
+            for pid in running(below):
+                os.kill(pid, signal.SIGKILL)
