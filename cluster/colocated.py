@@ -7,6 +7,7 @@ cluster and with other implementations; a script can use it as a small engine.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from decode_worker import events as decode_events
 from decode_worker.config import DecodeConfig
@@ -58,9 +59,9 @@ class Colocated:
         self._waiting: list[Answer] = []
         self._clock = clock
         self._check = check
-        self._to_prefill: list[prefill_events.FromPeer] = []
-        self._to_decode: list[decode_events.FromPeer] = []
-        self._from_movers: tuple[list[object], list[object]] = ([], [])
+        self._to_prefill: list[Any] = []
+        self._to_decode: list[Any] = []
+        self._from_movers: tuple[list[Any], list[Any]] = ([], [])
         shared = {
             "fingerprint": prefill.fingerprint,
             "vocab": prefill.vocab,

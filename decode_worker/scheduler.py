@@ -11,8 +11,20 @@ latency. The end of a request is told at once; its blocks follow when the receiv
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from decode_worker.events import (
+    ConnectPeer,
+    FromPeer,
+    FromRouter,
+    PeerDown,
+    PeerUp,
+    RouterLost,
+    Tell,
+)
+from decode_worker.request import Migrated, Peer, Request, State
 from engine import identity
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
@@ -24,7 +36,6 @@ from engine.messages import (
     FirstToken,
     Handoff,
     Offer,
-    PeerAddress,
     Place,
     PrefillFailed,
     Refused,
@@ -42,16 +53,6 @@ from engine.types import (
     RequestRecord,
     TooLongError,
 )
-from decode_worker.config import DecodeConfig
-from decode_worker.events import (
-    ConnectPeer,
-    FromPeer,
-    FromRouter,
-    PeerDown,
-    PeerUp,
-    RouterLost,
-    Tell,
-)
 from transfer.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received
 from transfer.commands import Command as TransferCommand
 from transfer.receiver import KVReceiver
@@ -61,62 +62,6 @@ Command = TransferCommand | Tell | ConnectPeer
 
 MAX_ATTEMPTS = 2
 """Handoffs tried for one placement before the request fails."""
-
-
-class State(StrEnum):
-    CONNECTING = "connecting"
-    HANDOFF = "handoff"
-    READY = "ready"
-    RUNNING = "running"
-    RETRY = "retry"
-    ENDING = "ending"
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""
-
-    link: int
-    record: RequestRecord
-    placement: int
-    prefill: PeerAddress
-    tokens: list[int]
-    lease: Lease
-    clock: StageClock
-    deadline: float
-    state: State = State.CONNECTING
-    attempt: int = 0
-    handoff: Handoff | None = None
-    first: FirstToken | None = None
-    arrived: bool = False
-    decode_cached_tokens: int = 0
-    prefill_cached_tokens: int = 0
-    migrated_blocks: int = 0
-    offered_at: float | None = None
-    migration_s: float = 0.0
-    transport: str = ""
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.tokens) - self.record.prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    incarnation: Incarnation
-    transport: str
-    address: PeerAddress
-
-
-@dataclass(slots=True)
-class Migrated:
-    """One migration that ended, for the metrics."""
-
-    outcome: str
-    peer: str
-    transport: str
-    seconds: float
-    blocks: int
 
 
 @dataclass(slots=True)
@@ -165,19 +110,16 @@ class DecodeScheduler:
         match event:
             case FromRouter(link, Place() as message):
                 return self._place(link, message, now)
-            case FromRouter(_, Cancel(request, placement, reason)):
-                return self._end_if_current(request, placement, reason, now)
-            case FromRouter(_, Finish(request, placement, tokens_kept)):
+            case FromRouter(_, Cancel(name, placement, reason)):
+                return self._end_if_current(name, placement, reason, now)
+            case FromRouter(_, Finish(name, placement, tokens_kept)):
                 return self._end_if_current(
-                    request, placement, FinishReason.STOP, now, kept=tokens_kept
+                    name, placement, FinishReason.STOP, now, kept=tokens_kept
                 )
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
-                request = self._handoffs.get(message.handoff)
-                if request is not None and request.offered_at is None:
-                    request.offered_at = now
-                return self._carry_out(self.receiver.offer(message), now)
+                return self._offer(message, now)
             case FromPeer(_, PrefillFailed(handoff, fault)):
                 return self._prefill_failed(handoff, fault, now)
             case Received():
@@ -283,18 +225,14 @@ class DecodeScheduler:
         have = lease.cached_tokens
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
-            record = _with_history(record, request.tokens)
+            record = msgspec.structs.replace(record, tokens=list(request.tokens))
         return [Emit(peer.incarnation, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
         """The blocks still to land by index, each with the identity its bytes must have."""
         size, tokens, lease = self.kv.block_size, request.tokens, request.lease
         root = identity.root(request.record.namespace, self.fingerprint)
-        identities = identity.chain(root, tokens, size)
-        rest = len(tokens) % size
-        if rest:
-            parent = identities[-1] if identities else root
-            identities.append(identity.extend(parent, tokens[len(tokens) - rest :]))
+        identities = identity.blocks(root, tokens, size)
         first = lease.cached_tokens // size
         return {
             at: ExpectedBlock(lease.blocks[at], identities[at], min(size, len(tokens) - at * size))
@@ -318,11 +256,12 @@ class DecodeScheduler:
             commands += self._carry_out(self.receiver.peer_lost(event.peer), now)
         fault = Fault("UNAVAILABLE", f"prefill worker {event.address.name}: {event.why}")
         for request in list(self._requests.values()):
-            if request.state is State.CONNECTING and request.prefill == event.address:
+            hit = {
+                State.CONNECTING: request.prefill == event.address,
+                State.HANDOFF: _is_served_by(request, event.peer),
+            }
+            if hit.get(request.state):
                 commands += self._end(request, FinishReason.ERROR, now, fault)
-            elif request.state is State.HANDOFF and request.handoff is not None:
-                if request.handoff.prefill == event.peer:
-                    commands += self._end(request, FinishReason.ERROR, now, fault)
         return commands
 
     def _first_token(self, message: FirstToken, now: float) -> list[Command]:
@@ -338,6 +277,12 @@ class DecodeScheduler:
         if request.arrived:
             self._admit(request, now)
         return commands
+
+    def _offer(self, message: Offer, now: float) -> list[Command]:
+        request = self._handoffs.get(message.handoff)
+        if request is not None and request.offered_at is None:
+            request.offered_at = now
+        return self._carry_out(self.receiver.offer(message), now)
 
     def _carry_out(self, commands: list[TransferCommand], now: float) -> list[Command]:
         """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
@@ -365,20 +310,16 @@ class DecodeScheduler:
         if request.state is State.ENDING:
             self._let_go(request)
         else:
-            self.kv.commit(request.lease, request.tokens[: self._known(request)])
+            self.kv.commit(request.lease, request.tokens[: request.known_tokens])
             if request.first is not None:
                 self._admit(request, now)
         return []
-
-    def _known(self, request: Request) -> int:
-        """How many tokens have their KV in the lease's blocks, once those have landed: all but the newest one."""
-        return len(request.tokens) - (request.first is not None)
 
     def _let_go(self, request: Request) -> None:
         """Keep what is worth keeping in the cache; the handoff, if it was still open, is over."""
         self._handoffs.pop(request.handoff, None)  # type: ignore[arg-type]
         if request.arrived:
-            self.kv.commit(request.lease, request.tokens[: self._known(request)], tail=True)
+            self.kv.commit(request.lease, request.tokens[: request.known_tokens], tail=True)
         self.kv.release(request.lease)
 
     def _admit(self, request: Request, now: float) -> None:
@@ -486,26 +427,7 @@ class DecodeScheduler:
         kept: int | None = None,
     ) -> list[Command]:
         del self._requests[request.record.request]
-        if request.clock.stage == "prefill":
-            first = request.first
-            request.clock.split(
-                0.0 if first is None else first.queue_s, 0.0 if first is None else first.run_s, now
-            )
-        request.clock.enter("over", now)
-        stages = {name: s for name, s in request.clock.seconds.items() if name != "prefill"}
-        stats = RequestStats(
-            stages=stages,
-            prompt_tokens=request.record.prompt_tokens,
-            output_tokens=request.output_tokens if kept is None else kept,
-            prefill_cached_tokens=request.prefill_cached_tokens,
-            decode_cached_tokens=request.decode_cached_tokens,
-            migrated_blocks=request.migrated_blocks,
-            migrated_bytes=request.migrated_blocks * self.block_bytes,
-            migration_s=request.migration_s,
-            transport=request.transport,
-            prefill_worker=request.prefill.name,
-            decode_worker=self.name,
-        )
+        stats = request.stats(now, self.name, self.block_bytes, kept)
         ended = Ended(
             request=request.record.request,
             placement=request.placement,
@@ -589,7 +511,5 @@ class DecodeScheduler:
         )
 
 
-def _with_history(record: RequestRecord, tokens: list[int]) -> RequestRecord:
-    """The record with what has been emitted since, which is history to whoever runs it next."""
-    fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    return RequestRecord(**{**fields, "tokens": list(tokens)})
+def _is_served_by(request: Request, peer: Incarnation | None) -> bool:
+    return request.handoff is not None and request.handoff.prefill == peer

@@ -30,7 +30,7 @@ from engine.messages import (
 )
 from engine.types import Incarnation
 from telemetry.metrics import WorkerMetrics
-from transfer.commands import Connect, Emit, MoverDied, Received, Unreachable
+from transfer.commands import Connect, Emit, MoverCommand, MoverDied, Received, Unreachable
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.receiver import KVReceiver
@@ -192,8 +192,10 @@ class DecodeWorker:
                     to_peers.setdefault(peer, []).append(record)
                 case ConnectPeer(address):
                     self._peers.connect(address)
-                case _:
+                case _ if isinstance(command, MoverCommand):
                     self._mover.submit(command)
+                case _:
+                    raise TypeError(f"not a command for the shell: {command!r}")
         for peer, records in to_peers.items():
             self._peers.send(peer, records)
         for link, records in to_routers.items():

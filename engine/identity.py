@@ -63,6 +63,16 @@ def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     return identities
 
 
+def blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Identities of all blocks that `tokens` fill, a partly filled last one included."""
+    identities = chain(root, tokens, block_size)
+    rest = len(tokens) % block_size
+    if rest:
+        parent = identities[-1] if identities else root
+        identities.append(extend(parent, tokens[len(tokens) - rest :]))
+    return identities
+
+
 def _packed(tokens: Sequence[int]) -> bytes:
     words = array("I", tokens)
     if sys.byteorder == "big":  # peers of either byte order must agree

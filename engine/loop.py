@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
 from engine.runner import Runner
@@ -13,24 +13,26 @@ from engine.step import StepPlan
 log = logging.getLogger(__name__)
 
 C = TypeVar("C")
-E = TypeVar("E", contravariant=True)
+E = TypeVar("E")
+E_in = TypeVar("E_in", contravariant=True)
+C_out = TypeVar("C_out", covariant=True)
 
 
-class Scheduler(Protocol[E, C]):
+class Scheduler(Protocol[E_in, C_out]):
     """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. Every method returns commands for the shell."""
 
     kv: KVCacheManager
 
-    def handle(self, event: E, now: float) -> list[C]: ...
+    def handle(self, event: E_in, now: float) -> Sequence[C_out]: ...
 
-    def tick(self, now: float) -> list[C]: ...
+    def tick(self, now: float) -> Sequence[C_out]: ...
 
-    def plan(self, now: float) -> tuple[StepPlan | None, list[C]]: ...
+    def plan(self, now: float) -> tuple[StepPlan | None, Sequence[C_out]]: ...
 
-    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[C]: ...
+    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> Sequence[C_out]: ...
 
 
-class Engine:
+class Engine(Generic[E, C]):
     """A scheduler with its runner. `publish` carries commands out; it is called before a step runs and after it, so
     that nobody waits for a step to hear what was decided before it. Owner: one thread."""
 

@@ -16,7 +16,7 @@ class Record(msgspec.Struct, frozen=True, tag=True):
     """Base of all records; the class name is the tag on the wire."""
 
 
-# ---- who a worker is, and how it fares ------------------------------------------------------------------------------
+# who a worker is, and how it fares
 
 
 class WorkerInfo(Record, kw_only=True):
@@ -53,7 +53,7 @@ class Load(Record, kw_only=True):
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
 
 
-# ---- router -> decode worker ----------------------------------------------------------------------------------------
+# router -> decode worker
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class Finish(Record):
 RouterRecord = Place | Cancel | Finish
 
 
-# ---- decode worker -> router ----------------------------------------------------------------------------------------
+# decode worker -> router
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -149,7 +149,7 @@ class Ended(Record, kw_only=True):
 DecodeRecord = WorkerInfo | Accepted | Refused | Tokens | Ended | Load
 
 
-# ---- decode worker <-> prefill worker: the handoff --------------------------------------------------------------------
+# decode worker <-> prefill worker: the handoff
 
 
 class Handoff(msgspec.Struct, frozen=True, order=True):
@@ -246,7 +246,7 @@ PrefillReport = WorkerInfo | Load
 """Prefill worker -> router, on the Watch stream."""
 
 
-# ---- frames -----------------------------------------------------------------------------------------------------------
+# frames
 
 _encoder = msgspec.msgpack.Encoder()
 

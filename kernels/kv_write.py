@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def plan_kv_write(slots: Tensor, pool: Tensor) -> Tensor:
-    """Flat row numbers `[tokens, kv_heads, 2]` (layer 0) in the pool seen as rows of head_dim. `slots` int64 `[tokens]`."""
+    """Flat row numbers `[tokens, kv_heads, 2]` of layer 0 in the pool seen as rows of head_dim, for int64 `slots`."""
     _, kv_heads, layers, _, block_size, _ = pool.shape
     block, offset = slots // block_size, slots % block_size
     head = torch.arange(kv_heads).view(1, kv_heads, 1)

@@ -8,7 +8,7 @@ whose keys and values lie in the blocks of its block table. Row r of the sequenc
 
 The pool is `[blocks, kv_heads, layers, 2, block_size, head_dim]`. What depends only on the step's shape (which rows to
 gather, the causal masks) is planned once per step and reused by every layer. Each sequence is attended to on its own,
-at its exact length: its result depends on nothing else in the batch, and stale rows past its end are never read into it.
+at its exact length: its result depends on nothing else in the batch, and stale rows past its end are never read.
 Source: PagedAttention (Kwon et al. 2023, section 4); specification in `kernels.reference`.
 """
 

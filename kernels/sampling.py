@@ -3,8 +3,8 @@
 The one uniform number of a draw is Philox(counter = (position, sample index), key = seed): a function of the request's
 record and the position alone, so a resumed request draws what the uninterrupted one would have drawn.
 
-Order of operations (as in Hugging Face transformers): repetition penalty, presence and frequency penalties, temperature,
-top-k, top-p, min-p, then one draw by inverting the cumulative distribution in vocabulary order.
+Order of operations (as in Hugging Face transformers): repetition penalty, presence and frequency penalties,
+temperature, top-k, top-p, min-p, then one draw by inverting the cumulative distribution in vocabulary order.
 """
 
 import torch

@@ -314,10 +314,7 @@ class PrefillScheduler:
             return []
         if job.identities is None:
             root = identity.root(job.record.namespace, self._fingerprint)
-            job.identities = identity.chain(root, job.record.tokens, size)
-            if total % size:
-                parent = job.identities[-1] if job.identities else root
-                job.identities.append(identity.extend(parent, job.record.tokens[total - total % size :]))
+            job.identities = identity.blocks(root, job.record.tokens, size)
         blocks = [
             OutgoingBlock(
                 source=job.lease.blocks[at],

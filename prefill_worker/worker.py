@@ -28,7 +28,16 @@ from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from prefill_worker.scheduler import Event, PrefillScheduler
 from prefill_worker.service import FrameIn, Link, LinkLost, Watching, serve
 from telemetry.metrics import WorkerMetrics
-from transfer.commands import Command, Connect, Emit, MoverDied, Posted, Sent, Unreachable
+from transfer.commands import (
+    Command,
+    Connect,
+    Emit,
+    MoverCommand,
+    MoverDied,
+    Posted,
+    Sent,
+    Unreachable,
+)
 from transfer.liveness import ProcessWatch, host_id
 from transfer.mover import Mover
 from transfer.registry import choose, open_transports
@@ -230,8 +239,10 @@ class PrefillWorker:
                     self._metrics.prompt_tokens(
                         computed=0, prefix_hit=command.record.cached_tokens
                     )
-            else:
+            elif isinstance(command, MoverCommand):
                 self._mover.submit(command)
+            else:
+                raise TypeError(f"not a command for the shell: {command!r}")
         for peer, records in frames.items():
             link = self._links.get(peer)
             if link is not None:

@@ -42,7 +42,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request that ended well. `stages` of `stats` holds all nine stages and `unattributed`, in seconds."""
+    """The end of a request that ended well. `stats.stages` holds all nine stages and `unattributed`, in seconds."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -60,7 +60,7 @@ GenerateEvent = Started | Delta | Finished
 
 
 class ApiError(Exception):
-    """Any request that ends badly. `code` is the name of a gRPC status code; `field` names the request field at fault."""
+    """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
 
     def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Streams of frames over gRPC: the one asyncio loop of a worker, its server, and connections to other workers.
 
-A frame is a list of `engine.messages` records as bytes. The loop's thread does no work per token or per record: it hands
-the bytes of a frame to a callback, which puts them into the engine's inbox, and sends the bytes it is given. Everything
-else happens in the engine thread.
+A frame is a list of `engine.messages` records as bytes. The loop's thread does no work per token or per record: it
+hands the bytes of a frame to a callback, which puts them into the engine's inbox, and sends the bytes it is given.
+Everything else happens in the engine thread.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ class Probe:
         self._thread.join(5)
 
     def wait_quiet(self, timeout_s: float) -> Load:
-        """The first report in which no request holds a block. Fails after `timeout_s`, or if the pool does not add up."""
+        """The first report in which no request holds a block; fails after `timeout_s`, or if blocks are missing."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             load = self.load

@@ -33,11 +33,14 @@ from transfer.sender import KVSender
 
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 BLOCKS = 3
+STEPS = 80
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    @initialize(reads_remotely=st.booleans())
-    def begin(self, reads_remotely: bool) -> None:
+    @initialize(reads_remotely=st.booleans(), calm_steps=st.integers(0, STEPS))
+    def begin(self, reads_remotely: bool, calm_steps: int) -> None:
+        self.calm_steps = calm_steps  # nobody is lost or dies before
+        self.steps = 0
         self.reads_remotely = reads_remotely
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.wire: list[Offer | Landed | Stop] = []
@@ -51,7 +54,6 @@ class HandoffMachine(RuleBasedStateMachine):
         self.pinned: set[Handoff] = set()
         self.reserved: set[Handoff] = set()
         self.decode_alive = True
-        self.severed = False  # a receiver that a push transport has disconnected gets no bytes
 
     # ---- what the shells do with commands
 
@@ -91,7 +93,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # ---- what the schedulers do
 
-    @precondition(lambda self: self.decode_alive and len(self.offered) < 3)
+    @precondition(lambda self: self.decode_alive and len(self.offered) < 6)
     @rule()
     def start(self) -> None:
         handoff = Handoff(RequestId(f"r{len(self.offered)}"), 1, 1, DECODE, PREFILL)
@@ -103,38 +105,41 @@ class HandoffMachine(RuleBasedStateMachine):
         self.pinned.add(handoff)
         self.offered[handoff] = 0
 
+    def offerable(self) -> list[Handoff]:
+        return [h for h, n in self.offered.items() if n < BLOCKS and self.sender.is_open(h)]
+
+    @precondition(lambda self: self.offerable())
     @rule(data=st.data())
     def offer(self, data: Any) -> None:
-        ready = [h for h, n in self.offered.items() if n < BLOCKS and self.sender.is_open(h)]
-        if ready:
-            handoff = data.draw(st.sampled_from(ready))
-            index = self.offered[handoff]
-            self.offered[handoff] += 1
-            block = OutgoingBlock(BlockId(index), 0, index, 4, b"i" * 16)
-            self.carry_out(self.sender.offer(handoff, [block]))
+        handoff = data.draw(st.sampled_from(self.offerable()))
+        index = self.offered[handoff]
+        self.offered[handoff] += 1
+        block = OutgoingBlock(BlockId(index), 0, index, 4, b"i" * 16)
+        self.carry_out(self.sender.offer(handoff, [block]))
 
-    @rule(data=st.data())
-    def close(self, data: Any) -> None:
+    def closable(self) -> list[Handoff]:
+        return [h for h in self.sender.unsettled if h not in self.closed]
+
+    @precondition(lambda self: self.closable())
+    @rule(data=st.data(), give_up=st.sampled_from([False, False, False, True]))
+    def close(self, data: Any, give_up: bool) -> None:
         """All is offered, or the prefill worker gives up."""
-        ready = [h for h in self.sender.unsettled if h not in self.closed]
-        if ready:
-            handoff = data.draw(st.sampled_from(ready))
+        handoff = data.draw(st.sampled_from(self.closable()))
+        if give_up or self.offered[handoff] == BLOCKS:
             self.closed.add(handoff)
             self.carry_out(self.sender.close(handoff))
 
-    @precondition(lambda self: self.decode_alive)
+    @precondition(lambda self: self.decode_alive and self.receiver.unfinished)
     @rule(data=st.data())
     def stop(self, data: Any) -> None:
-        if self.receiver.unfinished:
-            handoff = data.draw(st.sampled_from(self.receiver.unfinished))
-            self.carry_out(self.receiver.stop(handoff))
+        handoff = data.draw(st.sampled_from(self.receiver.unfinished))
+        self.carry_out(self.receiver.stop(handoff))
 
     # ---- what the transfer threads do
 
-    @rule(data=st.data(), error=st.sampled_from(["", "", "failed"]))
+    @precondition(lambda self: self.sends)
+    @rule(data=st.data(), error=st.sampled_from(["", "", "", "", "failed"]))
     def send_goes_on(self, data: Any, error: str) -> None:
-        if not self.sends:
-            return
         key = data.draw(st.sampled_from(sorted(self.sends)))
         if not self.sends[key] and not error:
             self.sends[key] = True
@@ -143,11 +148,9 @@ class HandoffMachine(RuleBasedStateMachine):
             del self.sends[key]
             self.carry_out(self.sender.sent(*key, error))
 
-    @precondition(lambda self: self.decode_alive)
-    @rule(data=st.data(), error=st.sampled_from(["", "", "failed"]))
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data(), error=st.sampled_from(["", "", "", "", "failed"]))
     def copy_ends(self, data: Any, error: str) -> None:
-        if not self.copies:
-            return
         key = data.draw(st.sampled_from(sorted(self.copies)))
         self.copies.remove(key)
         if key in self.cancelled and data.draw(st.booleans()):
@@ -166,31 +169,33 @@ class HandoffMachine(RuleBasedStateMachine):
             case Stop():
                 self.carry_out(self.sender.stop(message))
 
+    @precondition(lambda self: self.wire)
     @rule(data=st.data())
     def deliver_any(self, data: Any) -> None:
-        if self.wire:
-            self.deliver(self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1))))
+        self.deliver(self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1))))
 
+    @precondition(lambda self: self.said)
     @rule(data=st.data())
     def repeat_any(self, data: Any) -> None:
         """Any message that was ever said comes again."""
-        if self.said:
-            self.deliver(self.said[data.draw(st.integers(0, len(self.said) - 1))])
+        self.deliver(self.said[data.draw(st.integers(0, len(self.said) - 1))])
 
+    @precondition(lambda self: self.wire and self.steps > self.calm_steps)
     @rule(data=st.data())
     def lose_any(self, data: Any) -> None:
-        if self.wire:
-            self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+        self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
 
+    @precondition(lambda self: self.steps > self.calm_steps)
     @rule()
     def sender_loses_channel(self) -> None:
         self.carry_out(self.sender.peer_lost(DECODE))
 
-    @precondition(lambda self: self.decode_alive)
+    @precondition(lambda self: self.decode_alive and self.steps > self.calm_steps)
     @rule()
     def receiver_loses_channel(self) -> None:
         self.carry_out(self.receiver.peer_lost(PREFILL))
 
+    @precondition(lambda self: self.steps > self.calm_steps)
     @rule()
     def decode_dies(self) -> None:
         self.decode_alive = False
@@ -200,6 +205,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         if hasattr(self, "sender"):
+            self.steps += 1
             self.sender.check()
             self.receiver.check()
 
@@ -226,8 +232,8 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 HandoffMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
+    max_examples=300,
+    stateful_step_count=STEPS,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
