@@ -1,5 +1,6 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from engine.model.config import ModelConfig
 from engine.model.llama import load_model
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ def open_device(config: EngineConfig) -> Device:
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     model = load_model(model_dir)
+    if not model.rows_are_independent():
+        log.warning("on this machine a row's bits depend on its batch: answers may differ in near ties")
     shape = model.config
     layout = KVLayout(
         kv_heads=shape.kv_heads,

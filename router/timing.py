@@ -3,6 +3,10 @@
 The router measures `admit` (received to validated), `route` (to the first offer), `reserve` (to the
 acceptance, re-offers included) and `stream_out` (the worker's end to the client's last event). The
 decode worker reports the stages between. What none covers is `unattributed`, never folded in.
+
+The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
+accounts for more time than lies between the two messages heard here, the first was heard late by at
+least the difference: that time is the worker's, and is taken off `reserve`. No clocks are compared.
 """
 
 import msgspec
@@ -52,6 +56,10 @@ class Timeline:
             known = begin_s is not None and end_s is not None
             stages[name] = end_s - begin_s if known else 0.0  # type: ignore[operator]
         stages |= {name: worker_stages.get(name, 0.0) for name in WORKER_STAGES}
+        if self.accepted_s is not None and self.ended_s is not None:
+            worker_s = sum(stages[name] for name in WORKER_STAGES)
+            late_s = worker_s - (self.ended_s - self.accepted_s)
+            stages["reserve"] -= min(stages["reserve"], max(0.0, late_s))
         stages["stream_out"] = now - self.ended_s if self.ended_s is not None else 0.0
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages

@@ -49,6 +49,17 @@ class Llama:
         self._cos, self._sin = rope_tables(config, self._embedding.dtype)
 
     @torch.inference_mode()
+    def rows_are_independent(self) -> bool:
+        """Does each product of this model give a row the same bits in a batch of four and of eight, on this machine?"""
+        layer = self._layers[0]
+        generator = torch.Generator().manual_seed(0)
+        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down, self._head):
+            x = torch.randn(8, weight.shape[1], generator=generator).to(weight.dtype)
+            if not torch.equal(linear(x, weight)[:4], linear(x[:4], weight)):
+                return False
+        return True
+
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
         """Logits `[len(batch.logit_rows), vocab]` in float32. `attention` has begun this batch.
 

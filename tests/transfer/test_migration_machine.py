@@ -5,8 +5,6 @@ a target block is freed while a copy into it runs, if a source block is unpinned
 is left when everything has come to rest.
 """
 
-from typing import Any
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,7 +31,8 @@ from transfer.sender import KVSender
 
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 BLOCKS = 3
-STEPS = 80
+STEPS = 30
+PICKS = st.integers(0, 7)
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -41,6 +40,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def begin(self, reads_remotely: bool, calm_steps: int) -> None:
         self.calm_steps = calm_steps  # nobody is lost or dies before
         self.steps = 0
+        self.happened: set[str] = set()
         self.reads_remotely = reads_remotely
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.wire: list[Offer | Landed | Stop] = []
@@ -93,7 +93,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # ---- what the schedulers do
 
-    @precondition(lambda self: self.decode_alive and len(self.offered) < 6)
+    @precondition(lambda self: self.decode_alive and len(self.offered) < 4)
     @rule()
     def start(self) -> None:
         handoff = Handoff(RequestId(f"r{len(self.offered)}"), 1, 1, DECODE, PREFILL)
@@ -105,57 +105,64 @@ class HandoffMachine(RuleBasedStateMachine):
         self.pinned.add(handoff)
         self.offered[handoff] = 0
 
-    def offerable(self) -> list[Handoff]:
-        return [h for h, n in self.offered.items() if n < BLOCKS and self.sender.is_open(h)]
+    def offer(self, pick: int) -> None:
+        ready = [h for h, n in self.offered.items() if n < BLOCKS and self.sender.is_open(h)]
+        if ready:
+            handoff = ready[pick % len(ready)]
+            index = self.offered[handoff]
+            self.offered[handoff] += 1
+            block = OutgoingBlock(BlockId(index), 0, index, 4, b"i" * 16)
+            self.carry_out(self.sender.offer(handoff, [block]))
 
-    @precondition(lambda self: self.offerable())
-    @rule(data=st.data())
-    def offer(self, data: Any) -> None:
-        handoff = data.draw(st.sampled_from(self.offerable()))
-        index = self.offered[handoff]
-        self.offered[handoff] += 1
-        block = OutgoingBlock(BlockId(index), 0, index, 4, b"i" * 16)
-        self.carry_out(self.sender.offer(handoff, [block]))
-
-    def closable(self) -> list[Handoff]:
-        return [h for h in self.sender.unsettled if h not in self.closed]
-
-    @precondition(lambda self: self.closable())
-    @rule(data=st.data(), give_up=st.sampled_from([False, False, False, True]))
-    def close(self, data: Any, give_up: bool) -> None:
+    @rule(pick=PICKS, give_up=st.sampled_from([False, False, True]))
+    def close(self, pick: int, give_up: bool) -> None:
         """All is offered, or the prefill worker gives up."""
-        handoff = data.draw(st.sampled_from(self.closable()))
-        if give_up or self.offered[handoff] == BLOCKS:
+        ready = [
+            h
+            for h in self.sender.unsettled
+            if h not in self.closed and (give_up or self.offered[h] == BLOCKS)
+        ]
+        if ready:
+            handoff = ready[pick % len(ready)]
             self.closed.add(handoff)
             self.carry_out(self.sender.close(handoff))
 
     @precondition(lambda self: self.decode_alive and self.receiver.unfinished)
-    @rule(data=st.data())
-    def stop(self, data: Any) -> None:
-        handoff = data.draw(st.sampled_from(self.receiver.unfinished))
-        self.carry_out(self.receiver.stop(handoff))
+    @rule(pick=PICKS)
+    def stop(self, pick: int) -> None:
+        ready = self.receiver.unfinished
+        self.carry_out(self.receiver.stop(ready[pick % len(ready)]))
 
     # ---- what the transfer threads do
 
-    @precondition(lambda self: self.sends)
-    @rule(data=st.data(), error=st.sampled_from(["", "", "", "", "failed"]))
-    def send_goes_on(self, data: Any, error: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.sends)))
-        if not self.sends[key] and not error:
-            self.sends[key] = True
-            self.carry_out(self.sender.posted(*key, [0]))
-        else:
-            del self.sends[key]
-            self.carry_out(self.sender.sent(*key, error))
+    def send_goes_on(self, pick: int, error: str = "") -> None:
+        if self.sends:
+            key = sorted(self.sends)[pick % len(self.sends)]
+            if not self.sends[key] and not error:
+                self.sends[key] = True
+                self.carry_out(self.sender.posted(*key, [0]))
+            else:
+                del self.sends[key]
+                self.carry_out(self.sender.sent(*key, error))
 
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data(), error=st.sampled_from(["", "", "", "", "failed"]))
-    def copy_ends(self, data: Any, error: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.copies)))
-        self.copies.remove(key)
-        if key in self.cancelled and data.draw(st.booleans()):
-            error = "cancelled"
-        self.carry_out(self.receiver.received(*key, error))
+    def copy_ends(self, pick: int, error: str = "") -> None:
+        if self.copies:
+            key = sorted(self.copies)[pick % len(self.copies)]
+            self.copies.remove(key)
+            if key in self.cancelled and pick % 2:
+                error = "cancelled"
+            self.carry_out(self.receiver.received(*key, error))
+
+    @rule(pick=PICKS, sending=st.booleans())
+    def transfer_fails(self, pick: int, sending: bool) -> None:
+        (self.send_goes_on if sending else self.copy_ends)(pick, "failed")
+
+    @rule(moves=st.lists(st.tuples(st.integers(0, 3), PICKS), min_size=1, max_size=10))
+    def flow(self, moves: list[tuple[int, int]]) -> None:
+        """Several things that go well, in some order."""
+        acts = (self.offer, self.send_goes_on, self.deliver_any, self.copy_ends)
+        for act, pick in moves:
+            acts[act](pick)
 
     # ---- what the wire does
 
@@ -169,35 +176,40 @@ class HandoffMachine(RuleBasedStateMachine):
             case Stop():
                 self.carry_out(self.sender.stop(message))
 
-    @precondition(lambda self: self.wire)
-    @rule(data=st.data())
-    def deliver_any(self, data: Any) -> None:
-        self.deliver(self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1))))
+    def deliver_any(self, pick: int) -> None:
+        if self.wire:
+            self.deliver(self.wire.pop(pick % len(self.wire)))
 
     @precondition(lambda self: self.said)
-    @rule(data=st.data())
-    def repeat_any(self, data: Any) -> None:
+    @rule(pick=PICKS)
+    def repeat_any(self, pick: int) -> None:
         """Any message that was ever said comes again."""
-        self.deliver(self.said[data.draw(st.integers(0, len(self.said) - 1))])
+        self.deliver(self.said[pick % len(self.said)])
 
-    @precondition(lambda self: self.wire and self.steps > self.calm_steps)
-    @rule(data=st.data())
-    def lose_any(self, data: Any) -> None:
-        self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+    @precondition(lambda self: self.wire)
+    @rule(pick=PICKS)
+    def lose_any(self, pick: int) -> None:
+        self.wire.pop(pick % len(self.wire))
 
-    @precondition(lambda self: self.steps > self.calm_steps)
+    def may_break(self, what: str) -> bool:
+        return self.steps > self.calm_steps and what not in self.happened
+
+    @precondition(lambda self: self.may_break("sender loses channel"))
     @rule()
     def sender_loses_channel(self) -> None:
+        self.happened.add("sender loses channel")
         self.carry_out(self.sender.peer_lost(DECODE))
 
-    @precondition(lambda self: self.decode_alive and self.steps > self.calm_steps)
+    @precondition(lambda self: self.decode_alive and self.may_break("receiver loses channel"))
     @rule()
     def receiver_loses_channel(self) -> None:
+        self.happened.add("receiver loses channel")
         self.carry_out(self.receiver.peer_lost(PREFILL))
 
-    @precondition(lambda self: self.steps > self.calm_steps)
+    @precondition(lambda self: self.may_break("decode dies"))
     @rule()
     def decode_dies(self) -> None:
+        self.happened.add("decode dies")
         self.decode_alive = False
         self.copies.clear()
         self.carry_out(self.sender.peer_dead(DECODE))
@@ -232,7 +244,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 HandoffMachine.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=250,
     stateful_step_count=STEPS,
     deadline=None,
     suppress_health_check=list(HealthCheck),
