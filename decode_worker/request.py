@@ -38,7 +38,6 @@ class Request:
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
     migrated_blocks: int = 0
-    offered_at: float | None = None
     migration_s: float = 0.0
     transport: str = ""
 

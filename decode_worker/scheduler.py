@@ -119,13 +119,11 @@ class DecodeScheduler:
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
-                return self._offer(message, now)
+                return self._carry_out(self.receiver.offer(message), now)
             case FromPeer(_, PrefillFailed(handoff, fault)):
                 return self._prefill_failed(handoff, fault, now)
             case Received():
-                return self._carry_out(
-                    self.receiver.received(event.handoff, event.seq, event.error), now
-                )
+                return self._received(event, now)
             case PeerUp(incarnation, address, transport):
                 return self._peer_up(Peer(incarnation, transport, address), now)
             case PeerDown():
@@ -278,11 +276,13 @@ class DecodeScheduler:
             self._admit(request, now)
         return commands
 
-    def _offer(self, message: Offer, now: float) -> list[Command]:
-        request = self._handoffs.get(message.handoff)
-        if request is not None and request.offered_at is None:
-            request.offered_at = now
-        return self._carry_out(self.receiver.offer(message), now)
+    def _received(self, event: Received, now: float) -> list[Command]:
+        request = self._handoffs.get(event.handoff)
+        if request is not None and not event.error:
+            request.migration_s += event.seconds
+        return self._carry_out(
+            self.receiver.received(event.handoff, event.seq, event.error), now
+        )
 
     def _carry_out(self, commands: list[TransferCommand], now: float) -> list[Command]:
         """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
@@ -301,11 +301,9 @@ class DecodeScheduler:
 
     def _landed(self, request: Request, now: float) -> list[Command]:
         request.arrived = True
-        since = now if request.offered_at is None else request.offered_at
-        request.migration_s += now - since
         blocks = len(request.lease.blocks) - request.lease.cached_tokens // self.kv.block_size
         request.migrated_blocks += blocks
-        self.migrated.append(Migrated("ok", request.prefill.name, request.transport, now - since, blocks))
+        self.migrated.append(Migrated("ok", request.prefill.name, request.transport, request.migration_s, blocks))
         self.kv.landed(request.lease)
         if request.state is State.ENDING:
             self._let_go(request)

@@ -109,7 +109,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_cached_tokens: int = 0
     migrated_blocks: int = 0
     migrated_bytes: int = 0
-    migration_s: float = 0.0  # first offer received to last block verified
+    migration_s: float = 0.0  # copying and verifying, summed over chunks; most of it hides behind the prefill
     transport: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -1,6 +1,5 @@
 """The runner over a small random model: mixed batches, and answers that do not depend on who else is in them."""
 
-from pathlib import Path
 
 import pytest
 import torch
