@@ -53,6 +53,7 @@ class Colocated:
         decode_config: DecodeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
+        verify_digests: bool = True,
     ) -> None:
         self.hub = LoopbackHub()
         self.answers: dict[RequestId, Answer] = {}
@@ -92,7 +93,7 @@ class Colocated:
             LoopbackTransport(decode.kv, DECODE, self.hub),
         )
         self._movers = tuple(
-            Mover({"loopback": transport}, device.kv, device.layout, True, inbox.append)
+            Mover({"loopback": transport}, device.kv, device.layout, verify_digests, inbox.append)
             for transport, device, inbox in zip(
                 transports, (prefill, decode), self._from_movers, strict=True
             )

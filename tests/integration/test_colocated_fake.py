@@ -169,6 +169,19 @@ def test_a_bad_chunk_is_a_failed_attempt_never_a_wrong_token(kind: FaultKind) ->
     cluster.close()
 
 
+def test_the_fake_model_notices_blocks_that_changed_places() -> None:
+    """Guards the guard: without digests, a misplaced block must become a wrong token, or these tests prove nothing."""
+    cluster = Colocated(_device(), _device(), verify_digests=False)
+    record = _record("r", list(range(30)))
+    cluster.hub.faults.append(Fault(FaultKind.SWAP))
+    (answer,) = cluster.run([record])
+    assert cluster.hub.faults[0].applied == 1, "the fault did not take effect"
+    want = _want(record)
+    assert answer.tokens[0] == want[0], "the first token comes from the prefill side"
+    assert answer.tokens[1:] != want[1:]
+    cluster.close()
+
+
 def test_a_chunk_that_stays_bad_ends_in_unavailable() -> None:
     cluster = _cluster()
     cluster.hub.faults.append(Fault(FaultKind.CORRUPT, times=99))

@@ -1,0 +1,97 @@
+"""A worker's step must not slow down because messages pour in: the asyncio thread holds the interpreter lock meanwhile."""
+
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.launch import Cluster, make_launcher
+from engine.messages import Cancel, encode
+from engine.model.cache import prepare
+from engine.types import FinishReason, RequestId, SamplingParams
+from router.api import Delta, GenerateCall
+from router.client import Client
+from router.config import RouterConfig
+
+FRAMES_PER_S = 500
+RECORDS_PER_FRAME = 16
+ALLOWED = 1.3
+TRIES = 3
+
+
+class Flood:
+    """Frames full of cancels of unknown requests, at a steady rate, on a router's stream of its own."""
+
+    def __init__(self, address: str) -> None:
+        self.sent = 0
+        self._stop = threading.Event()
+        self._channel = grpc.insecure_channel(address)
+        self._frame = encode(
+            [
+                Cancel(RequestId(f"nobody-{n}"), 1, FinishReason.CANCELLED)
+                for n in range(RECORDS_PER_FRAME)
+            ]
+        )
+        call = self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")(self._frames())
+        self._reader = threading.Thread(target=lambda: [None for _ in _until_end(call)], daemon=True)
+        self._reader.start()
+
+    def _frames(self):  # type: ignore[no-untyped-def]
+        began_s = time.monotonic()
+        while not self._stop.is_set():
+            yield self._frame
+            self.sent += 1
+            time.sleep(max(0.0, began_s + self.sent / FRAMES_PER_S - time.monotonic()))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._channel.close()
+        self._reader.join(5)
+
+
+def _until_end(call):  # type: ignore[no-untyped-def]
+    try:
+        yield from call
+    except grpc.RpcError:
+        return
+
+
+def _median_step_s(client: Client) -> float:
+    """The median time between two tokens of one greedy answer."""
+    call = GenerateCall(
+        prompt=[100, 200, 300],
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=32,
+        ignore_eos=True,
+    )
+    times = [time.monotonic() for event in client.generate(call) if isinstance(event, Delta)]
+    return statistics.median(b - a for a, b in zip(times[1:], times[2:], strict=False))
+
+
+@pytest.mark.slow
+def test_a_flood_of_messages_hardly_slows_a_step(tmp_path: Path) -> None:
+    config = ClusterConfig(launcher="process", router=RouterConfig(grpc_port=0, http_port=-1))
+    cluster = Cluster(config, make_launcher("process"), model_dir=str(prepare(None, tmp_path)))
+    with cluster:
+        addresses = cluster.start()
+        decode = next(worker for worker in addresses.workers if worker.name == "decode-0")
+        with Client(addresses.grpc) as client:
+            _median_step_s(client)
+            ratios = []
+            for _ in range(TRIES):
+                quiet_s = _median_step_s(client)
+                flood = Flood(decode.address)
+                began_s = time.monotonic()
+                flooded_s = _median_step_s(client)
+                rate = flood.sent / (time.monotonic() - began_s)
+                flood.close()
+                assert rate > 0.5 * FRAMES_PER_S, f"no flood: {rate:.0f} frames/s"
+                ratios.append(flooded_s / quiet_s)
+                if ratios[-1] <= ALLOWED:
+                    break
+            print(f"\nstep under {FRAMES_PER_S} frames/s over quiet: {ratios}")
+            assert min(ratios) <= ALLOWED
