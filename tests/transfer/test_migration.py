@@ -145,6 +145,15 @@ def test_a_send_that_was_never_posted_breaks_the_attempt() -> None:
     assert sender.close(H) == [Settled(H)]
 
 
+def test_a_send_that_fails_after_its_offer_may_still_be_read() -> None:
+    """Guards against taking the end of one's own send for the end of the peer's read."""
+    sender = sender_with(0, sent=False)
+    (broken,) = sender.sent(H, 0, "failed")
+    assert isinstance(broken, Broken)
+    assert sender.close(H) == []
+    assert sender.stop(Stop(H)) == [Settled(H)]
+
+
 def test_strange_messages_to_the_sender_are_counted() -> None:
     """Guards against a duplicate or early `Landed` that unpins a block which is being read."""
     sender = sender_with(0)

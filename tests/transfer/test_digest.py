@@ -1,0 +1,87 @@
+"""Digests: every valid byte counts, nothing else does, and what the block is counts too."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import xxhash
+
+from engine.kv.layout import KVLayout
+from engine.messages import Handoff
+from engine.types import Incarnation, RequestId
+from transfer.digest import binding, block_digest
+
+LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
+H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))
+BOUND = binding(b"i" * 16, 7, H)
+
+
+def random_block() -> bytearray:
+    return bytearray(np.random.default_rng(0).bytes(LAYOUT.block_bytes))
+
+
+def valid_bytes(tokens: int) -> Iterator[bool]:
+    for byte in range(LAYOUT.block_bytes):
+        yield byte % (LAYOUT.block_size * LAYOUT.row_bytes) < tokens * LAYOUT.row_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_exactly_the_valid_bytes_count(tokens: int) -> None:
+    """Guards against a digest that skips a layer, a head or the values, or that reads unused rows."""
+    block = random_block()
+    digest = block_digest(memoryview(block), LAYOUT, tokens, BOUND)
+    for byte, valid in enumerate(valid_bytes(tokens)):
+        block[byte] ^= 1
+        changed = block_digest(memoryview(block), LAYOUT, tokens, BOUND) != digest
+        block[byte] ^= 1
+        assert changed == valid, f"byte {byte}"
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_it_is_what_the_docstring_says(tokens: int) -> None:
+    """A slow second computation: gathered rows of a head, in order, are hashed like the slice in place."""
+    block = random_block()
+    heads = []
+    for head in range(LAYOUT.kv_heads):
+        rows = b""
+        for part in range(LAYOUT.layers * 2):
+            start = head * LAYOUT.head_bytes + part * LAYOUT.block_size * LAYOUT.row_bytes
+            rows += block[start : start + tokens * LAYOUT.row_bytes]
+        heads.append(xxhash.xxh3_64_intdigest(rows))
+    summary = tokens.to_bytes(4, "little") + b"".join(h.to_bytes(8, "little") for h in heads)
+    expected = xxhash.xxh3_64_intdigest(summary + BOUND)
+    assert block_digest(memoryview(block), LAYOUT, tokens, BOUND) == expected
+
+
+def test_it_is_bound_to_what_the_block_is() -> None:
+    """Guards against a right block in the wrong place, of an older life, or of another attempt."""
+    view = memoryview(random_block())
+    other = [
+        binding(b"j" * 16, 7, H),
+        binding(b"i" * 16, 8, H),
+        binding(b"i" * 16, 7, Handoff(H.request, 2, 1, H.decode, H.prefill)),
+        binding(b"i" * 16, 7, Handoff(H.request, 1, 2, H.decode, H.prefill)),
+        binding(b"i" * 16, 7, Handoff(RequestId("q"), 1, 1, H.decode, H.prefill)),
+        binding(b"i" * 16, 7, Handoff(H.request, 1, 1, Incarnation(5), H.prefill)),
+        binding(b"i" * 16, 7, Handoff(H.request, 1, 1, H.decode, Incarnation(5))),
+    ]
+    digests = {block_digest(view, LAYOUT, 4, bound) for bound in [BOUND, *other]}
+    assert len(digests) == len(other) + 1
+
+
+def test_equal_heads_cannot_change_places() -> None:
+    """Guards against a combination that does not know the order of the heads (a sum, say)."""
+    block = random_block()
+    size = LAYOUT.head_bytes
+    swapped = memoryview(block[size:] + block[:size])
+    assert block_digest(swapped, LAYOUT, 4, BOUND) != block_digest(
+        memoryview(block), LAYOUT, 4, BOUND
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "tokens"), [(8, 4), (LAYOUT.block_bytes, 0), (LAYOUT.block_bytes, 5)]
+)
+def test_sizes_that_do_not_fit_raise(nbytes: int, tokens: int) -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        block_digest(memoryview(bytes(nbytes)), LAYOUT, tokens, BOUND)

@@ -1,0 +1,347 @@
+"""The transfer thread and both pure sides together, over every transport: whole handoffs, and their failures."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.messages import Handoff
+from engine.types import BlockId, Incarnation, RequestId
+from transfer.commands import (
+    Arrived,
+    Broken,
+    Command,
+    Connect,
+    Emit,
+    ExpectedBlock,
+    Fenced,
+    MoverDied,
+    MoverEvent,
+    OutgoingBlock,
+    Posted,
+    Received,
+    Sent,
+    Settled,
+    Unreachable,
+)
+from transfer.config import TransferConfig
+from transfer.loopback import Fault, FaultKind, LoopbackHub
+from transfer.mover import Mover
+from transfer.receiver import KVReceiver
+from transfer.registry import open_transport
+from transfer.sender import KVSender
+
+LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
+BLOCKS = 40
+PREFILL, DECODE = Incarnation(11), Incarnation(22)
+H = Handoff(RequestId("r"), 1, 1, DECODE, PREFILL)
+
+
+class Worker:
+    """One pool with its transfer thread; events wait in `inbox` for the engine."""
+
+    def __init__(self, kind: str, me: Incarnation, hub: LoopbackHub, verify: bool) -> None:
+        self.pool = PagedKV(LAYOUT, BLOCKS)
+        self.inbox: list[MoverEvent] = []
+        self.transport = open_transport(kind, self.pool, me, TransferConfig(), hub)
+        self.mover = Mover({kind: self.transport}, self.pool, LAYOUT, verify, self.inbox.append)
+
+
+class Pair:
+    """A prefill and a decode worker, and the engine loops that the real workers have."""
+
+    def __init__(self, kind: str, threaded: bool, verify: bool = True) -> None:
+        self.hub = LoopbackHub()
+        self.threaded = threaded
+        self.prefill = Worker(kind, PREFILL, self.hub, verify)
+        self.decode = Worker(kind, DECODE, self.hub, verify)
+        self.sender, self.receiver = KVSender(), KVReceiver()
+        self.told: list[Command] = []
+        self.events: list[MoverEvent] = []
+        self.prefill.mover.submit(Connect(DECODE, self.decode.transport.describe()))
+        self.decode.mover.submit(Connect(PREFILL, self.prefill.transport.describe()))
+        if threaded:
+            self.prefill.mover.start()
+            self.decode.mover.start()
+        else:
+            # The decode worker must be known before anybody dials.
+            self.prefill.mover.run_once()
+            self.decode.mover.run_once()
+
+    def at_prefill(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit(record=record):
+                    self.at_decode(self.receiver.offer(record))  # type: ignore[arg-type]
+                case Settled() | Broken():
+                    self.told.append(command)
+                case _:
+                    self.prefill.mover.submit(command)  # type: ignore[arg-type]
+
+    def at_decode(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit(record=record):
+                    is_stop = type(record).__name__ == "Stop"
+                    hear: Any = self.sender.stop if is_stop else self.sender.landed
+                    self.at_prefill(hear(record))
+                case Arrived() | Fenced() | Broken():
+                    self.told.append(command)
+                case _:
+                    self.decode.mover.submit(command)  # type: ignore[arg-type]
+
+    def turn(self) -> None:
+        if not self.threaded:
+            self.prefill.mover.run_once()
+            self.decode.mover.run_once()
+        for worker in (self.prefill, self.decode):
+            while worker.inbox:
+                event = worker.inbox.pop(0)
+                self.events.append(event)
+                match event:
+                    case Posted():
+                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests))
+                    case Sent():
+                        self.at_prefill(self.sender.sent(event.handoff, event.seq, event.error))
+                    case Received():
+                        self.at_decode(
+                            self.receiver.received(event.handoff, event.seq, event.error)
+                        )
+
+    def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        end_s = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < end_s, f"{self.told} {self.sender} {self.receiver}"
+            self.turn()
+            time.sleep(0.0005)
+
+    def start(self, blocks: int, last_tokens: int = 4, handoff: Handoff = H) -> None:
+        """Source block i goes to target block 39 - i."""
+        rng = np.random.default_rng(5)
+        self.expected = {}
+        self.outgoing = []
+        for index in range(blocks):
+            source = BlockId(index)
+            self.prefill.pool.block(source)[:] = rng.bytes(LAYOUT.block_bytes)
+            tokens = last_tokens if index == blocks - 1 else 4
+            identity = bytes([index]) * 16
+            generation = self.prefill.pool.generation(source)
+            self.outgoing.append(OutgoingBlock(source, generation, index, tokens, identity))
+            self.expected[index] = ExpectedBlock(BlockId(BLOCKS - 1 - index), identity, tokens)
+        self.receiver.expect(handoff, self.expected)
+        self.sender.open(handoff, self.prefill.transport.reads_remotely)
+
+    def offer(self, *indices: int, handoff: Handoff = H) -> None:
+        self.at_prefill(self.sender.offer(handoff, [self.outgoing[i] for i in indices]))
+
+    def same(self, index: int) -> bool:
+        source = self.prefill.pool.block(BlockId(index))
+        return bytes(source) == bytes(self.decode.pool.block(BlockId(BLOCKS - 1 - index)))
+
+    def close(self) -> None:
+        for worker in (self.prefill, self.decode):
+            worker.mover.stop()
+            worker.pool.close()
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(kind: str = "loopback", threaded: bool = False, verify: bool = True) -> Pair:
+        pairs.append(Pair(kind, threaded, verify))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+def test_a_whole_handoff(make_pair: Callable[..., Pair], kind: str, threaded: bool) -> None:
+    """Chunks in flight at once, a partial last block; both sides let go in the end."""
+    pair = make_pair(kind, threaded)
+    pair.start(9, last_tokens=3)
+    pair.offer(0, 1, 2)
+    pair.offer(3)
+    pair.offer(4, 5, 6, 7)
+    pair.offer(8)
+    pair.at_prefill(pair.sender.close(H))
+    pair.until(lambda: Arrived(H) in pair.told and Settled(H) in pair.told)
+    assert all(pair.same(index) for index in range(9))
+    assert len(pair.told) == 2
+    received = [event for event in pair.events if isinstance(event, Received)]
+    assert sum(event.nbytes for event in received) == 9 * LAYOUT.block_bytes
+    assert all(event.seconds > 0 for event in received)
+    assert pair.prefill.mover.outstanding == pair.decode.mover.outstanding == 0
+
+
+@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+def test_stop_in_the_middle(make_pair: Callable[..., Pair], kind: str) -> None:
+    """Later chunks of a stopped handoff are drained, and the next handoff over the same pair is whole."""
+    pair = make_pair(kind)
+    pair.start(4)
+    pair.offer(0)
+    pair.offer(1, 2)
+    pair.at_decode(pair.receiver.stop(H))
+    pair.offer(3) if pair.sender.is_open(H) else None
+    pair.until(lambda: bool(pair.told) and any(isinstance(t, Settled) for t in pair.told))
+    assert any(isinstance(told, Fenced) for told in pair.told)
+    again = Handoff(RequestId("again"), 1, 1, DECODE, PREFILL)
+    pair.start(4, handoff=again)
+    pair.offer(0, 1, 2, 3, handoff=again)
+    pair.until(lambda: Arrived(again) in pair.told)
+    assert all(pair.same(index) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(FaultKind.CORRUPT, flip=(5,)),
+        Fault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)),
+        Fault(FaultKind.SWAP),
+    ],
+    ids=["first bytes", "last byte", "blocks swapped"],
+)
+def test_wrong_bytes_are_caught(make_pair: Callable[..., Pair], fault: Fault) -> None:
+    """Guards against a wrong answer with status OK. That the fault took effect is proven without digests."""
+    pair = make_pair()
+    pair.hub.faults.append(fault)
+    pair.start(2)
+    pair.offer(0, 1)
+    pair.until(lambda: bool(pair.told))
+    (broken,) = pair.told
+    assert isinstance(broken, Broken) and "digest mismatch" in broken.why
+
+    fault.applied = 0
+    blind = make_pair(verify=False)
+    blind.hub.faults.append(fault)
+    blind.start(2)
+    blind.offer(0, 1)
+    blind.until(lambda: Arrived(H) in blind.told)
+    assert fault.applied == 1 and not blind.same(0)
+
+
+def test_bytes_behind_the_valid_rows_do_not_count(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.hub.faults.append(Fault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)))
+    pair.start(1, last_tokens=3)
+    pair.offer(0)
+    pair.until(lambda: Arrived(H) in pair.told)
+    assert not pair.same(0)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.STALL])
+def test_a_slow_chunk_holds_up_no_other(make_pair: Callable[..., Pair], kind: FaultKind) -> None:
+    pair = make_pair()
+    fault = Fault(kind, seq=0, polls=50)
+    pair.hub.faults.append(fault)
+    pair.start(2)
+    pair.offer(0)
+    pair.offer(1)
+    pair.until(lambda: any(isinstance(e, Received) and e.seq == 1 for e in pair.events))
+    assert fault.applied and Arrived(H) not in pair.told
+    pair.hub.release()
+    pair.until(lambda: Arrived(H) in pair.told)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DROP, FaultKind.STALL])
+def test_the_fence_of_a_chunk_that_never_comes(
+    make_pair: Callable[..., Pair], kind: FaultKind
+) -> None:
+    """Guards against target blocks that are never given back, and against bytes that come after the fence."""
+    pair = make_pair()
+    pair.hub.faults.append(Fault(kind, seq=1))
+    pair.start(2)
+    pair.offer(0)
+    pair.offer(1)
+    pair.until(lambda: pair.decode.mover.outstanding == 1 and pair.same(0))
+    pair.at_decode(pair.receiver.stop(H))
+    pair.until(lambda: Fenced(H, (0,)) in pair.told and Settled(H) in pair.told)
+    pair.hub.release()
+    for _ in range(20):
+        pair.turn()
+    assert not pair.same(1)
+
+
+def test_a_scripted_failure_breaks_the_attempt(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.hub.faults.append(Fault(FaultKind.FAIL, seq=0))
+    pair.start(1)
+    pair.offer(0)
+    pair.until(lambda: bool(pair.told))
+    assert isinstance(pair.told[0], Broken) and "scripted" in pair.told[0].why
+
+
+@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+def test_a_lost_peer_ends_what_is_outstanding(make_pair: Callable[..., Pair], kind: str) -> None:
+    """Guards against blocks that wait for a peer that is gone."""
+    pair = make_pair(kind)
+    pair.start(2)
+    pair.offer(0)
+    pair.prefill.mover.run_once()
+    pair.at_prefill(pair.sender.peer_lost(DECODE))
+    pair.at_decode(pair.receiver.peer_lost(PREFILL))
+    pair.at_decode(pair.receiver.stop(H))
+    pair.until(lambda: any(isinstance(told, Fenced) for told in pair.told))
+    pair.at_prefill(pair.sender.peer_dead(DECODE))
+    pair.until(lambda: Settled(H) in pair.told)
+    assert pair.prefill.mover.outstanding == pair.decode.mover.outstanding == 0
+
+
+def test_a_peer_that_cannot_be_reached_is_reported(make_pair: Callable[..., Pair]) -> None:
+    from engine.messages import Endpoint
+
+    pair = make_pair("shm")
+    for endpoint in (Endpoint(transport="shm"), Endpoint(transport="carrier-pigeon")):
+        pair.decode.mover.submit(Connect(Incarnation(5), endpoint))
+        pair.turn()
+        assert isinstance(pair.events[-1], Unreachable)
+
+
+def test_a_bad_command_fails_alone(make_pair: Callable[..., Pair]) -> None:
+    """Guards against one bad chunk that ends the thread, and with it the worker."""
+    pair = make_pair()
+    pair.start(2)
+    stranger = Handoff(RequestId("r"), 1, 1, Incarnation(77), PREFILL)
+    pair.sender.open(stranger, True)
+    pair.at_prefill(pair.sender.offer(stranger, [pair.outgoing[0]]))
+    pair.until(lambda: any(isinstance(told, Broken) for told in pair.told))
+    assert "not connected" in str(pair.told[0])
+    pair.offer(0, 1)
+    pair.until(lambda: Arrived(H) in pair.told)
+
+
+def test_the_death_of_the_thread_is_told(make_pair: Callable[..., Pair]) -> None:
+    """Guards against a worker that goes on without its transfer thread."""
+    pair = make_pair("shm", threaded=True)
+
+    def fail(timeout_s: float) -> None:
+        raise RuntimeError("out of order")
+
+    pair.decode.transport.poll = fail  # type: ignore[assignment,method-assign]
+    pair.start(1)
+    pair.offer(0)
+    pair.until(lambda: any(isinstance(event, MoverDied) for event in pair.events))
+    (died,) = [event for event in pair.events if isinstance(event, MoverDied)]
+    assert "out of order" in died.error
+
+
+def test_an_idle_thread_sleeps(make_pair: Callable[..., Pair]) -> None:
+    """Guards against busy polling, which would take the engine's core."""
+    for kind in ("loopback", "shm", "tcp"):
+        pair = make_pair(kind, threaded=True)
+        pair.start(1)
+        pair.offer(0)
+        pair.until(lambda pair=pair: Arrived(H) in pair.told)  # type: ignore[misc]
+        thread = next(t for t in threading.enumerate() if t is pair.decode.mover._thread)
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        before_s = time.clock_gettime(clock)
+        time.sleep(0.3)
+        assert time.clock_gettime(clock) - before_s < 0.05, kind
