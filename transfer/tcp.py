@@ -9,12 +9,10 @@ A connection that breaks fails all that is outstanding on it; the receiver dials
 """
 
 import contextlib
-import hmac
 import os
 import secrets
 import selectors
 import socket
-import struct
 from collections.abc import Callable
 
 import msgspec
@@ -22,14 +20,9 @@ import msgspec
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
 from transfer.bell import Bell
+from transfer.door import TOKEN_BYTES, Door, greeting
 from transfer.link import InLink, OutLink, header
 from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, TransferError
-
-TOKEN_BYTES = 32
-PREAMBLE = struct.Struct(f"<8s{TOKEN_BYTES}sQQ")
-MAGIC = b"HRKVTCP1"
-MAX_STRANGERS = 64
-"""Accepted connections that have not said who they are; past it the oldest is closed."""
 
 
 class TcpDetails(msgspec.Struct, frozen=True):
@@ -63,25 +56,22 @@ class TcpTransport:
         self._host = host
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._peers: dict[Incarnation, _Peer] = {}
-        self._strangers: dict[socket.socket, bytearray] = {}
         self._completions: list[Completion] = []
         self._last_ticket = 0
         self._selector = selectors.EpollSelector()
         self._bell = Bell()
         try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self._listener = socket.create_server((host, 0), family=found[0][0], backlog=128)
+            self._door = Door(host, self._token, incarnation, self._selector, self._admit)
         except OSError as error:
             self._selector.close()
             self._bell.close()
             raise TransferError(f"cannot listen on {host}: {error}") from error
-        self._listener.setblocking(False)
-        self._watch(self._listener, selectors.EVENT_READ, self._accept)
         self._watch(self._bell, selectors.EVENT_READ, self._bell.hush)
 
     def describe(self) -> Endpoint:
-        port = self._listener.getsockname()[1]
-        details = TcpDetails(self._host, port, self._token.hex(), self._memory.block_bytes)
+        details = TcpDetails(
+            self._host, self._door.port, self._token.hex(), self._memory.block_bytes
+        )
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
@@ -96,9 +86,9 @@ class TcpTransport:
         if details.block_bytes != self._memory.block_bytes or len(token) != TOKEN_BYTES:
             raise TransferError("the peer's blocks are not ours")
         self.disconnect(peer)
-        greeting = PREAMBLE.pack(MAGIC, token, self._incarnation, peer)
+        hello = greeting(token, self._incarnation, peer)
         family, _, _, _, address = found[0]
-        self._peers[peer] = _Peer(family, (str(address[0]), int(address[1])), greeting)
+        self._peers[peer] = _Peer(family, (str(address[0]), int(address[1])), hello)
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         link = self._known(peer).outgoing
@@ -153,58 +143,22 @@ class TcpTransport:
     def close(self) -> None:
         for peer in list(self._peers):
             self.disconnect(peer)
-        for stranger in list(self._strangers):
-            self._show_out(stranger)
-        self._listener.close()
+        self._door.close()
         self._selector.close()
         self._bell.close()
 
-    # ---- sending side: accept, learn who it is, write
+    # ---- sending side
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        sock.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._show_out(next(iter(self._strangers)))
-        self._strangers[sock] = bytearray()
-        self._watch(sock, selectors.EVENT_READ, lambda: self._greet(sock))
-
-    def _greet(self, sock: socket.socket) -> None:
-        heard = self._strangers.get(sock)
-        if heard is None:
-            return
-        try:
-            more = sock.recv(PREAMBLE.size - len(heard))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        heard += more
-        if len(heard) < PREAMBLE.size:
-            if not more:
-                self._show_out(sock)
-            return
-        magic, token, dialer, wanted = PREAMBLE.unpack(heard)
-        found = self._peers.get(Incarnation(dialer))
-        known = magic == MAGIC and wanted == self._incarnation and found is not None
-        if not hmac.compare_digest(token, self._token) or not known or found is None:
-            self._show_out(sock)
-            return
-        del self._strangers[sock]
-        self._unwatch(sock)
+    def _admit(self, dialer: Incarnation, sock: socket.socket) -> bool:
+        """Somebody who knows our token has dialled: from now on its chunks go out over `sock`."""
+        found = self._peers.get(dialer)
+        if found is None:
+            return False
         if found.outgoing.sock is not None:
             self._lose_outgoing(found, "the peer dialled again")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found.outgoing.sock = sock
         self._watch(sock, self._out_events(found.outgoing), lambda: self._write(found, sock))
-
-    def _show_out(self, stranger: socket.socket) -> None:
-        del self._strangers[stranger]
-        self._unwatch(stranger)
-        stranger.close()
+        return True
 
     def _write(self, peer: _Peer, sock: socket.socket) -> None:
         link = peer.outgoing
