@@ -30,7 +30,15 @@ from engine.messages import (
 )
 from engine.types import Incarnation
 from telemetry.metrics import WorkerMetrics
-from transfer.commands import Connect, Emit, MoverCommand, MoverDied, Received, Unreachable
+from transfer.commands import (
+    Connect,
+    Emit,
+    MoverCommand,
+    MoverDied,
+    PostRecv,
+    Received,
+    Unreachable,
+)
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.receiver import KVReceiver
@@ -57,11 +65,12 @@ class DecodeWorker:
         self._host, self._port = host, port
         self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._rpc = RpcLoop(f"{name}-rpc")
-        self._thread = EngineThread(f"{name}-engine", self._turn, HEARTBEAT_S)
+        self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
         self._reported_at = 0.0
         self._report_now = False
         self._s_per_step = 0.0
+        self._copying = 0
         self._s_per_block: dict[str, float] = {}
 
     def start(self) -> WorkerInfo:
@@ -132,11 +141,15 @@ class DecodeWorker:
     def _reach(self, peer: Incarnation, hello: Hello) -> None:
         self._mover.submit(Connect(peer, hello.endpoints[0]))
 
-    # one turn of the engine thread
+    # what the engine thread calls
 
-    def _turn(self, items: list[object]) -> bool:
-        events = [event for item in items for event in self._events(item)]
-        self._engine.receive(events)
+    def hear(self, items: list[object]) -> None:
+        self._engine.receive([event for item in items for event in self._events(item)])
+
+    def is_settling(self) -> bool:
+        return self._copying > 0
+
+    def step(self) -> bool:
         started = time.monotonic()
         plan = self._engine.step()
         now = time.monotonic()
@@ -157,6 +170,7 @@ class DecodeWorker:
             case PeerFrame() | PeerGone():
                 return self._peers.events(item)
             case Received():
+                self._copying -= 1
                 return (item,)
             case RouterUp(link, send):
                 self._routers[link] = send
@@ -193,6 +207,7 @@ class DecodeWorker:
                 case ConnectPeer(address):
                     self._peers.connect(address)
                 case _ if isinstance(command, MoverCommand):
+                    self._copying += isinstance(command, PostRecv)
                     self._mover.submit(command)
                 case _:
                     raise TypeError(f"not a command for the shell: {command!r}")

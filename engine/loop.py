@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -75,17 +76,32 @@ class Engine(Generic[E, C]):
             self._publish(commands)
 
 
-class EngineThread:
-    """Runs turns until it is stopped. One inbox; whoever has something to say puts it there.
+class Shell(Protocol):
+    """What an engine thread drives; all calls come from that thread."""
 
-    `turn(items)` gets what has arrived, in order, and returns whether there is more to compute; if not, the thread
-    sleeps until something arrives or `idle_s` has passed. If a turn raises, the thread ends and `failure` says why.
+    def hear(self, items: list[object]) -> None:
+        """Take in what has arrived, in order."""
+
+    def is_settling(self) -> bool:
+        """Is news expected within milliseconds that the next step should know of: a copy, a digest?"""
+
+    def step(self) -> bool:
+        """Run the next step, if there is one. True: there may be more to compute."""
+
+
+class EngineThread:
+    """Hears and steps until it is stopped. One inbox; whoever has something to say puts it there.
+
+    With nothing to compute the thread sleeps until something arrives or `idle_s` has passed. While transfers settle, a
+    step waits for them, but never longer than `linger_s`: a chunk that lands now joins this step, not the next one. If
+    the shell raises, the thread ends and `failure` says why.
     """
 
-    def __init__(self, name: str, turn: Callable[[list[object]], bool], idle_s: float) -> None:
+    def __init__(self, name: str, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._turn = turn
+        self._shell = shell
         self._idle_s = idle_s
+        self._linger_s = linger_s
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = False
         self.ended = threading.Event()
@@ -99,7 +115,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Let the turn under way finish, then end the thread."""
+        """Let the step under way finish, then end the thread."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -109,17 +125,28 @@ class EngineThread:
         busy = False
         try:
             while not self._stopping:
-                busy = self._turn(self._take(wait=not busy))
+                self._shell.hear(self._take(0.0 if busy else self._idle_s))
+                self._linger()
+                busy = self._shell.step()
         except BaseException as error:  # whatever it was: the owner ends the process
             self.failure = error
             log.exception("the engine has failed")
         finally:
             self.ended.set()
 
-    def _take(self, wait: bool) -> list[object]:
+    def _linger(self) -> None:
+        deadline_s = time.monotonic() + self._linger_s
+        while self._shell.is_settling():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not (items := self._take(left_s)):
+                return
+            self._shell.hear(items)
+
+    def _take(self, wait_s: float) -> list[object]:
+        """All that has arrived; waits up to `wait_s` for the first of it."""
         items: list[object] = []
         try:
-            items.append(self._inbox.get(timeout=self._idle_s) if wait else self._inbox.get_nowait())
+            items.append(self._inbox.get(block=wait_s > 0, timeout=wait_s or None))
             while True:
                 items.append(self._inbox.get_nowait())
         except queue.Empty:

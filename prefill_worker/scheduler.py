@@ -6,10 +6,11 @@ A job is one prompt asked for by one decode worker:
     WAITING, RUNNING --stop, peer lost, deadline--> gone, or SENDING until settled
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
-prompt are leased, so a running job can always finish. Running jobs share the step's token budget in the same order
-(`engine.plan.share_budget`). Every chunk's finished blocks are offered at once, all layers together, while the next
-chunk computes; a cached prefix is offered before anything is computed. The lease is released when the sender says that
-nobody can still read the blocks.
+prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
+the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that is
+much shorter than the first may slip in (`engine.plan.share_budget`). Every chunk's finished blocks are offered at once,
+all layers together, while the next chunk computes; a cached prefix is offered before anything is computed. The lease is
+released when the sender says that nobody can still read the blocks.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from transfer.commands import Broken, Command, Emit, OutgoingBlock, Posted, Sent, Settled
 from transfer.sender import KVSender
+
+MAX_CONSIDERED = 64
+"""How many of the longest-waiting jobs are compared at each step."""
 
 Event = PeerUp | FromPeer | PeerLost | PeerDead | Posted | Sent
 
@@ -280,10 +284,16 @@ class PrefillScheduler:
 
     def _admit(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        while self._waiting:
-            job = max(
-                self._waiting, key=lambda job: self._priority(self._matched(job.record), job, now)
-            )
+        matched = {job: self._matched(job.record) for job in self._waiting[:MAX_CONSIDERED]}
+        while matched:
+            if sum(job.remaining for job in self._running) < self._config.chunk_tokens:
+                job = max(matched, key=lambda job: self._priority(matched[job], job, now))
+            else:
+                shortest = min(matched, key=lambda job: job.remaining - matched[job])
+                if not self._may_slip_in(shortest.remaining - matched[shortest], now):
+                    break
+                job = shortest
+            del matched[job]
             record = job.record
             total = len(record.tokens)
             lease = self.kv.acquire(
@@ -298,6 +308,12 @@ class PrefillScheduler:
             job.offered_blocks = job.have_tokens // self.kv.block_size
             commands += self._offer(job)
         return commands
+
+    def _may_slip_in(self, uncached_tokens: int, now: float) -> bool:
+        """Is a prompt so much shorter than the first in line that it shares its steps? One at a time does."""
+        first = max(self._running, key=lambda job: self._priority(job.cached_tokens, job, now))
+        shortest = min(job.remaining for job in self._running)
+        return 2 * uncached_tokens <= first.remaining < 2 * shortest
 
     def _matched(self, record: RequestRecord) -> int:
         return self.kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)

@@ -15,6 +15,7 @@ from engine.device import Device, open_device
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     FirstToken,
+    Handoff,
     Hello,
     Load,
     Record,
@@ -35,6 +36,7 @@ from transfer.commands import (
     MoverCommand,
     MoverDied,
     Posted,
+    PostSend,
     Sent,
     Unreachable,
 )
@@ -64,13 +66,14 @@ class PrefillWorker:
         self._host, self._port = host, port
         self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._rpc = RpcLoop(f"{name}-rpc")
-        self._thread = EngineThread(f"{name}-engine", self._turn, HEARTBEAT_S)
+        self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._links: dict[Incarnation, Link] = {}
         self._lost: dict[Incarnation, ProcessWatch] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._watchers: list[Link] = []
         self._reported_at = 0.0
         self._s_per_token = 0.0
+        self._digesting: set[tuple[Handoff, int]] = set()
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
@@ -128,11 +131,15 @@ class PrefillWorker:
         self._metrics.close()
         self._device.kv.close()
 
-    # one turn of the engine thread
+    # what the engine thread calls
 
-    def _turn(self, items: list[object]) -> bool:
-        events = [event for item in items for event in self._events(item)]
-        self._engine.receive(events)
+    def hear(self, items: list[object]) -> None:
+        self._engine.receive([event for item in items for event in self._events(item)])
+
+    def is_settling(self) -> bool:
+        return bool(self._digesting)
+
+    def step(self) -> bool:
         self._bury_the_dead()
         started = time.monotonic()
         plan = self._engine.step()
@@ -158,7 +165,8 @@ class PrefillWorker:
                 self._watchers.append(link)
                 link.send(encode([self.info, self._load()]))
                 return ()
-            case Posted() | Sent():
+            case Posted(handoff, seq) | Sent(handoff, seq):
+                self._digesting.discard((handoff, seq))
                 return (item,)
             case MoverDied(error):
                 raise RuntimeError(f"the transfer thread has died: {error}")
@@ -240,6 +248,8 @@ class PrefillWorker:
                         computed=0, prefix_hit=command.record.cached_tokens
                     )
             elif isinstance(command, MoverCommand):
+                if isinstance(command, PostSend):
+                    self._digesting.add((command.move.handoff, command.move.seq))
                 self._mover.submit(command)
             else:
                 raise TypeError(f"not a command for the shell: {command!r}")

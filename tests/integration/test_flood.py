@@ -1,8 +1,9 @@
-"""A worker's step must not slow down because messages pour in: the asyncio thread holds the interpreter lock meanwhile."""
+"""A step must not slow down because messages pour in: the asyncio thread holds the interpreter lock meanwhile."""
 
 import statistics
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -69,7 +70,7 @@ def _median_step_s(client: Client) -> float:
         ignore_eos=True,
     )
     times = [time.monotonic() for event in client.generate(call) if isinstance(event, Delta)]
-    return statistics.median(b - a for a, b in zip(times[1:], times[2:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times[1:]))
 
 
 @pytest.mark.slow

@@ -153,6 +153,17 @@ def test_blocks_are_offered_as_chunks_finish_and_only_what_is_wanted() -> None:
     assert isinstance(first, FirstToken) and first.chunks == 3 and first.cached_tokens == 0
 
 
+def test_prompts_that_wait_find_what_the_first_has_computed() -> None:
+    """Guards duplicate work: of eight prompts with one prefix that arrive together, one computes it."""
+    bench = Bench(chunk_tokens=64)
+    prefix = _tokens(512, 1)
+    for number in range(8):
+        bench.start(f"r{number}", [*prefix, *_tokens(32, number + 2)])
+    bench.run()
+    firsts = [record for record in bench.emitted if isinstance(record, FirstToken)]
+    assert sorted(first.cached_tokens for first in firsts) == [0] + [512] * 7
+
+
 def test_a_cached_prefix_is_offered_before_anything_is_computed() -> None:
     bench = Bench(chunk_tokens=32)
     known = _tokens(64, 1)
