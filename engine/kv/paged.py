@@ -9,6 +9,7 @@ The generation of a block is advanced each time the block is handed out for new 
 checks it before and after its copy.
 """
 
+import fcntl
 import mmap
 import os
 
@@ -36,9 +37,11 @@ class PagedKV:
         self.layout = layout
         self.blocks = blocks
         self.block_bytes = layout.block_bytes
-        self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         size = header_bytes(blocks) + blocks * self.block_bytes
         os.ftruncate(self._fd, size)
+        # Readers in other processes rely on its size: reading past a cut end would kill them.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(self._fd, size)
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=header_bytes(blocks))
