@@ -85,7 +85,15 @@ class Finish(Record):
     tokens_kept: int
 
 
-RouterRecord = Place | Cancel | Finish
+class UsePrefill(Record):
+    """The answer to `NeedPrefill`: another prefill worker, or None where none is left: prefill it yourself."""
+
+    request: RequestId
+    placement: int
+    prefill: PeerAddress | None
+
+
+RouterRecord = Place | Cancel | Finish | UsePrefill
 
 
 # decode worker -> router
@@ -129,6 +137,15 @@ class Refused(Record):
     blocks_needed: int
 
 
+class NeedPrefill(Record):
+    """The prefill worker `failed` is lost to this request; the decode worker keeps what has landed and goes on with
+    another. Answered by `UsePrefill`."""
+
+    request: RequestId
+    placement: int
+    failed: str
+
+
 class Tokens(Record):
     """Output tokens `index ..` of a request (0 is the first token after the prompt)."""
 
@@ -146,7 +163,7 @@ class Ended(Record, kw_only=True):
     fault: Fault | None = None
 
 
-DecodeRecord = WorkerInfo | Accepted | Refused | Tokens | Ended | Load
+DecodeRecord = WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Ended | Load
 
 
 # decode worker <-> prefill worker: the handoff
@@ -176,6 +193,8 @@ class Hello(Record, kw_only=True):
     info: WorkerInfo
     layout: dict[str, Any]
     endpoints: list[Endpoint]
+    unfinished: list[Handoff] = []
+    """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1
     digest: str = "xxh3-64"
 
