@@ -15,7 +15,15 @@ from decode_worker.events import ConnectPeer, Tell
 from decode_worker.scheduler import DecodeScheduler
 from engine.device import Device
 from engine.loop import Engine
-from engine.messages import Ended, PeerAddress, Place, Refused, Tokens
+from engine.messages import (
+    Ended,
+    NeedPrefill,
+    PeerAddress,
+    Place,
+    Refused,
+    Tokens,
+    UsePrefill,
+)
 from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker import events as prefill_events
 from prefill_worker.config import PrefillConfig
@@ -60,6 +68,7 @@ class Colocated:
         self._waiting: list[Answer] = []
         self._clock = clock
         self._check = check
+        self._prefill_is_lost = False
         self._to_prefill: list[Any] = []
         self._to_decode: list[Any] = []
         self._from_movers: tuple[list[Any], list[Any]] = ([], [])
@@ -109,6 +118,14 @@ class Colocated:
         self._waiting.append(answer)
         return answer
 
+    def lose_prefill(self) -> None:
+        """As if the prefill worker's process had ended: nothing that it says is heard any more, and all is let go."""
+        self._engines[1].receive([decode_events.PeerDown(ADDRESS, PREFILL, "lost")])
+        self._engines[0].receive([prefill_events.PeerLost(DECODE), prefill_events.PeerDead(DECODE)])
+        self._to_prefill.clear()
+        self._to_decode = [e for e in self._to_decode if isinstance(e, decode_events.FromRouter)]
+        self._prefill_is_lost = True
+
     def turn(self) -> bool:
         """Deliver what is under way and run one step on either side. False: nothing was left to do."""
         offered, self._waiting = self._waiting, []
@@ -154,6 +171,9 @@ class Colocated:
                         self._to_decode.append(decode_events.FromPeer(PREFILL, record))  # type: ignore[arg-type]
                     case Emit(_, record):
                         self._to_prefill.append(prefill_events.FromPeer(DECODE, record))  # type: ignore[arg-type]
+                    case ConnectPeer(address) if self._prefill_is_lost:
+                        down = decode_events.PeerDown(address, None, "lost")
+                        self._to_decode.append(down)
                     case ConnectPeer(address):
                         up = decode_events.PeerUp(PREFILL, address, "loopback")
                         self._engines[1].receive([up])
@@ -171,6 +191,10 @@ class Colocated:
                 if index != len(answer.tokens):
                     raise RuntimeError(f"token {index} of {request} after {len(answer.tokens)}")
                 answer.tokens += ids
+            case NeedPrefill(request, placement):
+                # There is no other prefill worker here.
+                none_left = UsePrefill(request, placement, None)
+                self._to_decode.append(decode_events.FromRouter(LINK, none_left))
             case Refused(request):
                 self.answers[request].refused += 1
                 self._waiting.append(self.answers[request])

@@ -13,3 +13,5 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests in one decode step."""
     max_handoffs: int = 16
     """Most open handoffs; past it the worker says no, and the router offers again."""
+    local_chunk_tokens: int = 64
+    """Prompt tokens that one step prefills here when no prefill worker is left."""

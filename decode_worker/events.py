@@ -11,6 +11,7 @@ from engine.messages import (
     PeerAddress,
     Place,
     PrefillFailed,
+    UsePrefill,
 )
 from engine.types import Incarnation
 
@@ -20,7 +21,7 @@ class FromRouter:
     """A router said something on stream `link`."""
 
     link: int
-    message: Place | Cancel | Finish
+    message: Place | Cancel | Finish | UsePrefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 
 from decode_worker.events import FromPeer, PeerDown, PeerUp
 from engine.messages import (
+    Handoff,
     Hello,
     PeerAddress,
     PrefillToDecode,
@@ -76,14 +77,16 @@ class Peers:
         self._links: dict[Incarnation, PeerLink] = {}
         self._opening: set[PeerAddress] = set()
 
-    def connect(self, address: PeerAddress) -> None:
-        """Open a stream, unless one is being opened. Its outcome comes as an item: PeerFrame or PeerGone."""
+    def connect(self, address: PeerAddress, unfinished: list[Handoff]) -> None:
+        """Open a stream, unless one is being opened. Its outcome comes as an item: PeerFrame or PeerGone.
+        `unfinished`: the handoffs that this worker still reads for."""
         if address in self._opening:
             return
         self._opening.add(address)
+        hello = msgspec.structs.replace(self._hello, unfinished=unfinished)
 
         def accept(send: Send) -> PeerLink:
-            send(encode([self._hello]))
+            send(encode([hello]))
             return PeerLink(address, send, self._put)
 
         self._rpc.connect(address.address, METHOD, accept)

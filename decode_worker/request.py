@@ -6,15 +6,20 @@ from enum import StrEnum
 from engine.kv.manager import Lease
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
-from engine.types import Incarnation, RequestRecord
+from engine.types import RequestRecord
 
 
 class State(StrEnum):
     CONNECTING = "connecting"
     HANDOFF = "handoff"
+    FENCING = "fencing"
+    """An attempt failed; copies of ours may still be under way."""
+    ASKING = "asking"
+    """The router is asked for another prefill worker."""
+    LOCAL = "local"
+    """Prefilled here, in chunks."""
     READY = "ready"
     RUNNING = "running"
-    RETRY = "retry"
     ENDING = "ending"
 
 
@@ -29,12 +34,21 @@ class Request:
     tokens: list[int]
     lease: Lease
     clock: StageClock
+    accepted: float
     deadline: float
+    have_blocks: int
+    """Leading blocks whose content is here: cached, or landed and verified."""
     state: State = State.CONNECTING
     attempt: int = 0
     handoff: Handoff | None = None
     first: FirstToken | None = None
     arrived: bool = False
+    """Every block of `tokens` (but the newest one's) is here."""
+    elsewhere: bool = False
+    abandoned: bool = False
+    known: int = 0
+    """Tokens whose KV is in the blocks, once `arrived`, or so far when prefilled here."""
+    local_since: float | None = None
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
     migrated_blocks: int = 0
@@ -45,19 +59,21 @@ class Request:
     def output_tokens(self) -> int:
         return len(self.tokens) - self.record.prompt_tokens
 
-    @property
-    def known_tokens(self) -> int:
-        """How many tokens have their KV in the lease's blocks, once those have landed: all but the newest one."""
-        return len(self.tokens) - (self.first is not None)
+    def close_prefill(self, now: float) -> None:
+        """The wait for the first token is over, or given up: say where it went."""
+        if self.local_since is not None:
+            self.clock.split(self.local_since - self.accepted, now - self.local_since, now)
+        elif self.first is not None:
+            self.clock.split(self.first.queue_s, self.first.run_s, now)
+        else:
+            self.clock.split(0.0, 0.0, now)
 
     def stats(
         self, now: float, decode_worker: str, block_bytes: int, kept: int | None
     ) -> RequestStats:
         """Close the books. `kept`: output tokens that count, where the router cut the answer short."""
-        first = self.first
         if self.clock.stage == "prefill":
-            queue_s, run_s = (0.0, 0.0) if first is None else (first.queue_s, first.run_s)
-            self.clock.split(queue_s, run_s, now)
+            self.close_prefill(now)
         self.clock.enter("over", now)
         return RequestStats(
             stages={name: s for name, s in self.clock.seconds.items() if name != "prefill"},
@@ -69,16 +85,9 @@ class Request:
             migrated_bytes=self.migrated_blocks * block_bytes,
             migration_s=self.migration_s,
             transport=self.transport,
-            prefill_worker=self.prefill.name,
+            prefill_worker=decode_worker if self.local_since is not None else self.prefill.name,
             decode_worker=decode_worker,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    incarnation: Incarnation
-    transport: str
-    address: PeerAddress
 
 
 @dataclass(slots=True)

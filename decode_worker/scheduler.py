@@ -1,18 +1,19 @@
 """Decides which requests a decode worker takes, and what its next step computes. Owns a request's life. Pure.
 
-    CONNECTING --peer up--> HANDOFF --all blocks verified--> READY --room in the batch--> RUNNING --> gone
+    (taken) --handoff--> READY --room in the batch--> RUNNING --> gone
+    a lost or useless prefill worker: --> ASKING --the router names another--> handoff
+                                                 --none is left--> LOCAL --last chunk--> READY
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
-    HANDOFF --a chunk fails--> RETRY until fenced --> HANDOFF under the next attempt
 
 A request is taken only with a lease for its whole prompt and the promise of room to grow to `max_tokens`; otherwise the
 answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
-blocks. The first token is sent on as soon as the prefill worker names it; the gap until the second is inter-token
-latency. The end of a request is told at once; its blocks follow when the receiver says that they are fenced.
+blocks. How blocks get here is the business of `decode_worker.handoffs`. The first token is sent on as soon as the
+prefill worker names it; the gap until the second is inter-token latency. The end of a request is told at once; its
+blocks follow when they are fenced.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from decode_worker.config import DecodeConfig
 from decode_worker.events import (
@@ -24,8 +25,16 @@ from decode_worker.events import (
     RouterLost,
     Tell,
 )
-from decode_worker.request import Migrated, Peer, Request, State
-from engine import identity
+from decode_worker.handoffs import (
+    MAX_ATTEMPTS,
+    Freed,
+    Handoffs,
+    Hopeless,
+    Landed,
+    Result,
+    Unserved,
+)
+from decode_worker.request import Migrated, Request, State
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
     Accepted,
@@ -34,16 +43,16 @@ from engine.messages import (
     Fault,
     Finish,
     FirstToken,
-    Handoff,
+    NeedPrefill,
     Offer,
     Place,
     PrefillFailed,
     Refused,
     RequestStats,
-    StartPrefill,
     Tokens,
+    UsePrefill,
 )
-from engine.plan import StageClock, banned_tokens, check_record, finish_reason
+from engine.plan import StageClock, banned_tokens, check_record, finish_reason, share_budget
 from engine.step import Row, StepPlan
 from engine.types import (
     FieldError,
@@ -53,21 +62,18 @@ from engine.types import (
     RequestRecord,
     TooLongError,
 )
-from transfer.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received
 from transfer.commands import Command as TransferCommand
+from transfer.commands import Received
 from transfer.receiver import KVReceiver
 
 Event = FromRouter | RouterLost | PeerUp | PeerDown | FromPeer | Received
 Command = TransferCommand | Tell | ConnectPeer
 
-MAX_ATTEMPTS = 2
-"""Handoffs tried for one placement before the request fails."""
-
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with `_handoffs` and `_running` over it, `_peers`, and what `kv` and
-    `receiver` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, and what `kv` and
+    `handoffs` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -79,15 +85,19 @@ class DecodeScheduler:
     context_tokens: int
     stop_ids: frozenset[int]
     block_bytes: int
-    migrated: list[Migrated] = field(default_factory=list)
+    handoffs: Handoffs = field(init=False)
     generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens computed here."""
     _requests: dict[RequestId, Request] = field(default_factory=dict)
-    _handoffs: dict[Handoff, Request] = field(default_factory=dict)
-    _running: list[Request] = field(default_factory=list)
     _ready: list[Request] = field(default_factory=list)
+    _running: list[Request] = field(default_factory=list)
+    _local: list[Request] = field(default_factory=list)
     _stepping: list[Request] = field(default_factory=list)
-    _peers: dict[str, Peer] = field(default_factory=dict)
     _steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
 
     @property
     def running_requests(self) -> int:
@@ -98,10 +108,10 @@ class DecodeScheduler:
         """Accepted, and not yet in the batch."""
         return len(self._requests) - len(self._running)
 
-    @property
-    def open_requests(self) -> int:
-        """All that still hold blocks, ending ones included."""
-        return len({id(r) for r in (*self._requests.values(), *self._handoffs.values())})
+    def take_migrated(self) -> list[Migrated]:
+        """Migrations that ended since the last call."""
+        taken, self.handoffs.migrated = self.handoffs.migrated, []
+        return taken
 
     # events
 
@@ -110,24 +120,24 @@ class DecodeScheduler:
         match event:
             case FromRouter(link, Place() as message):
                 return self._place(link, message, now)
+            case FromRouter(_, UsePrefill() as answer):
+                return self._use_prefill(answer, now)
             case FromRouter(_, Cancel(name, placement, reason)):
                 return self._end_if_current(name, placement, reason, now)
-            case FromRouter(_, Finish(name, placement, tokens_kept)):
-                return self._end_if_current(
-                    name, placement, FinishReason.STOP, now, kept=tokens_kept
-                )
+            case FromRouter(_, Finish(name, placement, kept)):
+                return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
-                return self._carry_out(self.receiver.offer(message), now)
-            case FromPeer(_, PrefillFailed(handoff, fault)):
-                return self._prefill_failed(handoff, fault, now)
+                return self._settle(self.handoffs.offer(message), now)
+            case FromPeer(_, PrefillFailed() as message):
+                return self._settle(self.handoffs.failed(message), now)
             case Received():
-                return self._received(event, now)
-            case PeerUp(incarnation, address, transport):
-                return self._peer_up(Peer(incarnation, transport, address), now)
+                return self._settle(self.handoffs.received(event), now)
+            case PeerUp():
+                return self._settle(self.handoffs.peer_up(event), now)
             case PeerDown():
-                return self._peer_down(event, now)
+                return self._settle(self.handoffs.peer_down(event), now)
             case RouterLost(link):
                 lost = [r for r in self._requests.values() if r.link == link]
                 return self._end_all(lost, FinishReason.CANCELLED, now)
@@ -142,30 +152,29 @@ class DecodeScheduler:
 
     def _place(self, link: int, message: Place, now: float) -> list[Command]:
         record, name = message.record, message.record.request
-        if name in self._requests:
-            return []  # idempotent: the placement is under way, and a newer one never comes to the same worker
+        commands: list[Command] = []
+        known = self._requests.get(name)
+        if known is not None and known.placement >= message.placement:
+            return []  # idempotent: it is under way
+        if known is not None:
+            commands += self._end(known, FinishReason.CANCELLED, now)
         fault = self._refusal(record)
         if fault is not None:
-            reason = FinishReason.REJECTED
             stats = RequestStats(decode_worker=self.name)
-            return [
-                Tell(
-                    link,
-                    Ended(
-                        request=name,
-                        placement=message.placement,
-                        reason=reason,
-                        stats=stats,
-                        fault=fault,
-                    ),
-                )
-            ]
+            ended = Ended(
+                request=name,
+                placement=message.placement,
+                reason=FinishReason.REJECTED,
+                stats=stats,
+                fault=fault,
+            )
+            return [*commands, Tell(link, ended)]
         lease = None
-        if len(self._handoffs) < self.config.max_handoffs:
-            lease = self._acquire(record, record.tokens)
+        if len(self.handoffs) < self.config.max_handoffs:
+            lease = self._acquire(record)
         if lease is None:
-            return [Tell(link, Refused(name, message.placement, self._blocks_wanted(record)))]
-        deadline = float("inf") if record.remaining_s is None else now + record.remaining_s
+            refused = Refused(name, message.placement, self._blocks_wanted(record))
+            return [*commands, Tell(link, refused)]
         request = Request(
             link=link,
             record=record,
@@ -174,12 +183,17 @@ class DecodeScheduler:
             tokens=list(record.tokens),
             lease=lease,
             clock=StageClock("prefill", now),
-            deadline=deadline,
+            accepted=now,
+            deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
+            have_blocks=lease.cached_tokens // self.kv.block_size,
             decode_cached_tokens=min(lease.cached_tokens, record.prompt_tokens),
         )
         self._requests[name] = request
-        accepted = Tell(link, Accepted(name, message.placement, lease.cached_tokens))
-        return [accepted, *self._start(request)]
+        commands.append(Tell(link, Accepted(name, message.placement, lease.cached_tokens)))
+        if not message.prefill.name:
+            self._prefill_here(request, now)
+            return commands
+        return commands + self._settle(self.handoffs.begin(request), now)
 
     def _refusal(self, record: RequestRecord) -> Fault | None:
         try:
@@ -189,85 +203,50 @@ class DecodeScheduler:
         except FieldError as error:
             return Fault("INVALID_ARGUMENT", str(error), error.field)
         if self._blocks_wanted(record) > self.kv.pool.total:
-            return Fault("OUT_OF_RANGE", "prompt and answer do not fit the decode worker's pool", "max_tokens")
+            why = "prompt and answer do not fit the decode worker's pool"
+            return Fault("OUT_OF_RANGE", why, "max_tokens")
         return None
 
     def _blocks_wanted(self, record: RequestRecord) -> int:
         return self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
 
-    def _acquire(self, record: RequestRecord, tokens: list[int]) -> Lease | None:
+    def _acquire(self, record: RequestRecord) -> Lease | None:
         return self.kv.acquire(
             record.namespace,
-            tokens,
-            match_limit=len(tokens) - 1,
-            room_tokens=len(tokens),
+            record.tokens,
+            match_limit=len(record.tokens) - 1,
+            room_tokens=len(record.tokens),
             grow_tokens=record.prompt_tokens + record.max_tokens,
             migrating=True,
         )
 
-    # the handoff
+    # until the prompt's blocks and the first token are here
 
-    def _start(self, request: Request) -> list[Command]:
-        """Ask the prefill worker for what the lease does not have yet."""
-        peer = self._peers.get(request.prefill.name)
-        if peer is None or peer.address != request.prefill:
-            request.state = State.CONNECTING
-            return [ConnectPeer(request.prefill)]
-        record, lease = request.record, request.lease
-        handoff = Handoff(
-            record.request, request.placement, request.attempt, self.incarnation, peer.incarnation
-        )
-        request.state, request.handoff = State.HANDOFF, handoff
-        request.first, request.arrived, request.transport = None, False, peer.transport
-        self._handoffs[handoff] = request
-        have = lease.cached_tokens
-        self.receiver.expect(handoff, self._targets(request))
-        if len(request.tokens) > len(record.tokens):
-            record = msgspec.structs.replace(record, tokens=list(request.tokens))
-        return [Emit(peer.incarnation, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
-
-    def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
-        """The blocks still to land by index, each with the identity its bytes must have."""
-        size, tokens, lease = self.kv.block_size, request.tokens, request.lease
-        root = identity.root(request.record.namespace, self.fingerprint)
-        identities = identity.blocks(root, tokens, size)
-        first = lease.cached_tokens // size
-        return {
-            at: ExpectedBlock(lease.blocks[at], identities[at], min(size, len(tokens) - at * size))
-            for at in range(first, len(identities))
-        }
-
-    def _peer_up(self, peer: Peer, now: float) -> list[Command]:
-        self._peers[peer.address.name] = peer
+    def _settle(self, results: Iterable[Result], now: float) -> list[Command]:
+        """Act on what became of handoffs; everything else goes to the shell."""
         commands: list[Command] = []
-        for request in list(self._requests.values()):
-            if request.state is State.CONNECTING and request.prefill == peer.address:
-                commands += self._start(request)
-        return commands
-
-    def _peer_down(self, event: PeerDown, now: float) -> list[Command]:
-        peer = self._peers.get(event.address.name)
-        if peer is not None and peer.incarnation == event.peer:
-            del self._peers[event.address.name]
-        commands: list[Command] = []
-        if event.peer is not None:
-            commands += self._carry_out(self.receiver.peer_lost(event.peer), now)
-        fault = Fault("UNAVAILABLE", f"prefill worker {event.address.name}: {event.why}")
-        for request in list(self._requests.values()):
-            hit = {
-                State.CONNECTING: request.prefill == event.address,
-                State.HANDOFF: _is_served_by(request, event.peer),
-            }
-            if hit.get(request.state):
-                commands += self._end(request, FinishReason.ERROR, now, fault)
+        for result in results:
+            match result:
+                case Landed(request):
+                    self._landed(request, now)
+                case Unserved(request):
+                    commands += self._unserved(request, now)
+                case Hopeless(request, fault):
+                    commands += self._hopeless(request, fault, now)
+                case Freed(request):
+                    self.kv.release(request.lease)
+                case _:
+                    commands.append(result)
         return commands
 
     def _first_token(self, message: FirstToken, now: float) -> list[Command]:
-        request = self._handoffs.get(message.handoff)
-        if request is None or request.state is not State.HANDOFF or request.first is not None:
+        request = self.handoffs.first_token(message)
+        if request is None:
             return []
-        request.first = message
-        request.prefill_cached_tokens = message.cached_tokens
+        if request.output_tokens == 0:
+            request.prefill_cached_tokens = message.cached_tokens
+        if request.arrived:
+            request.known = len(request.tokens)
         commands = self._emit(request, message.token)
         reason = finish_reason(request.record, request.output_tokens, message.token, self.stop_ids)
         if reason is not None:
@@ -276,100 +255,63 @@ class DecodeScheduler:
             self._admit(request, now)
         return commands
 
-    def _received(self, event: Received, now: float) -> list[Command]:
-        request = self._handoffs.get(event.handoff)
-        if request is not None and not event.error:
-            request.migration_s += event.seconds
-        return self._carry_out(
-            self.receiver.received(event.handoff, event.seq, event.error), now
-        )
-
-    def _carry_out(self, commands: list[TransferCommand], now: float) -> list[Command]:
-        """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
-        rest: list[Command] = []
-        for command in commands:
-            match command:
-                case Arrived(handoff):
-                    rest += self._landed(self._handoffs[handoff], now)
-                case Broken(handoff, why):
-                    rest += self._broken(self._handoffs[handoff], why, now)
-                case Fenced(handoff):
-                    rest += self._fenced(self._handoffs.pop(handoff), now)
-                case _:
-                    rest.append(command)
-        return rest
-
-    def _landed(self, request: Request, now: float) -> list[Command]:
-        request.arrived = True
-        blocks = len(request.lease.blocks) - request.lease.cached_tokens // self.kv.block_size
-        request.migrated_blocks += blocks
-        self.migrated.append(Migrated("ok", request.prefill.name, request.transport, request.migration_s, blocks))
+    def _landed(self, request: Request, now: float) -> None:
+        request.known = len(request.tokens) - (request.first is not None)
         self.kv.landed(request.lease)
         if request.state is State.ENDING:
             self._let_go(request)
-        else:
-            self.kv.commit(request.lease, request.tokens[: request.known_tokens])
-            if request.first is not None:
-                self._admit(request, now)
-        return []
-
-    def _let_go(self, request: Request) -> None:
-        """Keep what is worth keeping in the cache; the handoff, if it was still open, is over."""
-        self._handoffs.pop(request.handoff, None)  # type: ignore[arg-type]
-        if request.arrived:
-            self.kv.commit(request.lease, request.tokens[: request.known_tokens], tail=True)
-        self.kv.release(request.lease)
+        elif request.first is not None:
+            self._admit(request, now)
 
     def _admit(self, request: Request, now: float) -> None:
-        """Blocks and first token are both here."""
-        assert request.first is not None and request.handoff is not None
-        del self._handoffs[request.handoff]
-        request.clock.split(request.first.queue_s, request.first.run_s, now)
+        """Blocks and first token are both here: from now on others may share the prompt's blocks."""
+        self.handoffs.done(request)
+        self.kv.commit(request.lease, request.tokens[: request.known])
+        request.close_prefill(now)
         request.clock.enter("decode_queue", now)
         request.state = State.READY
         self._ready.append(request)
 
-    def _prefill_failed(self, handoff: Handoff, fault: Fault, now: float) -> list[Command]:
-        request = self._handoffs.get(handoff)
-        if request is None:
+    def _unserved(self, request: Request, now: float) -> list[Command]:
+        """Keep what has landed, and ask the router for another prefill worker."""
+        if request.state is State.ENDING:
+            self._let_go(request)
             return []
-        if request.state is not State.HANDOFF or request.arrived:
-            return self._stop_receiving(handoff, now)
-        reason = FinishReason.ERROR
-        if fault.code == "DEADLINE_EXCEEDED":
-            reason = FinishReason.DEADLINE
-        return self._end(request, reason, now, fault)
+        request.state = State.ASKING
+        name = request.record.request
+        return [
+            Tell(request.link, NeedPrefill(name, request.placement, request.prefill.name)),
+        ]
 
-    def _broken(self, request: Request, why: str, now: float) -> list[Command]:
-        """A chunk did not arrive as it was sent: fence the attempt, then try again or give up."""
-        assert request.handoff is not None
-        self.migrated.append(Migrated("failed", request.prefill.name, request.transport, 0.0, 0))
-        if request.state is not State.HANDOFF:
-            return self._stop_receiving(request.handoff, now)
-        if request.attempt + 1 >= MAX_ATTEMPTS:
-            fault = Fault("UNAVAILABLE", f"the prompt's KV blocks could not be moved: {why}")
-            return self._end(request, FinishReason.ERROR, now, fault)
-        request.state = State.RETRY
-        return self._stop_receiving(request.handoff, now)
-
-    def _stop_receiving(self, handoff: Handoff, now: float) -> list[Command]:
-        if not self.receiver.is_expected(handoff):
+    def _use_prefill(self, answer: UsePrefill, now: float) -> list[Command]:
+        request = self._requests.get(answer.request)
+        if (
+            request is None
+            or request.placement != answer.placement
+            or request.state is not State.ASKING
+        ):
             return []
-        return self._carry_out(self.receiver.stop(handoff), now)
-
-    def _fenced(self, request: Request, now: float) -> list[Command]:
-        """No copy of ours is under way any more: the blocks may be let go."""
-        self.kv.release(request.lease)
-        if request.state is not State.RETRY:
+        if answer.prefill is None or request.arrived or request.attempt >= MAX_ATTEMPTS:
+            self._prefill_here(request, now)
             return []
-        lease = self._acquire(request.record, request.tokens)
-        if lease is None:
-            request.state = State.ENDING
-            fault = Fault("UNAVAILABLE", "no room for another try at moving the prompt's KV blocks")
-            return self._tell_end(request, FinishReason.ERROR, now, fault)
-        request.lease = lease
-        request.attempt += 1
-        return self._start(request)
+        request.prefill = answer.prefill
+        return self._settle(self.handoffs.begin(request), now)
+
+    def _prefill_here(self, request: Request, now: float) -> None:
+        """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
+        self.kv.landed(request.lease)
+        self.kv.extend(request.lease, len(request.tokens))
+        here = request.have_blocks * self.kv.block_size
+        request.known = len(request.tokens) - 1 if request.arrived else here
+        if request.output_tokens == 0:
+            request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
+        request.arrived = True
+        request.state, request.local_since = State.LOCAL, now
+        self._local.append(request)
+
+    def _hopeless(self, request: Request, fault: Fault, now: float) -> list[Command]:
+        late = fault.code == "DEADLINE_EXCEEDED"
+        return self._end(request, FinishReason.DEADLINE if late else FinishReason.ERROR, now, fault)
 
     # the end of a request
 
@@ -401,79 +343,96 @@ class DecodeScheduler:
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. A request that
         ended with its first token lets its blocks land first: they are worth caching."""
-        commands = self._tell_end(request, reason, now, fault, kept)
-        state = request.state
-        request.state = State.ENDING
-        if state is State.RUNNING:
-            self._running.remove(request)
-        elif state is State.READY:
-            self._ready.remove(request)
-        landing = state in (State.HANDOFF, State.RETRY) and not request.arrived
-        if not landing:
-            self._let_go(request)
-        elif request.first is None or state is State.RETRY or fault is not None:
-            assert request.handoff is not None
-            commands += self._stop_receiving(request.handoff, now)
-        return commands
-
-    def _tell_end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        now: float,
-        fault: Fault | None,
-        kept: int | None = None,
-    ) -> list[Command]:
         del self._requests[request.record.request]
-        stats = request.stats(now, self.name, self.block_bytes, kept)
         ended = Ended(
             request=request.record.request,
             placement=request.placement,
             reason=reason,
-            stats=stats,
+            stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
         )
-        return [Tell(request.link, ended)]
+        commands: list[Command] = [Tell(request.link, ended)]
+        state = request.state
+        for line in (self._ready, self._running, self._local):
+            if request in line:
+                line.remove(request)
+        under_way = state in (State.CONNECTING, State.HANDOFF, State.FENCING)
+        if under_way and not request.arrived:
+            well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
+            if state is State.HANDOFF and well and request.first is not None:
+                request.state = State.ENDING
+                return commands
+            commands += self._settle(self.handoffs.abandon(request), now)
+            request.state = State.ENDING
+            return commands
+        request.state = State.ENDING
+        self._let_go(request)
+        return commands
+
+    def _let_go(self, request: Request) -> None:
+        """Keep what is worth keeping in the cache; the handoff, if it was still open, is over."""
+        self.handoffs.done(request)
+        if request.arrived:
+            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+        self.kv.release(request.lease)
 
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """The next step: every running request's next token (None: nothing to compute), and commands to carry out."""
+        """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
+        nothing to compute), and commands to carry out."""
         while self._ready and len(self._running) < self.config.max_batch:
             request = self._ready.pop(0)
             request.state = State.RUNNING
             request.clock.enter("decode_run", now)
             self._running.append(request)
-        if not self._running:
-            return None, []
         rows = []
+        self._stepping = []
         for request in self._running:
-            end = len(request.tokens)
-            self.kv.extend(request.lease, end)
-            rows.append(
-                Row(
-                    request=request.record.request,
-                    record=request.record,
-                    tokens=request.tokens,
-                    start=end - 1,
-                    end=end,
-                    blocks=request.lease.blocks,
-                    draw=True,
-                    banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
-                )
-            )
-        self._stepping = list(self._running)
+            self.kv.extend(request.lease, len(request.tokens))
+            rows.append(self._row(request, len(request.tokens)))
+        missing = [len(request.tokens) - request.known for request in self._local]
+        for request, share in zip(
+            list(self._local), share_budget(missing, self.config.local_chunk_tokens), strict=True
+        ):
+            if share:
+                rows.append(self._row(request, request.known + share))
+        if not rows:
+            return None, []
         self._steps += 1
         return StepPlan(tuple(rows), (), self._steps), []
+
+    def _row(self, request: Request, end: int) -> Row:
+        self._stepping.append(request)
+        return Row(
+            request=request.record.request,
+            record=request.record,
+            tokens=request.tokens,
+            start=request.known,
+            end=end,
+            blocks=request.lease.blocks,
+            draw=end == len(request.tokens),
+            banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
+        )
 
     def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
         """The step has run: send the tokens on, end what is over."""
         commands: list[Command] = []
-        for request, token in zip(self._stepping, drawn, strict=True):
+        tokens = iter(drawn)
+        for row, request in zip(plan.rows, self._stepping, strict=True):
+            request.known = row.end
+            if request.state is State.LOCAL:
+                self.prefilled_tokens += row.end - row.start
+            if not row.draw:
+                continue
+            token = next(tokens)
             commands += self._emit(request, token)
             reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
             if reason is not None:
                 commands += self._end(request, reason, now)
+            elif request.state is State.LOCAL:
+                self._local.remove(request)
+                self._admit(request, now)
         self._stepping = []
         return commands
 
@@ -487,27 +446,16 @@ class DecodeScheduler:
     def check(self) -> None:
         """Recompute the invariants."""
         self.kv.check()
-        self.receiver.check()
-        states = {
-            State.READY: self._ready,
-            State.RUNNING: self._running,
-        }
-        for state, line in states.items():
+        self.handoffs.check()
+        lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
+        for state, line in lines.items():
             assert all(request.state is state for request in line)
             assert sum(r.state is state for r in self._requests.values()) == len(line)
-        for handoff, request in self._handoffs.items():
-            assert request.handoff == handoff and not request.lease.released
         for request in self._requests.values():
-            assert not request.lease.released
-            if request.state is State.HANDOFF:
-                assert request.handoff in self._handoffs
+            assert not request.lease.released and request.state is not State.ENDING
 
     def __repr__(self) -> str:
         return (
             f"DecodeScheduler({len(self._running)} running, {len(self._ready)} ready, "
-            f"{len(self._handoffs)} handoffs, {self.kv!r})"
+            f"{len(self._local)} local, {len(self.handoffs)} handoffs, {self.kv!r})"
         )
-
-
-def _is_served_by(request: Request, peer: Incarnation | None) -> bool:
-    return request.handoff is not None and request.handoff.prefill == peer

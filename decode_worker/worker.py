@@ -205,7 +205,7 @@ class DecodeWorker:
                 case Emit(peer, record):
                     to_peers.setdefault(peer, []).append(record)
                 case ConnectPeer(address):
-                    self._peers.connect(address)
+                    self._peers.connect(address, self._scheduler.receiver.unfinished)
                 case _ if isinstance(command, MoverCommand):
                     self._copying += isinstance(command, PostRecv)
                     self._mover.submit(command)
@@ -222,8 +222,7 @@ class DecodeWorker:
         generated, scheduler.generated_tokens = scheduler.generated_tokens, 0
         if generated:
             self._metrics.generated(generated)
-        migrated, scheduler.migrated = scheduler.migrated, []
-        for one in migrated:
+        for one in scheduler.take_migrated():
             nbytes = one.blocks * self._device.layout.block_bytes
             self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks:

@@ -6,7 +6,7 @@ commands of `transfer.migration`.
 
 from dataclasses import dataclass
 
-from engine.messages import Landed, StartPrefill, Stop
+from engine.messages import Handoff, Landed, StartPrefill, Stop
 from engine.types import Incarnation
 
 
@@ -24,6 +24,8 @@ class PeerUp:
 
     peer: Incarnation
     reads_remotely: bool
+    unfinished: tuple[Handoff, ...] = ()
+    """The handoffs it still reads for: it has nothing to do with any other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,8 @@ class PrefillScheduler:
                 return self._settle(self.sender.posted(event.handoff, event.seq, event.digests))
             case Sent():
                 return self._settle(self.sender.sent(event.handoff, event.seq, event.error))
-            case PeerUp(peer, reads_remotely):
-                self._peers[peer] = reads_remotely
-                return []
+            case PeerUp():
+                return self._peer_up(event)
             case PeerLost(peer):
                 return self._peer_lost(peer)
             case PeerDead(peer):
@@ -150,6 +149,15 @@ class PrefillScheduler:
         for job in [*self._waiting, *self._running]:
             if now >= job.deadline:
                 commands += self._fail(job, "DEADLINE_EXCEEDED", "the request's time is over")
+        return commands
+
+    def _peer_up(self, event: PeerUp) -> list[Command]:
+        """Whatever is still kept for the peer, and not by its own account, it will never read again."""
+        self._peers[event.peer] = event.reads_remotely
+        commands: list[Command] = []
+        for handoff in self.sender.unsettled:
+            if handoff.decode == event.peer and handoff not in event.unfinished:
+                commands += self._stop(Stop(handoff))
         return commands
 
     def _start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:

@@ -215,7 +215,8 @@ class PrefillWorker:
                 ]
             )
         )
-        return PeerUp(peer, transport.reads_remotely)
+        self._lost.pop(peer, None)
+        return PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))
 
     def _link_lost(self, link: Link, why: str) -> list[Event]:
         if link in self._watchers:

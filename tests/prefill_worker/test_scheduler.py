@@ -216,6 +216,20 @@ def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
     bench.scheduler.check()
 
 
+def test_a_reader_that_comes_back_says_what_it_still_reads() -> None:
+    """Guards a leak without end: a peer that was cut off, but lives, is never proven dead."""
+    bench = Bench(chunk_tokens=256)
+    bench.land = False
+    gone, kept = bench.start("gone", _tokens(100, 1)), bench.start("kept", _tokens(60, 2))
+    bench.run()
+    bench.tell(PeerLost(PEER))
+    bench.tell(PeerUp(PEER, True, (kept,)))
+    assert bench.scheduler.sender.unsettled == [kept] and gone != kept
+    bench.tell(FromPeer(PEER, Stop(kept)))
+    assert bench.scheduler.jobs == 0 and bench.pool["quarantined"] == bench.pool["active"] == 0
+    bench.scheduler.check()
+
+
 def test_a_reader_that_was_pushed_to_needs_no_proof() -> None:
     bench = Bench(remote=False, chunk_tokens=256)
     bench.land = False

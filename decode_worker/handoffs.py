@@ -1,0 +1,256 @@
+"""The handoffs of one decode worker: which prefill worker fills which request's blocks, and what if it does not. Pure.
+
+    CONNECTING --peer up--> HANDOFF --every block verified--> `Landed`
+    HANDOFF --a chunk fails, the peer is lost or gives up--> FENCING --no copy of ours is left--> HANDOFF, next attempt
+    CONNECTING, HANDOFF, FENCING --no use in trying again--> `Unserved`
+    any --abandon--> FENCING --fenced--> `Freed`
+
+What has landed is kept: the next attempt asks only for what is missing. A token that the prefill worker has named is
+history by then: the next attempt's prompt includes it, and it is never drawn again. Nothing here frees a block: leases
+belong to the scheduler, which may release one only after `Landed` or `Freed`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from decode_worker.events import ConnectPeer, PeerDown, PeerUp
+from decode_worker.request import Migrated, Request, State
+from engine import identity
+from engine.kv.manager import KVCacheManager
+from engine.messages import Fault, FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
+from engine.types import Incarnation
+from transfer.commands import Arrived, Broken, Command, Emit, ExpectedBlock, Fenced, Received
+from transfer.receiver import KVReceiver
+
+MAX_ATTEMPTS = 4
+"""Handoffs tried for one placement; then the decode worker prefills by itself."""
+CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
+"""What another prefill worker would answer as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Every block of the request's prompt is here and verified."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """The request's prefill worker will not do; nothing of it is under way any more."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """No prefill worker will do; `Freed` follows."""
+
+    request: Request
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """After `abandon`: nothing of ours writes to the request's blocks any more."""
+
+    request: Request
+
+
+Outcome = Landed | Unserved | Hopeless | Freed
+Result = Command | ConnectPeer | Outcome
+
+
+class Handoffs:
+    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, and what `receiver` owns. Owner: the scheduler."""
+
+    def __init__(
+        self, kv: KVCacheManager, receiver: KVReceiver, incarnation: Incarnation, fingerprint: str
+    ) -> None:
+        self.receiver = receiver
+        self.migrated: list[Migrated] = []
+        self._kv = kv
+        self._incarnation = incarnation
+        self._fingerprint = fingerprint
+        self._open: dict[Handoff, Request] = {}
+        self._connecting: list[Request] = []
+        self._peers: dict[str, PeerUp] = {}
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._connecting)
+
+    def find(self, handoff: Handoff) -> Request | None:
+        return self._open.get(handoff)
+
+    def begin(self, request: Request) -> list[Result]:
+        """Ask the request's prefill worker for what its lease does not have yet."""
+        peer = self._peers.get(request.prefill.name)
+        if peer is None or peer.address != request.prefill:
+            request.state = State.CONNECTING
+            self._connecting.append(request)
+            return [ConnectPeer(request.prefill)]
+        record = request.record
+        handoff = Handoff(
+            record.request, request.placement, request.attempt, self._incarnation, peer.peer
+        )
+        request.state, request.handoff = State.HANDOFF, handoff
+        request.first, request.transport = None, peer.transport
+        self._open[handoff] = request
+        self._kv.extend(request.lease, len(request.tokens))
+        self.receiver.expect(handoff, self._targets(request))
+        if len(request.tokens) > len(record.tokens):
+            record = msgspec.structs.replace(record, tokens=list(request.tokens))
+        have = request.have_blocks * self._kv.block_size
+        return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
+
+    def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
+        """The blocks still to land by index, each with the identity its bytes must have."""
+        size, tokens, lease = self._kv.block_size, request.tokens, request.lease
+        root = identity.root(request.record.namespace, self._fingerprint)
+        identities = identity.blocks(root, tokens, size)
+        return {
+            at: ExpectedBlock(lease.blocks[at], identities[at], min(size, len(tokens) - at * size))
+            for at in range(request.have_blocks, len(identities))
+        }
+
+    def done(self, request: Request) -> None:
+        """Blocks and first token are both here."""
+        if request.handoff is not None:
+            self._open.pop(request.handoff, None)
+
+    def abandon(self, request: Request) -> list[Result]:
+        """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
+        if request.state is State.CONNECTING:
+            self._connecting.remove(request)
+            return [Freed(request)]
+        handoff = request.handoff
+        if handoff is None or handoff not in self._open:
+            return [Freed(request)]
+        if not self.receiver.is_expected(handoff):
+            del self._open[handoff]
+            return [Freed(request)]
+        request.abandoned = True
+        return self._heed(self.receiver.stop(handoff))
+
+    # events
+
+    def peer_up(self, event: PeerUp) -> list[Result]:
+        self._peers[event.address.name] = event
+        ready = [r for r in self._connecting if r.prefill == event.address]
+        self._connecting = [r for r in self._connecting if r.prefill != event.address]
+        return [result for request in ready for result in self.begin(request)]
+
+    def peer_down(self, event: PeerDown) -> list[Result]:
+        known = self._peers.get(event.address.name)
+        if known is not None and known.peer == event.peer:
+            del self._peers[event.address.name]
+        results: list[Result] = []
+        if event.peer is not None:
+            results += self._heed(self.receiver.peer_lost(event.peer))
+        for request in [r for r in self._connecting if r.prefill == event.address]:
+            self._connecting.remove(request)
+            results.append(Unserved(request))
+        for handoff, request in list(self._open.items()):
+            if handoff.prefill == event.peer and request.state is State.HANDOFF:
+                # All landed, but the first token will never be named.
+                del self._open[handoff]
+                results.append(Unserved(request))
+        return results
+
+    def offer(self, message: Offer) -> list[Result]:
+        return self._heed(self.receiver.offer(message))
+
+    def received(self, event: Received) -> list[Result]:
+        request = self._open.get(event.handoff)
+        if request is not None and not event.error:
+            request.migration_s += event.seconds
+        return self._heed(self.receiver.received(event.handoff, event.seq, event.error))
+
+    def first_token(self, message: FirstToken) -> Request | None:
+        """The request whose first token this is, or None if it comes late or twice."""
+        request = self._open.get(message.handoff)
+        if request is None or request.state is not State.HANDOFF or request.first is not None:
+            return None
+        request.first = message
+        return request
+
+    def failed(self, message: PrefillFailed) -> list[Result]:
+        """The prefill worker gave up."""
+        request = self._open.get(message.handoff)
+        if request is None:
+            return []
+        if request.state is State.ENDING:
+            return self.abandon(request)
+        if request.state is not State.HANDOFF:
+            return []
+        if message.fault.code in CALLERS_FAULT:
+            return [Hopeless(request, message.fault)]
+        return self._retreat(request, elsewhere=True)
+
+    def _heed(self, commands: Iterable[Command]) -> list[Result]:
+        """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
+        results: list[Result] = []
+        for command in commands:
+            match command:
+                case Arrived(handoff):
+                    results += self._arrived(self._open[handoff])
+                case Broken(handoff, _):
+                    results += self._broken(self._open[handoff])
+                case Fenced(handoff, landed):
+                    results += self._fenced(self._open.pop(handoff), landed)
+                case _:
+                    results.append(command)
+        return results
+
+    def _arrived(self, request: Request) -> list[Result]:
+        blocks = len(request.lease.blocks) - request.have_blocks
+        request.arrived = True
+        request.migrated_blocks += blocks
+        self._note("ok", request, request.migration_s, blocks)
+        return [Landed(request)]
+
+    def _broken(self, request: Request) -> list[Result]:
+        self._note("failed", request, 0.0, 0)
+        if request.state is State.ENDING:
+            return self.abandon(request)
+        return self._retreat(request, elsewhere=False)
+
+    def _retreat(self, request: Request, elsewhere: bool) -> list[Result]:
+        """Fence this attempt. What follows is decided when that is done."""
+        assert request.handoff is not None
+        request.elsewhere |= elsewhere
+        request.state = State.FENCING
+        if not self.receiver.is_expected(request.handoff):
+            del self._open[request.handoff]
+            return [Unserved(request)]
+        return self._heed(self.receiver.stop(request.handoff))
+
+    def _fenced(self, request: Request, landed: tuple[int, ...]) -> list[Result]:
+        if request.abandoned or request.state is State.ENDING:
+            return [Freed(request)]
+        there = set(landed)
+        whole = (len(request.tokens) - 1) // self._kv.block_size
+        before = request.have_blocks
+        while request.have_blocks < whole and request.have_blocks in there:
+            request.have_blocks += 1
+        request.migrated_blocks += request.have_blocks - before
+        request.attempt += 1
+        elsewhere, request.elsewhere = request.elsewhere, False
+        if elsewhere or request.attempt >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
+            return [Unserved(request)]
+        return self.begin(request)
+
+    def _note(self, outcome: str, request: Request, seconds: float, blocks: int) -> None:
+        name = request.prefill.name
+        self.migrated.append(Migrated(outcome, name, request.transport, seconds, blocks))
+
+    def check(self) -> None:
+        self.receiver.check()
+        for handoff, request in self._open.items():
+            assert request.handoff == handoff and not request.lease.released, request
+        for request in self._connecting:
+            assert request.state is State.CONNECTING and not request.lease.released
+        for handoff in self.receiver.unfinished:
+            assert handoff in self._open, f"{handoff} is received for nobody"
