@@ -84,7 +84,7 @@ class Handoffs:
     def find(self, handoff: Handoff) -> Request | None:
         return self._open.get(handoff)
 
-    def begin(self, request: Request) -> list[Result]:
+    def begin(self, request: Request, now: float) -> list[Result]:
         """Ask the request's prefill worker for what its lease does not have yet."""
         peer = self._peers.get(request.prefill.name)
         if peer is None or peer.address != request.prefill:
@@ -102,6 +102,8 @@ class Handoffs:
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
             record = msgspec.structs.replace(record, tokens=list(request.tokens))
+        if record.remaining_s is not None:
+            record = msgspec.structs.replace(record, remaining_s=max(0.0, request.deadline - now))
         have = request.have_blocks * self._kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
@@ -120,7 +122,7 @@ class Handoffs:
         if request.handoff is not None:
             self._open.pop(request.handoff, None)
 
-    def abandon(self, request: Request) -> list[Result]:
+    def abandon(self, request: Request, now: float) -> list[Result]:
         """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
         if request.state is State.CONNECTING:
             self._connecting.remove(request)
@@ -132,23 +134,23 @@ class Handoffs:
             del self._open[handoff]
             return [Freed(request)]
         request.abandoned = True
-        return self._heed(self.receiver.stop(handoff))
+        return self._heed(self.receiver.stop(handoff), now)
 
     # events
 
-    def peer_up(self, event: PeerUp) -> list[Result]:
+    def peer_up(self, event: PeerUp, now: float) -> list[Result]:
         self._peers[event.address.name] = event
         ready = [r for r in self._connecting if r.prefill == event.address]
         self._connecting = [r for r in self._connecting if r.prefill != event.address]
-        return [result for request in ready for result in self.begin(request)]
+        return [result for request in ready for result in self.begin(request, now)]
 
-    def peer_down(self, event: PeerDown) -> list[Result]:
+    def peer_down(self, event: PeerDown, now: float) -> list[Result]:
         known = self._peers.get(event.address.name)
         if known is not None and known.peer == event.peer:
             del self._peers[event.address.name]
         results: list[Result] = []
         if event.peer is not None:
-            results += self._heed(self.receiver.peer_lost(event.peer))
+            results += self._heed(self.receiver.peer_lost(event.peer), now)
         for request in [r for r in self._connecting if r.prefill == event.address]:
             self._connecting.remove(request)
             results.append(Unserved(request))
@@ -159,14 +161,14 @@ class Handoffs:
                 results.append(Unserved(request))
         return results
 
-    def offer(self, message: Offer) -> list[Result]:
-        return self._heed(self.receiver.offer(message))
+    def offer(self, message: Offer, now: float) -> list[Result]:
+        return self._heed(self.receiver.offer(message), now)
 
-    def received(self, event: Received) -> list[Result]:
+    def received(self, event: Received, now: float) -> list[Result]:
         request = self._open.get(event.handoff)
         if request is not None and not event.error:
             request.migration_s += event.seconds
-        return self._heed(self.receiver.received(event.handoff, event.seq, event.error))
+        return self._heed(self.receiver.received(event.handoff, event.seq, event.error), now)
 
     def first_token(self, message: FirstToken) -> Request | None:
         """The request whose first token this is, or None if it comes late or twice."""
@@ -176,20 +178,20 @@ class Handoffs:
         request.first = message
         return request
 
-    def failed(self, message: PrefillFailed) -> list[Result]:
+    def failed(self, message: PrefillFailed, now: float) -> list[Result]:
         """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
             return []
         if request.state is State.ENDING:
-            return self.abandon(request)
+            return self.abandon(request, now)
         if request.state is not State.HANDOFF:
             return []
         if message.fault.code in CALLERS_FAULT:
             return [Hopeless(request, message.fault)]
-        return self._retreat(request, elsewhere=True)
+        return self._retreat(request, now, elsewhere=True)
 
-    def _heed(self, commands: Iterable[Command]) -> list[Result]:
+    def _heed(self, commands: Iterable[Command], now: float) -> list[Result]:
         """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
         results: list[Result] = []
         for command in commands:
@@ -197,9 +199,9 @@ class Handoffs:
                 case Arrived(handoff):
                     results += self._arrived(self._open[handoff])
                 case Broken(handoff, _):
-                    results += self._broken(self._open[handoff])
+                    results += self._broken(self._open[handoff], now)
                 case Fenced(handoff, landed):
-                    results += self._fenced(self._open.pop(handoff), landed)
+                    results += self._fenced(self._open.pop(handoff), landed, now)
                 case _:
                     results.append(command)
         return results
@@ -211,13 +213,13 @@ class Handoffs:
         self._note("ok", request, request.migration_s, blocks)
         return [Landed(request)]
 
-    def _broken(self, request: Request) -> list[Result]:
+    def _broken(self, request: Request, now: float) -> list[Result]:
         self._note("failed", request, 0.0, 0)
         if request.state is State.ENDING:
-            return self.abandon(request)
-        return self._retreat(request, elsewhere=False)
+            return self.abandon(request, now)
+        return self._retreat(request, now, elsewhere=False)
 
-    def _retreat(self, request: Request, elsewhere: bool) -> list[Result]:
+    def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[Result]:
         """Fence this attempt. What follows is decided when that is done."""
         assert request.handoff is not None
         request.elsewhere |= elsewhere
@@ -225,9 +227,9 @@ class Handoffs:
         if not self.receiver.is_expected(request.handoff):
             del self._open[request.handoff]
             return [Unserved(request)]
-        return self._heed(self.receiver.stop(request.handoff))
+        return self._heed(self.receiver.stop(request.handoff), now)
 
-    def _fenced(self, request: Request, landed: tuple[int, ...]) -> list[Result]:
+    def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[Result]:
         if request.abandoned or request.state is State.ENDING:
             return [Freed(request)]
         there = set(landed)
@@ -240,7 +242,7 @@ class Handoffs:
         elsewhere, request.elsewhere = request.elsewhere, False
         if elsewhere or request.attempt >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
             return [Unserved(request)]
-        return self.begin(request)
+        return self.begin(request, now)
 
     def _note(self, outcome: str, request: Request, seconds: float, blocks: int) -> None:
         name = request.prefill.name

@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 METHOD = "/headrace.v1.PrefillWorker/Attach"
 
+REDIAL_S = 0.5
+MAX_REDIALS = 60
+"""Attempts to reach a lost peer again, before it is only dialled when a placement names it."""
+
 Event = PeerUp | PeerDown | FromPeer
 
 
@@ -76,6 +80,7 @@ class Peers:
         self._reach = reach
         self._links: dict[Incarnation, PeerLink] = {}
         self._opening: set[PeerAddress] = set()
+        self._lost: dict[PeerAddress, int] = {}
 
     def connect(self, address: PeerAddress, unfinished: list[Handoff]) -> None:
         """Open a stream, unless one is being opened. Its outcome comes as an item: PeerFrame or PeerGone.
@@ -122,22 +127,41 @@ class Peers:
         problem = mismatch(self._hello, hello)
         if problem:
             log.error("prefill worker %s is refused: %s", link.address.name, problem)
+            link.send(None)
             return [PeerDown(link.address, None, problem)]
         link.incarnation = hello.info.incarnation
+        self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
         self._reach(link.incarnation, hello)
         return [PeerUp(link.incarnation, link.address, hello.endpoints[0].transport)]
 
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
         self._opening.discard(link.address)
-        if link.incarnation is not None:
-            self._links.pop(link.incarnation, None)
+        if link.incarnation is None:
+            return [PeerDown(link.address, None, why)]
+        if self._links.get(link.incarnation) is not link:
+            return []  # an older stream to a peer that was dropped, or has a newer one
+        del self._links[link.incarnation]
+        # It may live, and keep blocks for us: the next hello tells it what we still read.
+        self._lost[link.address] = 0
         return [PeerDown(link.address, link.incarnation, why)]
+
+    def redial(self, unfinished: list[Handoff]) -> None:
+        """Try to reach lost peers again; call every `REDIAL_S`."""
+        for address, tries in list(self._lost.items()):
+            if tries >= MAX_REDIALS:
+                del self._lost[address]
+            else:
+                self._lost[address] = tries + 1
+                self.connect(address, unfinished)
 
     def drop(self, peer: Incarnation, why: str) -> list[Event]:
         """Its memory cannot be reached: as good as gone."""
         link = self._links.pop(peer, None)
-        return [] if link is None else [PeerDown(link.address, peer, why)]
+        if link is None:
+            return []
+        link.send(None)
+        return [PeerDown(link.address, peer, why)]
 
 
 def mismatch(mine: Hello, theirs: Hello) -> str:

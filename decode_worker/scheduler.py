@@ -122,22 +122,22 @@ class DecodeScheduler:
                 return self._place(link, message, now)
             case FromRouter(_, UsePrefill() as answer):
                 return self._use_prefill(answer, now)
-            case FromRouter(_, Cancel(name, placement, reason)):
-                return self._end_if_current(name, placement, reason, now)
+            case FromRouter(link, Cancel() as message):
+                return self._cancel(link, message, now)
             case FromRouter(_, Finish(name, placement, kept)):
                 return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
-                return self._settle(self.handoffs.offer(message), now)
+                return self._settle(self.handoffs.offer(message, now), now)
             case FromPeer(_, PrefillFailed() as message):
-                return self._settle(self.handoffs.failed(message), now)
+                return self._settle(self.handoffs.failed(message, now), now)
             case Received():
-                return self._settle(self.handoffs.received(event), now)
+                return self._settle(self.handoffs.received(event, now), now)
             case PeerUp():
-                return self._settle(self.handoffs.peer_up(event), now)
+                return self._settle(self.handoffs.peer_up(event, now), now)
             case PeerDown():
-                return self._settle(self.handoffs.peer_down(event), now)
+                return self._settle(self.handoffs.peer_down(event, now), now)
             case RouterLost(link):
                 lost = [r for r in self._requests.values() if r.link == link]
                 return self._end_all(lost, FinishReason.CANCELLED, now)
@@ -193,7 +193,7 @@ class DecodeScheduler:
         if not message.prefill.name:
             self._prefill_here(request, now)
             return commands
-        return commands + self._settle(self.handoffs.begin(request), now)
+        return commands + self._settle(self.handoffs.begin(request, now), now)
 
     def _refusal(self, record: RequestRecord) -> Fault | None:
         try:
@@ -295,7 +295,7 @@ class DecodeScheduler:
             self._prefill_here(request, now)
             return []
         request.prefill = answer.prefill
-        return self._settle(self.handoffs.begin(request), now)
+        return self._settle(self.handoffs.begin(request, now), now)
 
     def _prefill_here(self, request: Request, now: float) -> None:
         """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
@@ -327,6 +327,16 @@ class DecodeScheduler:
         if request is None or request.placement != placement:
             return []
         return self._end(request, reason, now, kept=kept)
+
+    def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
+        """Always answered: a router waits for the word that its request holds nothing here any more."""
+        name, placement, reason = message.request, message.placement, message.reason
+        known = self._requests.get(name)
+        if known is not None and known.placement == placement:
+            return self._end(known, reason, now)
+        stats = RequestStats(decode_worker=self.name)
+        ended = Ended(request=name, placement=placement, reason=reason, stats=stats)
+        return [Tell(link, ended)]
 
     def _end_all(
         self, requests: list[Request], reason: FinishReason, now: float
@@ -362,7 +372,7 @@ class DecodeScheduler:
             if state is State.HANDOFF and well and request.first is not None:
                 request.state = State.ENDING
                 return commands
-            commands += self._settle(self.handoffs.abandon(request), now)
+            commands += self._settle(self.handoffs.abandon(request, now), now)
             request.state = State.ENDING
             return commands
         request.state = State.ENDING

@@ -8,13 +8,13 @@ One frame per engine step and router carries every request's new tokens.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from decode_worker.config import DecodeConfig
 from decode_worker.events import ConnectPeer, FromRouter, RouterLost, Tell
-from decode_worker.peer import PeerFrame, PeerGone, Peers
+from decode_worker.peer import REDIAL_S, PeerFrame, PeerGone, Peers
 from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
@@ -43,13 +43,15 @@ from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
-from transfer.rpc import RpcLoop, Send
+from transfer.rpc import RpcLoop, Send, dialable, join
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
+AUDIT_S = 5.0
+"""Least time between two checks of every invariant, made when there is nothing to compute."""
 SPEED_WEIGHT = 0.2
 """Share of the newest value in a running mean."""
 
@@ -62,12 +64,13 @@ class DecodeWorker:
     ) -> None:
         self.name = name
         self._config = config
-        self._host, self._port = host, port
+        self._host, self._port = dialable(host), port
+        self._closers: list[Callable[[], None]] = []
         self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
-        self._reported_at = 0.0
+        self._reported_at = self._audited_at = self._redialled_at = 0.0
         self._report_now = False
         self._s_per_step = 0.0
         self._copying = 0
@@ -77,6 +80,7 @@ class DecodeWorker:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         device = open_device(self._config.engine)
         self._device = device
+        self._closers.append(device.kv.close)
         self._scheduler = DecodeScheduler(
             config=self._config,
             kv=device.manager(),
@@ -90,7 +94,9 @@ class DecodeWorker:
             block_bytes=device.layout.block_bytes,
         )
         self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
-        self._transports = open_transports(device.kv, self._incarnation, self._config.transfer)
+        self._transports = open_transports(
+            device.kv, self._incarnation, self._config.transfer, self._host
+        )
         self._mover = Mover(
             self._transports,
             device.kv,
@@ -98,13 +104,15 @@ class DecodeWorker:
             self._config.transfer.verify_digests,
             self._thread.put,
         )
+        self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "decode")
+        self._closers.append(self._metrics.close)
         port = serve(self._rpc, self._host, self._port, self._thread.put)
         self.info = WorkerInfo(
             name=self.name,
             role="decode",
             incarnation=self._incarnation,
-            address=f"{self._host}:{port}",
+            address=join(self._host, port),
             model=device.model,
             fingerprint=device.fingerprint,
             block_size=device.layout.block_size,
@@ -112,7 +120,7 @@ class DecodeWorker:
             context_tokens=device.context_tokens,
             pid=os.getpid(),
             host=host_id(),
-            metrics_address=f"{self._host}:{self._metrics.serve(self._host)}",
+            metrics_address=join(self._host, self._metrics.serve(self._host)),
         )
         hello = Hello(
             info=self.info,
@@ -134,9 +142,8 @@ class DecodeWorker:
         """End everything. Requests under way are lost; the router notices."""
         self._thread.stop(grace_s)
         self._rpc.stop(min(grace_s, 0.5))
-        self._mover.stop()
-        self._metrics.close()
-        self._device.kv.close()
+        while self._closers:
+            self._closers.pop()()
 
     def _reach(self, peer: Incarnation, hello: Hello) -> None:
         self._mover.submit(Connect(peer, hello.endpoints[0]))
@@ -157,6 +164,12 @@ class DecodeWorker:
             self._metrics.step(plan.computed_tokens, now - started)
             known = self._s_per_step or now - started
             self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
+        elif now - self._audited_at >= AUDIT_S:
+            self._audited_at = now
+            self._scheduler.check()
+        if now - self._redialled_at >= REDIAL_S:
+            self._redialled_at = now
+            self._peers.redial(self._scheduler.receiver.unfinished)
         self._count()
         interval = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval:
@@ -174,7 +187,7 @@ class DecodeWorker:
                 return (item,)
             case RouterUp(link, send):
                 self._routers[link] = send
-                send(encode([self.info, self._load()]))
+                send(encode([self.info, self._load(evicted=[])]))
                 return ()
             case RouterGone(link, why):
                 log.info("router stream %d ended: %s", link, why)
@@ -233,11 +246,11 @@ class DecodeWorker:
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         self._metrics.blocks(self._scheduler.kv.pool.counts())
-        data = encode([self._load()])
+        data = encode([self._load(self._scheduler.kv.take_evicted())])
         for send in self._routers.values():
             send(data)
 
-    def _load(self) -> Load:
+    def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()
         return Load(
             step=self._engine.steps,
@@ -250,5 +263,5 @@ class DecodeWorker:
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_step,
             s_per_block=dict(self._s_per_block),
-            evicted=self._scheduler.kv.take_evicted(),
+            evicted=evicted,
         )

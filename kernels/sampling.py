@@ -57,7 +57,8 @@ def probabilities(
 ) -> Tensor:
     """float64 `[vocab]`: the filtered distribution, not normalized again. `temperature` > 0; 0 and 1.0 switch filters
     off. A tie at the k-th logit keeps every tied token."""
-    scaled = logits.double() / temperature
+    logits = logits.double()
+    scaled = (logits - logits.max()) / temperature  # so that a tiny temperature tends to greedy, not to infinity
     if 0 < top_k < scaled.numel():
         kth = torch.topk(scaled, top_k).values[-1]
         scaled = scaled.masked_fill(scaled < kth, float("-inf"))

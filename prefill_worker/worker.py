@@ -7,7 +7,7 @@ state belongs to the engine thread; the others put what they hear into its inbox
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -43,7 +43,7 @@ from transfer.commands import (
 from transfer.liveness import ProcessWatch, host_id
 from transfer.mover import Mover
 from transfer.registry import choose, open_transports
-from transfer.rpc import RpcLoop
+from transfer.rpc import RpcLoop, dialable, join
 from transfer.sender import KVSender
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
+AUDIT_S = 5.0
+"""Least time between two checks of every invariant, made when there is nothing to compute."""
 SPEED_WEIGHT = 0.2
 """Share of the newest step in the running mean of seconds per token."""
 
@@ -63,7 +65,8 @@ class PrefillWorker:
     ) -> None:
         self.name = name
         self._config = config
-        self._host, self._port = host, port
+        self._host, self._port = dialable(host), port
+        self._closers: list[Callable[[], None]] = []
         self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
@@ -71,7 +74,7 @@ class PrefillWorker:
         self._lost: dict[Incarnation, ProcessWatch] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._watchers: list[Link] = []
-        self._reported_at = 0.0
+        self._reported_at = self._audited_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
 
@@ -79,6 +82,7 @@ class PrefillWorker:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         device = open_device(self._config.engine)
         self._device: Device = device
+        self._closers.append(device.kv.close)
         self._scheduler = PrefillScheduler(
             self._config,
             device.manager(),
@@ -89,7 +93,9 @@ class PrefillWorker:
             stop_ids=device.stop_ids,
         )
         self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
-        self._transports = open_transports(device.kv, self._incarnation, self._config.transfer)
+        self._transports = open_transports(
+            device.kv, self._incarnation, self._config.transfer, self._host
+        )
         self._mover = Mover(
             self._transports,
             device.kv,
@@ -97,13 +103,15 @@ class PrefillWorker:
             self._config.transfer.verify_digests,
             self._thread.put,
         )
+        self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "prefill")
+        self._closers.append(self._metrics.close)
         port = serve(self._rpc, self._host, self._port, self._thread.put)
         self.info = WorkerInfo(
             name=self.name,
             role="prefill",
             incarnation=self._incarnation,
-            address=f"{self._host}:{port}",
+            address=join(self._host, port),
             model=device.model,
             fingerprint=device.fingerprint,
             block_size=device.layout.block_size,
@@ -111,7 +119,7 @@ class PrefillWorker:
             context_tokens=device.context_tokens,
             pid=os.getpid(),
             host=host_id(),
-            metrics_address=f"{self._host}:{self._metrics.serve(self._host)}",
+            metrics_address=join(self._host, self._metrics.serve(self._host)),
         )
         self._mover.start()
         self._thread.start()
@@ -127,9 +135,8 @@ class PrefillWorker:
         """End everything. Requests under way are lost; their decode workers notice."""
         self._thread.stop(grace_s)
         self._rpc.stop(min(grace_s, 0.5))
-        self._mover.stop()
-        self._metrics.close()
-        self._device.kv.close()
+        while self._closers:
+            self._closers.pop()()
 
     # what the engine thread calls
 
@@ -151,6 +158,9 @@ class PrefillWorker:
             latest = (now - started) / max(1, tokens)
             known = self._s_per_token or latest
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
+        elif now - self._audited_at >= AUDIT_S:
+            self._audited_at = now
+            self._scheduler.check()
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         return plan is not None
@@ -163,7 +173,7 @@ class PrefillWorker:
                 return self._link_lost(link, why)
             case Watching(link):
                 self._watchers.append(link)
-                link.send(encode([self.info, self._load()]))
+                link.send(encode([self.info, self._load(evicted=[])]))
                 return ()
             case Posted(handoff, seq) | Sent(handoff, seq):
                 self._digesting.discard((handoff, seq))
@@ -262,13 +272,13 @@ class PrefillWorker:
     def _report(self, now: float) -> None:
         self._reported_at = now
         self._metrics.blocks(self._scheduler.kv.pool.counts())
-        load = self._load()
+        load = self._load(self._scheduler.kv.take_evicted())
         if self._watchers:
             data = encode([load])
             for link in self._watchers:
                 link.send(data)
 
-    def _load(self) -> Load:
+    def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()
         return Load(
             step=self._engine.steps,
@@ -281,5 +291,5 @@ class PrefillWorker:
             waiting_tokens=self._scheduler.backlog_tokens,
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_token,
-            evicted=self._scheduler.kv.take_evicted(),
+            evicted=evicted,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.types import Incarnation
 from transfer.config import TransferConfig
 from transfer.transport import KVMemory, TransferError, Transport
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from transfer.loopback import LoopbackHub
 
 AUTO = "auto"
+LOOPBACK = "127.0.0.1"
 
 
 def _loopback(
@@ -38,7 +41,7 @@ def _tcp(
 ) -> Transport:
     from transfer.tcp import TcpTransport
 
-    return TcpTransport(memory, incarnation, config.tcp_host)
+    return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK)
 
 
 Factory = Callable[[KVMemory, Incarnation, TransferConfig, "LoopbackHub | None"], Transport]
@@ -57,9 +60,10 @@ def open_transport(
 
 
 def open_transports(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig
+    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, host: str
 ) -> dict[str, Transport]:
-    """Every transport that `choose` may pick for a worker of this config, by name."""
+    """Every transport that `choose` may pick for a worker of this config, by name. `host` is the worker's own."""
+    config = msgspec.structs.replace(config, tcp_host=config.tcp_host or host)
     names = ("shm", "tcp") if config.transport == AUTO else (config.transport,)
     return {name: open_transport(name, memory, incarnation, config) for name in names}
 

@@ -26,6 +26,10 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # Workers are on the cluster's own network: a proxy set for the way out is not for them.
+    ("grpc.enable_http_proxy", 0),
+    # A shared subchannel would impose gRPC's own, longer, pauses between attempts.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -34,8 +38,9 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
-Send = Callable[[bytes], None]
-"""Queue one frame for the other end. May be called from any thread; after the end it does nothing."""
+Send = Callable[[bytes | None], None]
+"""Queue one frame for the other end; None ends the stream. May be called from any thread; after the end it does
+nothing."""
 
 
 class Session(Protocol):
@@ -48,6 +53,18 @@ class Session(Protocol):
 
 
 Accept = Callable[[Send], Session]
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def dialable(host: str) -> str:
+    """A host that peers can be told. Raises ValueError for a wildcard: it says where to listen, not where to dial."""
+    if host in ("", "0.0.0.0", "::"):
+        raise ValueError(f"worker host {host!r}: name an address that the other workers can dial")
+    return host
 
 
 class _Outbox:
@@ -116,7 +133,7 @@ class RpcLoop:
             handlers[method] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(join(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()

@@ -64,9 +64,10 @@ class PagedKV:
         return int(self._generations[block])
 
     def advance(self, blocks: list[BlockId]) -> None:
-        """Mark blocks as handed out anew: whoever still reads them under the old generation reads a stale block."""
+        """Mark blocks as handed out anew, once for each time they are named: whoever still reads them under the old
+        generation reads a stale block."""
         if blocks:
-            self._generations[np.asarray(blocks)] += np.uint64(1)
+            np.add.at(self._generations, np.asarray(blocks), np.uint64(1))
 
     def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks (source, target): the copy of copy-on-write."""

@@ -50,7 +50,7 @@ class TextModel:
         tokenizer has and the model has not (an added token past its embedding).
         """
         try:
-            encoded = self._tokenizer.encode(text, add_special_tokens=add_special)
+            encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0]
         except (UnicodeEncodeError, TypeError) as error:
             raise FieldError("prompt", "is not valid Unicode") from error
         ids: list[int] = encoded.ids

@@ -162,3 +162,13 @@ def test_a_peer_that_claims_more_than_passed_is_cut() -> None:
     clock = StageClock("prefill", 0.0)
     clock.split(queue_s=9.0, run_s=3.0, now=4.0)
     assert clock.seconds == {"prefill_queue": 1.0, "prefill_run": 3.0, "migrate": 0.0}
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-30, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    """Guards an overflow that drew the vocabulary's last token, with status OK."""
+    torch.manual_seed(1)
+    logits = torch.randn(1, 64) * 9
+    params = SamplingParams(temperature=temperature)
+    (token,) = sample(logits, [Draw(_record(sampling=params), [1, 2, 3])])
+    assert token == int(logits.argmax())

@@ -11,9 +11,9 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, make_launcher
-from engine.messages import Cancel, encode
+from engine.messages import Finish, encode
 from engine.model.cache import prepare
-from engine.types import FinishReason, RequestId, SamplingParams
+from engine.types import RequestId, SamplingParams
 from router.api import Delta, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
@@ -25,7 +25,7 @@ TRIES = 3
 
 
 class Flood:
-    """Frames full of cancels of unknown requests, at a steady rate, on a router's stream of its own."""
+    """Frames full of words on unknown requests, at a steady rate, on a router's stream of its own."""
 
     def __init__(self, address: str) -> None:
         self.sent = 0
@@ -33,7 +33,7 @@ class Flood:
         self._channel = grpc.insecure_channel(address)
         self._frame = encode(
             [
-                Cancel(RequestId(f"nobody-{n}"), 1, FinishReason.CANCELLED)
+                Finish(RequestId(f"nobody-{n}"), 1, 0)
                 for n in range(RECORDS_PER_FRAME)
             ]
         )
