@@ -1,4 +1,9 @@
-"""Ctrl-C and SIGTERM: the first one unwinds the main thread, the later ones change nothing."""
+"""Ctrl-C and SIGTERM: the first one unwinds the main thread, at a place that can bear it; later ones change nothing.
+
+A signal may arrive inside a library that swallows exceptions, or leaves half-built things behind when one passes
+through it (Ray does both). Such calls are made inside `shielded()`: there a signal is only noted, and acted on by the
+next `check()` or at the end of the shielded block.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -6,28 +11,45 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Interrupted(Exception):
-    """Somebody asked this process to end; `status` is the exit status that says so."""
+class Interrupted(BaseException):
+    """Somebody asked this process to end; `status` is the exit status that says so. No Exception: nobody who handles
+    failures handles this."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.status = 128 + number
 
 
+class _Asked:
+    """What has been asked of this process. Changed by the main thread alone: that is where Python runs handlers."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_told = False
+        self.shields = 0
+
+    def tell(self) -> None:
+        if self.number and not self.is_told:
+            self.is_told = True
+            raise Interrupted(self.number)
+
+
+_asked = _Asked()
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise Interrupted in the main thread at the first SIGINT or SIGTERM.
+    """Raise Interrupted in the main thread, once, after the first SIGINT or SIGTERM.
 
-    Later ones are ignored, so that an impatient second Ctrl-C cannot cut the clean-up short and
-    leave processes behind; what hangs is killed after its grace anyway.
+    Later ones are ignored, so that an impatient second Ctrl-C cannot cut the clean-up short and leave processes behind;
+    what hangs is killed after its grace anyway.
     """
-    raised = False
+    _asked.number, _asked.is_told = 0, False
 
     def handle(number: int, _: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise Interrupted(number)
+        _asked.number = _asked.number or number
+        if not _asked.shields:
+            _asked.tell()
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handle) for number in numbers]
@@ -36,3 +58,20 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Within, signals wait for `check()`, or for the end of a block that ends well."""
+    _asked.shields += 1
+    try:
+        yield
+    finally:
+        _asked.shields -= 1
+    if not _asked.shields:
+        _asked.tell()
+
+
+def check() -> None:
+    """Raise Interrupted if that has been asked for and not said yet. A good place to be interrupted."""
+    _asked.tell()
