@@ -62,7 +62,8 @@ class RouterApp:
     ) -> None:
         clock = time.monotonic
         self._config = config
-        self.hub = Hub(Router(config, make_policy(config.policy, config.seed)), clock, observer)
+        core = Router(config, make_policy(config.policy, config.seed), text.stop_ids)
+        self.hub = Hub(core, clock, observer)
         self._links = Links(self.hub)
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)

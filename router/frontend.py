@@ -87,7 +87,7 @@ class Frontend:
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise _refusal(error) from error
         deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
-        timeline.submitted_s = self._clock()
+        timeline.submitted(self._clock())
         stream = _Stream(
             Started(record.request, self._text.name, record.prompt_tokens),
             Output(self._text.detokenizer(), call.stop),
@@ -156,13 +156,19 @@ class _Stream:
         self._timeline = timeline
         self._observer = observer
         self._counted = False
+        self._begun = False
 
     def offered(self, now: float) -> None:
         self._timeline.offered(now)
 
     def accepted(self, now: float) -> None:
-        self._timeline.accepted_s = now
-        self.events.put_nowait(self._started)
+        self._timeline.accepted(now)
+        if not self._begun:
+            self._begun = True
+            self.events.put_nowait(self._started)
+
+    def interrupted(self, now: float) -> None:
+        self._timeline.interrupted(now)
 
     def tokens(self, ids: list[int], now: float) -> int | None:
         text, kept = self.output.push(ids)
