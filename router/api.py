@@ -26,12 +26,17 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     tenant: str = ""
     timeout_s: float | None = None
+    resumable: bool = False
+    """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
 
 
 class Started(msgspec.Struct, frozen=True):
+    """A worker has taken the request. A client whose connection broke comes back with `resume_token`, a secret."""
+
     request_id: str
     model: str
     prompt_tokens: int
+    resume_token: str = ""
 
 
 class Delta(msgspec.Struct, frozen=True):
