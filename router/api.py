@@ -26,12 +26,17 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     tenant: str = ""
     timeout_s: float | None = None
+    resumable: bool = False
+    """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
 
 
 class Started(msgspec.Struct, frozen=True):
+    """A worker has taken the request. A client whose connection broke comes back with `resume_token`, a secret."""
+
     request_id: str
     model: str
     prompt_tokens: int
+    resume_token: str = ""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -62,7 +67,9 @@ GenerateEvent = Started | Delta | Finished
 class ApiError(Exception):
     """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
 
-    def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, field: str = "", retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

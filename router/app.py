@@ -62,7 +62,8 @@ class RouterApp:
     ) -> None:
         clock = time.monotonic
         self._config = config
-        self.hub = Hub(Router(config, make_policy(config.policy, config.seed)), clock, observer)
+        core = Router(config, make_policy(config.policy, config.seed), text.stop_ids)
+        self.hub = Hub(core, clock, observer)
         self._links = Links(self.hub)
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
@@ -113,11 +114,12 @@ class RouterApp:
         return build_app(self._frontend, self._state)
 
     async def _tick(self) -> None:
-        """Deadlines and health; a broken invariant ends the router."""
+        """Deadlines, resume windows and health; a broken invariant ends the router."""
         idle_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
+            self._frontend.expire()
             await self._service.update_health()
             idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
             if idle_s >= IDLE_CHECK_S:

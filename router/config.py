@@ -22,9 +22,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_inline_bytes: int = 8 * 1024
     """Longer text is tokenized in a thread, so that it does not hold up other requests."""
     worker_silent_s: float = 10.0
-    """A worker that has not reported for this long gets no new requests."""
+    """A worker that has not reported for this long gets no new requests. It is not taken for dead: a step may be long.
+    That is proven by the connection alone (`router/dispatch.py`)."""
     unplaceable_s: float = 10.0
     """How long requests wait while no worker is left that could take them."""
+    max_placements: int = 3
+    """Placements of one request that may be lost with their decode workers; then it is given up."""
+    retry_reserve: int = 128
+    """Placements after losses that all requests together may take at once; it refills within a minute."""
+    retry_fraction: float = 0.2
+    """How much every new request adds to that budget, up to `retry_reserve`."""
+    resume_window_s: float = 30.0
+    """How long a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000
     """Token ids remembered of finished chats, so that follow-up turns begin with them."""
     namespace_key: str = ""

@@ -1,26 +1,18 @@
 """The router's decisions: which worker gets a request, and what of a worker's words is believed.
 
-Events in, commands out, time as an argument; no I/O, no clock, no torch. A request moves like this:
+Events in, commands out, time as an argument; no I/O, no clock, no torch. The states of a request are those of
+`router/call.py`. The line of waiting requests is strictly first come, first served: a refused request keeps its turn,
+and small ones do not overtake it. A request whose decode worker was lost is back in line with its old turn, hence at
+its head, and goes on behind the tokens that its client has (`router/recovery.py`).
 
-    WAITING ──offer──> OFFERED ──Accepted──> RUNNING ──stop string──> FINISHING
-       ^                  │ Refused, or lost     │                        │
-       └──────────────────┘                      └─ cancel, deadline ─> CLOSING
-
-and is forgotten when its worker says `Ended` (or is lost). CLOSING means that its client has been
-answered and its worker has not yet said that it let go. The line of waiting requests is strictly
-first come, first served: a refused request keeps its turn, and small ones do not overtake it.
-
-A worker that refused is not asked again before its next report, so re-offers come at the rate of
-reports and never spin. Only tokens of the current placement, in order, are passed on.
+A worker that refused is not asked again before its next report, so re-offers come at the rate of reports and never
+spin. Only tokens of the current placement, in order, are passed on.
 """
 
 import heapq
-from dataclasses import dataclass, field
-from enum import Enum
 
 import msgspec
 
-from engine import identity
 from engine.messages import (
     Accepted,
     Cancel,
@@ -28,13 +20,17 @@ from engine.messages import (
     Fault,
     Finish,
     Load,
+    NeedPrefill,
     Place,
     Refused,
-    RequestStats,
     Tokens,
+    UsePrefill,
 )
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, RequestId
+from router.beliefs import Beliefs
+from router.call import Call, State
 from router.config import RouterConfig
+from router.endings import DEADLINE, LEFT, complete, ending, unreported
 from router.events import (
     Begin,
     Command,
@@ -44,88 +40,47 @@ from router.events import (
     Event,
     Fail,
     Heard,
+    Interrupted,
     Joined,
     Left,
     Lost,
+    Poisonous,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendUsePrefill,
     StopFound,
     Submit,
     Tick,
 )
 from router.placement import Placer
 from router.policy import RoutingPolicy
-from router.prefix_index import PrefixIndex
-from router.registry import ModelKey, Registry
-
-DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
-
-
-class State(Enum):
-    WAITING = "waiting"
-    OFFERED = "offered"
-    RUNNING = "running"
-    FINISHING = "finishing"
-    CLOSING = "closing"
-
-
-_MOVES: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.OFFERED}),
-    State.OFFERED: frozenset({State.WAITING, State.RUNNING, State.CLOSING}),
-    State.RUNNING: frozenset({State.FINISHING, State.CLOSING}),
-    State.FINISHING: frozenset({State.CLOSING}),
-    State.CLOSING: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class Call:
-    """One request. `emitted` is what its client was given: the history of a later placement."""
-
-    record: RequestRecord
-    turn: int
-    deadline_s: float | None
-    state: State = State.WAITING
-    placement: int = 0
-    prefill: str = ""
-    decode: str = ""
-    key: ModelKey = ("", 1)
-    believed_prefill_tokens: int = 0
-    believed_decode_blocks: int = 0
-    emitted: list[int] = field(default_factory=list)
-    chains: dict[ModelKey, list[bytes]] = field(default_factory=dict)
-
-    def move(self, state: State) -> None:
-        if state not in _MOVES[self.state]:
-            raise AssertionError(f"{self.record.request}: {self.state.name} -> {state.name}")
-        self.state = state
-
-    def chain(self, key: ModelKey) -> list[bytes]:
-        """Identities of the prompt's full blocks, computed once per kind of worker."""
-        chain = self.chains.get(key)
-        if chain is None:
-            root = identity.root(self.record.namespace, key[0])
-            chain = identity.chain(root, self.record.tokens, key[1])
-            self.chains[key] = chain
-        return chain
+from router.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
+from router.registry import Life
 
 
 class Router:
     """See the module. `handle` is the only way to change it; the router's event loop owns it."""
 
     # Mutable state: the calls by request, the line and the deadlines as heaps whose stale entries
-    # are skipped, the registry and the prefix index.
+    # are skipped, the retry budget, the registry and the prefix index.
 
-    def __init__(self, config: RouterConfig, policy: RoutingPolicy) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        policy: RoutingPolicy,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._config = config
+        self._stop_ids = stop_ids
+        self._budget = RetryBudget(config.retry_reserve, config.retry_fraction)
         self._calls: dict[RequestId, Call] = {}
         self._line: list[tuple[int, RequestId]] = []
         self._deadlines: list[tuple[float, RequestId]] = []
         self._turns = 0
         self._placeable_s: float | None = None
-        self.registry = Registry(config.worker_silent_s)
-        self.index = PrefixIndex()
+        self._beliefs = Beliefs(config.worker_silent_s)
+        self.registry, self.index = self._beliefs.registry, self._beliefs.index
         self._placer = Placer(policy, self.registry, self.index)
 
     def __repr__(self) -> str:
@@ -154,12 +109,15 @@ class Router:
             case StopFound():
                 self._stop_found(event, out)
             case Joined():
-                self._lost(event.peer.name, out)
+                life = (event.peer.name, event.info.incarnation)
+                self._lost(event.peer.name, now, out, back=life)
+                for call in self._calls.values():
+                    call.victims.discard(life)
                 if self.registry.join(event.peer, event.info, now):
                     self.index.add(event.peer.name, event.info.blocks)
                 self._advance(now, out)
             case Lost():
-                self._lost(event.worker, out)
+                self._lost(event.worker, now, out)
                 if event.for_good:
                     self.registry.forget(event.worker)
                     self.index.forget(event.worker)
@@ -177,6 +135,7 @@ class Router:
             out.append(Fail(record.request, fault, FinishReason.REJECTED))
             return
         self._turns += 1
+        self._budget.arrived()
         call = Call(record, self._turns, event.deadline_s)
         self._calls[record.request] = call
         heapq.heappush(self._line, (call.turn, record.request))
@@ -209,24 +168,22 @@ class Router:
         if placed is None:
             return False
         choice, demand, key = placed
+        decode = self.registry.get(choice.decode.name)
+        assert decode is not None
         call.move(State.OFFERED)
         call.placement += 1
         call.key = key
-        call.prefill, call.decode = choice.prefill.name, choice.decode.name
-        call.believed_prefill_tokens = choice.prefill.cached_tokens
+        call.decode, call.decode_life = decode.name, decode.life
         call.believed_decode_blocks = choice.decode.cached_blocks
         request = call.record.request
-        uncached = call.record.prompt_tokens - choice.prefill.cached_tokens
-        self.registry.dispatched(call.prefill, request, uncached, 0)
         blocks = demand.blocks - choice.decode.cached_blocks
         self.registry.dispatched(call.decode, request, 0, blocks)
         record = call.record
         if call.deadline_s is not None:
             left_s = max(call.deadline_s - now, 0.0)
             record = msgspec.structs.replace(record, remaining_s=left_s)
-        prefill = self.registry.get(call.prefill)
-        assert prefill is not None
-        place = Place(record=record, placement=call.placement, prefill=prefill.peer)
+        prefill = self._beliefs.use_prefill(call, choice.prefill)
+        place = Place(record=record, placement=call.placement, prefill=prefill)
         out.append(SendPlace(call.decode, place, choice.reason))
         return True
 
@@ -248,6 +205,8 @@ class Router:
                 self._accepted(call, record, out)
             case Refused():
                 self._refused(call, now, out)
+            case NeedPrefill():
+                self._need_prefill(call, record, now, out)
             case Tokens():
                 self._tokens(call, record, out)
             case Ended():
@@ -262,12 +221,7 @@ class Router:
                 out.append(Dropped("duplicate", 0))
             return
         call.move(State.RUNNING)
-        chain = call.chain(call.key)
-        actual_blocks = record.cached_tokens // call.key[1]
-        if actual_blocks < call.believed_decode_blocks:
-            self.index.correct(call.decode, chain, actual_blocks)
-        self.index.insert(call.decode, chain)
-        self.index.insert(call.prefill, chain)
+        self._beliefs.accepted(call, record)
         out.append(Begin(record.request))
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
@@ -281,6 +235,30 @@ class Router:
         else:
             out.append(Dropped("duplicate", 0))
         self._advance(now, out)
+
+    def _need_prefill(
+        self, call: Call, record: NeedPrefill, now: float, out: list[Command]
+    ) -> None:
+        """Its prefill worker is lost to it: name another, or none. What a dead one had cached died with it."""
+        if call.state is not State.RUNNING or call.prefill != record.failed:
+            out.append(Dropped("stale", 0))
+            return
+        if call.prefill_life is not None:
+            call.failed_prefills.add(call.prefill_life)
+            if not self.registry.is_connected(call.prefill_life):
+                call.victims.add(call.prefill_life)
+        fault = poisoned(call)
+        if fault is not None:
+            out.append(_poisonous(call))
+            self._answer(call, fault, FinishReason.ERROR, out)
+            return
+        decode = self.registry.get(call.decode)
+        assert decode is not None
+        view = self._placer.choose_prefill(
+            call.record, call.chain(call.key), decode, call.failed_prefills, now
+        )
+        peer = self._beliefs.replace_prefill(call, view)
+        out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))
 
     def _tokens(self, call: Call, record: Tokens, out: list[Command]) -> None:
         if call.state is not State.RUNNING:
@@ -299,50 +277,13 @@ class Router:
             out.append(Deliver(record.request, fresh))
 
     def _ended(self, call: Call, record: Ended, out: list[Command]) -> None:
-        stats, reason, state = record.stats, record.reason, call.state
         self._forget(call)
-        if state is State.CLOSING:
+        if call.state is State.CLOSING:
             return
-        well = record.fault is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if well or state is State.FINISHING:
-            if state is State.RUNNING and stats.output_tokens != len(call.emitted):
-                message = (
-                    f"worker {call.decode} counts {stats.output_tokens} output tokens, "
-                    f"{len(call.emitted)} arrived"
-                )
-                out.append(Fail(record.request, Fault("INTERNAL", message), FinishReason.ERROR))
-                return
-            if state is State.OFFERED:
-                message = f"worker {call.decode} ended a request that it had not accepted"
-                out.append(Fail(record.request, Fault("INTERNAL", message), FinishReason.ERROR))
-                return
-            self._learn(call, stats)
-            out.append(self._complete(call, state, reason, stats))
-            return
-        if reason is FinishReason.DEADLINE:
-            out.append(Fail(record.request, DEADLINE, reason))
-            return
-        unexplained = Fault("INTERNAL", f"worker {call.decode} ended it with {reason.value!r}")
-        out.append(Fail(record.request, record.fault or unexplained, _outcome(reason)))
-
-    def _complete(
-        self, call: Call, state: State, reason: FinishReason, stats: RequestStats
-    ) -> Complete:
-        if state is State.FINISHING:
-            reason = FinishReason.STOP
-            stats = msgspec.structs.replace(stats, output_tokens=len(call.emitted))
-        return Complete(call.record.request, reason, stats, call.believed_prefill_tokens)
-
-    def _learn(self, call: Call, stats: RequestStats) -> None:
-        """Both workers have committed their blocks: correct the trees, then extend them."""
-        chain = call.chain(call.key)
-        size = call.key[1]
-        if stats.prefill_cached_tokens < call.believed_prefill_tokens:
-            self.index.correct(call.prefill, chain, stats.prefill_cached_tokens // size)
-            self.index.insert(call.prefill, chain)
-        parent = chain[-1] if chain else identity.root(call.record.namespace, call.key[0])
-        written = (call.record.tokens + call.emitted)[len(chain) * size : -1]
-        self.index.insert(call.decode, chain + identity.chain(parent, written, size))
+        end = ending(call, record)
+        if isinstance(end, Complete):
+            self._beliefs.ended(call, record.stats)
+        out.append(end)
 
     # ---- endings that are not a worker's word
 
@@ -361,43 +302,71 @@ class Router:
         call = self._calls.get(request)
         if call is None or call.state is State.CLOSING:
             return
-        fault = (
-            DEADLINE
-            if reason is FinishReason.DEADLINE
-            else Fault("CANCELLED", "the client left before the request ended")
-        )
+        was_waiting = call.state is State.WAITING
+        fault = DEADLINE if reason is FinishReason.DEADLINE else LEFT
+        self._answer(call, fault, reason, out)
+        if was_waiting:
+            self._advance(now, out)
+
+    def _answer(self, call: Call, fault: Fault, reason: FinishReason, out: list[Command]) -> None:
+        """The client is told that it is over; so is the worker, if there is one."""
+        request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
             self._forget(call)
-            self._advance(now, out)
             return
         call.move(State.CLOSING)
-        out.append(SendCancel(call.decode, Cancel(request, call.placement, reason)))
+        told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
+        out.append(SendCancel(call.decode, Cancel(request, call.placement, told)))
 
-    def _lost(self, name: str, out: list[Command]) -> None:
+    # ---- workers that are lost
+
+    def _lost(self, name: str, now: float, out: list[Command], back: Life | None = None) -> None:
+        """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
+        worker = self.registry.get(name)
         self.registry.leave(name)
-        for call in [c for c in self._calls.values() if c.decode == name]:
-            request = call.record.request
-            if call.state is State.OFFERED:
-                self._requeue(call)
-                continue
+        for call in list(self._calls.values()):
+            life = call.decode_life if call.decode == name else None
+            if worker is not None and worker.life in call.failed_prefills:
+                life = worker.life
+            if life is not None and life != back:
+                call.victims.add(life)
+            if call.decode == name:
+                self._recover(call, now, out)
+
+    def _recover(self, call: Call, now: float, out: list[Command]) -> None:
+        """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
+        request, state = call.record.request, call.state
+        if state is State.CLOSING:
             self._forget(call)
-            if call.state is State.RUNNING:
-                fault = Fault("UNAVAILABLE", f"decode worker {name} was lost during the request")
+            return
+        if state is State.FINISHING:
+            self._forget(call)
+            out.append(complete(call, FinishReason.STOP, unreported(call)))
+            return
+        call.losses += 1
+        match judge(call, self._config, self._stop_ids, self._budget, now):
+            case Again():
+                if state is State.RUNNING:
+                    call.rewrite()
+                    out.append(Interrupted(request, call.decode, len(call.emitted)))
+                self._requeue(call)
+            case Done(reason):
+                self._forget(call)
+                out.append(complete(call, reason, unreported(call)))
+            case Hopeless(fault):
+                self._forget(call)
+                if poisoned(call):
+                    out.append(_poisonous(call))
                 out.append(Fail(request, fault, FinishReason.ERROR))
-            elif call.state is State.FINISHING:
-                stats = RequestStats(
-                    prompt_tokens=call.record.prompt_tokens,
-                    prefill_worker=call.prefill,
-                    decode_worker=name,
-                )
-                out.append(self._complete(call, call.state, FinishReason.STOP, stats))
+
+    # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request = heapq.heappop(self._deadlines)
             self._close(request, FinishReason.DEADLINE, now, out)
-        if self.registry.live("prefill", now) and self.registry.live("decode", now):
+        if self.registry.live("decode", now):
             self._placeable_s = None
             self._advance(now, out)
             return
@@ -405,7 +374,7 @@ class Router:
             self._placeable_s = now
         if now - self._placeable_s < self._config.unplaceable_s:
             return
-        fault = Fault("UNAVAILABLE", "no live prefill and decode worker")
+        fault = Fault("UNAVAILABLE", "no live decode worker")
         for call in [c for c in self._calls.values() if c.state is State.WAITING]:
             self._forget(call)
             out.append(
@@ -414,36 +383,24 @@ class Router:
 
     def _requeue(self, call: Call) -> None:
         call.move(State.WAITING)
-        self._release(call)
+        self._beliefs.release(call)
         call.prefill = call.decode = ""
+        call.prefill_life = call.decode_life = None
         heapq.heappush(self._line, (call.turn, call.record.request))
 
     def _forget(self, call: Call) -> None:
         del self._calls[call.record.request]
-        self._release(call)
-
-    def _release(self, call: Call) -> None:
-        self.registry.released(call.prefill, call.record.request)
-        self.registry.released(call.decode, call.record.request)
+        self._beliefs.release(call)
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""
-        self.index.check()
+        self._beliefs.check(self._calls)
         in_line = {request for turn, request in self._line}
         for request, call in self._calls.items():
             if call.state is State.WAITING:
                 assert request in in_line, f"{request} waits outside the line"
                 assert not call.decode
-            else:
-                worker = self.registry.get(call.decode)
-                assert worker is not None and request in worker.own, f"{request} is nowhere"
-        for worker in self.registry:
-            for request in worker.own:
-                held = self._calls[request]
-                assert worker.name in (held.prefill, held.decode), f"{request} is misfiled"
 
 
-def _outcome(reason: FinishReason) -> FinishReason:
-    """Stop and length are no outcomes of a request that failed."""
-    ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return FinishReason.ERROR if ended_well else reason
+def _poisonous(call: Call) -> Poisonous:
+    return Poisonous(call.record.request, sorted(name for name, _ in call.victims))

@@ -9,11 +9,13 @@ from engine.messages import (
     Fault,
     Finish,
     Load,
+    NeedPrefill,
     PeerAddress,
     Place,
     Refused,
     RequestStats,
     Tokens,
+    UsePrefill,
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
@@ -37,7 +39,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A connected worker sent a record."""
 
     worker: str
-    record: Accepted | Refused | Tokens | Ended | Load
+    record: Accepted | Refused | NeedPrefill | Tokens | Ended | Load
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -84,10 +86,30 @@ class SendFinish(msgspec.Struct, frozen=True):
     finish: Finish
 
 
+class SendUsePrefill(msgspec.Struct, frozen=True):
+    worker: str
+    answer: UsePrefill
+
+
 class Begin(msgspec.Struct, frozen=True):
-    """A worker accepted the request; from here on its client may see output."""
+    """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`."""
 
     request: RequestId
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """The decode worker of a request was lost; the request goes on behind `emitted_tokens` as soon as one takes it."""
+
+    request: RequestId
+    worker: str
+    emitted_tokens: int
+
+
+class Poisonous(msgspec.Struct, frozen=True):
+    """A request is refused for good: these workers were lost while they held it."""
+
+    request: RequestId
+    workers: list[str]
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -122,5 +144,17 @@ class Dropped(msgspec.Struct, frozen=True):
     tokens: int
 
 
-Command = SendPlace | SendCancel | SendFinish | Begin | Deliver | Complete | Fail | Dropped
+Command = (
+    SendPlace
+    | SendCancel
+    | SendFinish
+    | SendUsePrefill
+    | Begin
+    | Interrupted
+    | Poisonous
+    | Deliver
+    | Complete
+    | Fail
+    | Dropped
+)
 """What is to be done."""

@@ -1,9 +1,10 @@
 """One request from the caller's words to events: what the gRPC service and the HTTP front share.
 
 `Frontend.generate` validates, tokenizes, submits, and yields events until the end. Closing the
-iterator, in whatever state, cancels the request on its workers at once. Only the caller's own task
-waits for the caller: tokens are detokenized and queued when they arrive, and no request can queue
-more than its `max_tokens`.
+iterator, in whatever state, cancels the request on its workers at once. A resumable request is only
+left alone: it runs on, and `Frontend.resume` reads on, until the window has passed; `cancel` ends it
+at once. Only the caller's own task waits for the caller: tokens are detokenized and kept when they
+arrive, and no request can keep more than its `max_tokens`.
 """
 
 import asyncio
@@ -11,17 +12,16 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
-from engine.messages import Fault
-from engine.types import FieldError, FinishReason, RequestId, TooLongError
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from engine.types import FieldError, FinishReason, RequestId, RequestRecord, TooLongError
+from router.api import ApiError, GenerateCall, GenerateEvent, Started
 from router.config import RouterConfig
 from router.conversation import Conversations, Prompt
 from router.events import Complete
 from router.hub import Hub
 from router.observer import Observer
 from router.output import Detokenizer, Output
+from router.resume import Kept, Resumables
+from router.stream import Reader, Stream
 from router.timing import Timeline
 from router.validate import UnknownModelError, check_call, namespace, to_record
 
@@ -60,6 +60,7 @@ class Frontend:
         self._clock = clock
         self._observer = observer
         self._conversations = Conversations(text, config.conversation_tokens)
+        self._resumables = Resumables(config.resume_window_s)
 
     @property
     def model(self) -> TextModel:
@@ -87,27 +88,72 @@ class Frontend:
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise _refusal(error) from error
         deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
-        timeline.submitted_s = self._clock()
-        stream = _Stream(
-            Started(record.request, self._text.name, record.prompt_tokens),
+        timeline.submitted(self._clock())
+        token = secrets.token_urlsafe(16) if call.resumable else ""
+        stream = Stream(
+            Started(record.request, self._text.name, record.prompt_tokens, token),
             Output(self._text.detokenizer(), call.stop),
             timeline,
             self._observer,
         )
+        kept = Kept(record.request, stream, lambda: self._remember(call, record, prompt, stream))
         self._hub.submit(record, deadline_s, stream)
+        async for event in self._serve(token, kept, stream.read()):
+            yield event
+
+    async def resume(
+        self, token: str, next_index: int, text_bytes: int
+    ) -> AsyncIterator[GenerateEvent]:
+        """Go on with a resumable request behind `next_index` output tokens and `text_bytes` bytes of text.
+
+        Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old.
+        """
+        kept = self._resumables.find(token)
+        if kept is None:
+            message = "resume_token: is unknown, or came too late"
+            raise ApiError("NOT_FOUND", message, "resume_token")
+        reader = kept.stream.read_on(next_index, text_bytes)
+        self._resumables.attached(token)
+        async for event in self._serve(token, kept, reader):
+            yield event
+
+    def cancel(self, token: str) -> bool:
+        """End a resumable request at once; False if there is none of this token."""
+        kept = self._resumables.forget(token)
+        if kept is None:
+            return False
+        self._abandon(kept)
+        return True
+
+    def expire(self) -> None:
+        """End what no client came back for in time."""
+        for kept in self._resumables.expired(self._clock()):
+            self._abandon(kept)
+
+    async def _serve(self, token: str, kept: Kept, reader: Reader) -> AsyncIterator[GenerateEvent]:
         try:
             while True:
-                event = await stream.events.get()
-                if isinstance(event, ApiError):
-                    raise event
+                event = await reader.next()
                 if isinstance(event, Complete):
-                    self._remember(call, record.namespace, prompt, stream)
-                    yield stream.account(event, self._clock())
+                    kept.remember()
+                    yield kept.stream.account(event, self._clock())
                     return
+                if token and isinstance(event, Started):
+                    self._resumables.keep(token, kept)
                 yield event
         finally:
-            self._hub.leave(record.request)
-            stream.left(self._clock())
+            if kept.stream.reader is reader:
+                if not (token and reader.has_started):
+                    self._abandon(kept)
+                elif self._resumables.find(token) is kept:
+                    for oldest in self._resumables.detached(token, self._clock()):
+                        self._abandon(oldest)
+
+    def _abandon(self, kept: Kept) -> None:
+        """Nobody will read it any more."""
+        now = self._clock()
+        self._hub.leave(kept.request)
+        kept.stream.left(now)
 
     async def _tokenize(self, call: GenerateCall) -> Prompt:
         prompt = call.prompt
@@ -129,90 +175,16 @@ class Frontend:
         return self._conversations.encode(chat, space)
 
     def _remember(
-        self, call: GenerateCall, space: bytes, prompt: Prompt, stream: "_Stream"
+        self, call: GenerateCall, record: RequestRecord, prompt: Prompt, stream: Stream
     ) -> None:
         chat = _chat(call)
         if not chat or stream.output.stopped is not None:
             return
         try:
-            answer = "".join(stream.text)
-            self._conversations.remember(chat, space, prompt, answer, stream.ids)
+            self._conversations.remember(chat, record.namespace, prompt, stream.text, stream.ids)
         except FieldError:
             # The template refuses the chat with its answer; then no follow-up can come either.
             return
-
-
-class _Stream:
-    """The client's side of one request: the hub's sink, and the queue its own task reads."""
-
-    def __init__(
-        self, started: Started, output: Output, timeline: Timeline, observer: Observer
-    ) -> None:
-        self.events: asyncio.Queue[GenerateEvent | Complete | ApiError] = asyncio.Queue()
-        self.output = output
-        self.text: list[str] = []
-        self.ids: list[int] = []
-        self._started = started
-        self._timeline = timeline
-        self._observer = observer
-        self._counted = False
-
-    def offered(self, now: float) -> None:
-        self._timeline.offered(now)
-
-    def accepted(self, now: float) -> None:
-        self._timeline.accepted_s = now
-        self.events.put_nowait(self._started)
-
-    def tokens(self, ids: list[int], now: float) -> int | None:
-        text, kept = self.output.push(ids)
-        if kept:
-            self._timeline.tokens(len(kept), now)
-            self._show(text, kept)
-        stopped = self.output.stopped
-        return stopped.tokens_kept if stopped is not None else None
-
-    def completed(self, end: Complete, now: float) -> None:
-        self._timeline.ended_s = now
-        rest = self.output.flush()
-        if rest:
-            self._show(rest, [])
-        self.events.put_nowait(end)
-
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
-        self._count(outcome, now, {})
-        error = ApiError(fault.code, fault.message, fault.field, retry_after_s)
-        self.events.put_nowait(error)
-
-    def account(self, end: Complete, now: float) -> Finished:
-        stopped = self.output.stopped
-        reason = FinishReason.STOP if stopped is not None else end.reason
-        stats = msgspec.structs.replace(end.stats, prompt_tokens=self._started.prompt_tokens)
-        matched = stopped.matched if stopped is not None else ""
-        finished = self._timeline.finished(reason, stats, matched, now)
-        self._count(reason, now, finished.stats.stages)
-        return finished
-
-    def left(self, now: float) -> None:
-        """The client's task is over, whether or not it saw the end."""
-        self._count(FinishReason.CANCELLED, now, {})
-
-    def _show(self, text: str, ids: list[int]) -> None:
-        self.text.append(text)
-        self.ids += ids
-        self.events.put_nowait(Delta(text, tuple(ids)))
-
-    def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:
-        if self._counted:
-            return
-        self._counted = True
-        line = self._timeline
-        first_s = line.first_token_s
-        ttft_s = None if first_s is None else first_s - line.received_s
-        e2e_s = now - line.received_s
-        self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
 
 
 def _chat(call: GenerateCall) -> list[tuple[str, str]]:

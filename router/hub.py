@@ -21,12 +21,15 @@ from router.events import (
     Event,
     Fail,
     Heard,
+    Interrupted,
     Joined,
     Left,
     Lost,
+    Poisonous,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendUsePrefill,
     StopFound,
     Submit,
     Tick,
@@ -42,6 +45,9 @@ class Sink(Protocol):
     def offered(self, now: float) -> None: ...
 
     def accepted(self, now: float) -> None: ...
+
+    def interrupted(self, now: float) -> None:
+        """Its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
 
     def tokens(self, ids: list[int], now: float) -> int | None:
         """Take output; the number of tokens kept if they complete a stop string."""
@@ -150,6 +156,16 @@ class Hub:
                 self._send(command.worker, command.cancel)
             case SendFinish():
                 self._send(command.worker, command.finish)
+            case SendUsePrefill():
+                self._send(command.worker, command.answer)
+            case Interrupted():
+                self._interrupted(command, now)
+            case Poisonous():
+                log.error(
+                    "request %s is refused as poisonous: workers %s were lost while they held it",
+                    command.request,
+                    ", ".join(command.workers),
+                )
             case Begin():
                 if command.request in self._sinks:
                     self._sinks[command.request].accepted(now)
@@ -163,6 +179,16 @@ class Hub:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
             case Dropped():
                 self._observer.dropped(command.kind)
+
+    def _interrupted(self, command: Interrupted, now: float) -> None:
+        log.warning(
+            "request %s lost its decode worker %s after %d tokens and goes on elsewhere",
+            command.request,
+            command.worker,
+            command.emitted_tokens,
+        )
+        if command.request in self._sinks:
+            self._sinks[command.request].interrupted(now)
 
     def _deliver(self, command: Deliver, now: float) -> None:
         sink = self._sinks.get(command.request)

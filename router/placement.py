@@ -1,14 +1,22 @@
-"""From a request to the views a policy compares: who is alive, who may have room, who holds what."""
+"""From a request to the views a policy compares: who is alive, who may have room, who holds what.
 
-from collections.abc import Callable
+Where no prefill worker is left that could read a prompt, its decode worker reads it alone: the choice then names
+`LOCAL` as its prefill worker.
+"""
 
-from engine.messages import Fault
+from collections.abc import Callable, Container
+
+from engine.messages import Fault, PeerAddress
 from engine.types import RequestRecord
 from router.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.prefix_index import PrefixIndex
-from router.registry import ModelKey, Registry, Worker
+from router.registry import Life, ModelKey, Registry, Worker
 
 ChainOf = Callable[[ModelKey], list[bytes]]
+
+LOCAL = PeerAddress("", "")
+"""In the place of a prefill worker: the decode worker prefills by itself."""
+_LOCAL_VIEW = PrefillView(LOCAL.name, 0, 0, 0.0, 0)
 
 
 def demand(record: RequestRecord, block_size: int) -> Demand:
@@ -30,9 +38,8 @@ class Placer:
         """Why no known worker could ever take `record`, however long it waited; None if one may."""
         decodes = self._registry.role("decode")
         prefills = self._registry.role("prefill")
-        for role, workers in (("decode", decodes), ("prefill", prefills)):
-            if not workers:
-                return Fault("UNAVAILABLE", f"no {role} worker is connected")
+        if not decodes:
+            return Fault("UNAVAILABLE", "no decode worker is connected")
         if not any(demand(record, w.info.block_size).blocks <= w.info.blocks for w in decodes):
             room = max(w.info.blocks * w.info.block_size for w in decodes)
             message = (
@@ -40,9 +47,7 @@ class Placer:
                 f"tokens do not fit into the largest decode worker's {room} tokens of KV memory"
             )
             return Fault("OUT_OF_RANGE", message, "max_tokens")
-        if not any(
-            demand(record, w.info.block_size).prompt_blocks <= w.info.blocks for w in prefills
-        ):
+        if prefills and not any(_holds(w, record) for w in prefills):
             room = max(w.info.blocks * w.info.block_size for w in prefills)
             message = (
                 f"prompt: {record.prompt_tokens} tokens do not fit into the largest prefill "
@@ -55,19 +60,16 @@ class Placer:
         self, record: RequestRecord, chain_of: ChainOf, now: float
     ) -> tuple[Choice, Demand, ModelKey] | None:
         """The best pair now, or None if nobody may have room."""
-        prefills = self._registry.live("prefill", now)
+        prefills = [w for w in self._registry.live("prefill", now) if _holds(w, record)]
         decodes = [w for w in self._registry.live("decode", now) if not w.refused]
         best: tuple[Choice, Demand, ModelKey] | None = None
-        for key in sorted({w.key for w in decodes} & {w.key for w in prefills}):
+        for key in sorted({w.key for w in decodes}):
             wanted = demand(record, key[1])
             chain = chain_of(key)
+            views = [self._prefill_view(w, chain, wanted) for w in prefills if w.key == key]
             choice = self._policy.choose(
                 wanted,
-                [
-                    self._prefill_view(w, chain, wanted)
-                    for w in prefills
-                    if w.key == key and wanted.prompt_blocks <= w.info.blocks
-                ],
+                views or [_LOCAL_VIEW],
                 [
                     view
                     for w in decodes
@@ -77,9 +79,27 @@ class Placer:
                     and wanted.blocks <= view.blocks
                 ],
             )
-            if choice is not None and (best is None or choice.cost.total_s < best[0].cost.total_s):
+            if choice is not None and (best is None or _rank(choice) < _rank(best[0])):
                 best = (choice, wanted, key)
         return best
+
+    def choose_prefill(
+        self,
+        record: RequestRecord,
+        chain: list[bytes],
+        decode: Worker,
+        failed: Container[Life],
+        now: float,
+    ) -> PrefillView | None:
+        """The best prefill worker for a request that `decode` holds, none of `failed`; None if no other is live."""
+        wanted = demand(record, decode.info.block_size)
+        views = [
+            self._prefill_view(w, chain, wanted)
+            for w in self._registry.live("prefill", now)
+            if w.key == decode.key and w.life not in failed and _holds(w, record)
+        ]
+        choice = self._policy.choose(wanted, views, [self._decode_view(decode, chain)])
+        return None if choice is None else choice.prefill
 
     def _prefill_view(self, worker: Worker, chain: list[bytes], wanted: Demand) -> PrefillView:
         cached = self._index.match(worker.name, chain) * worker.info.block_size
@@ -102,3 +122,13 @@ class Placer:
             load.s_per_block if load else {},
             len(worker.own),
         )
+
+
+def _holds(worker: Worker, record: RequestRecord) -> bool:
+    """Whether the whole prompt, history included, fits into the worker's pool."""
+    return demand(record, worker.info.block_size).prompt_blocks <= worker.info.blocks
+
+
+def _rank(choice: Choice) -> tuple[bool, float]:
+    """A prefill worker is always preferred to none."""
+    return choice.prefill.name == LOCAL.name, choice.cost.total_s

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from engine.messages import Load, PeerAddress, WorkerInfo
 from engine.types import Incarnation, RequestId
 
+Life = tuple[str, Incarnation]
+"""One life of a worker: a name that comes back as another process is another life."""
 ModelKey = tuple[str, int]
 """Fingerprint and block size: workers that share it understand each other's blocks."""
 
@@ -37,6 +39,10 @@ class Worker:
     @property
     def name(self) -> str:
         return self.peer.name
+
+    @property
+    def life(self) -> Life:
+        return (self.peer.name, self.info.incarnation)
 
     @property
     def key(self) -> ModelKey:
@@ -73,6 +79,10 @@ class Registry:
 
     def get(self, name: str) -> Worker | None:
         return self._workers.get(name)
+
+    def is_connected(self, life: Life) -> bool:
+        worker = self._workers.get(life[0])
+        return worker is not None and worker.life == life
 
     def role(self, role: str) -> list[Worker]:
         return [w for w in self._workers.values() if w.info.role == role]

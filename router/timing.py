@@ -4,6 +4,9 @@ The router measures `admit` (received to validated), `route` (to the first offer
 acceptance, re-offers included) and `stream_out` (the worker's end to the client's last event). The
 decode worker reports the stages between. What none covers is `unattributed`, never folded in.
 
+A request whose decode worker was lost is routed and reserved again, and both add to what they had.
+What it did between acceptance and loss only the lost worker knew: that time is `unattributed`.
+
 The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
 accounts for more time than lies between the two messages heard here, the first was heard late by at
 least the difference: that time is the worker's, and is taken off `reserve`. No clocks are compared.
@@ -21,20 +24,40 @@ WORKER_STAGES = ("prefill_queue", "prefill_run", "migrate", "decode_queue", "dec
 class Timeline:
     """The marks of one request on the router's clock."""
 
+    # Mutable state: the marks of the placement under way (None: not reached), and the sums of earlier ones.
+
     def __init__(self, received_s: float) -> None:
         self.received_s = received_s
-        self.submitted_s: float | None = None
-        self.offered_s: float | None = None
-        self.accepted_s: float | None = None
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.gaps_s: list[float] = []
         self._last_token_s = 0.0
+        self._seconds = dict.fromkeys(("admit", "route", "reserve"), 0.0)
+        self._in_line_s: float | None = None
+        self._offered_s: float | None = None
+        self._accepted_s: float | None = None
+        self._last_reserve_s = 0.0
+
+    def submitted(self, now: float) -> None:
+        """Validated, and handed to the core."""
+        self._seconds["admit"] = now - self.received_s
+        self._in_line_s = now
 
     def offered(self, now: float) -> None:
-        """An offer left; only the first counts."""
-        if self.offered_s is None:
-            self.offered_s = now
+        """An offer left; of one placement only the first counts."""
+        if self._offered_s is None and self._in_line_s is not None:
+            self._seconds["route"] += now - self._in_line_s
+            self._offered_s = now
+
+    def accepted(self, now: float) -> None:
+        if self._offered_s is not None:
+            self._last_reserve_s = now - self._offered_s
+            self._seconds["reserve"] += self._last_reserve_s
+        self._accepted_s = now
+
+    def interrupted(self, now: float) -> None:
+        """The decode worker was lost; the request stands in line once more."""
+        self._in_line_s, self._offered_s, self._accepted_s = now, None, None
 
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together: the gap since the last ones is shared among them."""
@@ -48,18 +71,12 @@ class Timeline:
 
     def stages(self, worker_stages: dict[str, float], now: float) -> dict[str, float]:
         """All nine stages and `unattributed`, which add up to the time since `received_s`."""
-        marks = [self.received_s, self.submitted_s, self.offered_s, self.accepted_s]
-        stages = {}
-        for name, begin_s, end_s in zip(
-            ("admit", "route", "reserve"), marks, marks[1:], strict=False
-        ):
-            known = begin_s is not None and end_s is not None
-            stages[name] = end_s - begin_s if known else 0.0  # type: ignore[operator]
+        stages = dict(self._seconds)
         stages |= {name: worker_stages.get(name, 0.0) for name in WORKER_STAGES}
-        if self.accepted_s is not None and self.ended_s is not None:
+        if self._accepted_s is not None and self.ended_s is not None:
             worker_s = sum(stages[name] for name in WORKER_STAGES)
-            late_s = worker_s - (self.ended_s - self.accepted_s)
-            stages["reserve"] -= min(stages["reserve"], max(0.0, late_s))
+            late_s = worker_s - (self.ended_s - self._accepted_s)
+            stages["reserve"] -= min(self._last_reserve_s, max(0.0, late_s))
         stages["stream_out"] = now - self.ended_s if self.ended_s is not None else 0.0
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages

@@ -37,6 +37,7 @@ ALLOWED = {
         "engine.types",
         "engine.identity",
         "engine.messages",
+        "engine.plan",
     ),
 }
 

@@ -96,15 +96,18 @@ def load(step: int = 1, active: int = 0, blocks: int = 64, **more: object) -> Lo
 
 
 class FakeWorkers:
-    """One decode and one prefill worker on one gRPC server; answers with `answer` plus END.
+    """One decode and one prefill worker on one gRPC server; answers with `answer` plus END, behind the history.
 
-    `got` holds every record the decode worker received. `slow_s` pauses between tokens; `hold` set
-    means that nothing is answered to a Place at all; `refusals` is how many Places to refuse.
+    A new stream takes over the old one's voice: what still runs goes on talking on it, as a ghost would. `got` holds
+    every record the decode worker received. `slow_s` pauses between tokens; `hold` set means that nothing is answered
+    to a Place at all; `mute_s` is a silence before every acceptance; `refusals` is how many Places to refuse.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decode: str = "d0", prefill: str = "p0") -> None:
+        self.decode, self.prefill = decode, prefill
         self.answer = list(b"hello world")
         self.slow_s = 0.0
+        self.mute_s = 0.0
         self.hold = False
         self.refusals = 0
         self.got: list[Place | Cancel | Finish] = []
@@ -116,7 +119,13 @@ class FakeWorkers:
         self.incarnation = 1
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", 0),
+            ]
+        )
         for service, method, handler in (
             ("DecodeWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._attach)),
             ("PrefillWorker", "Watch", grpc.unary_stream_rpc_method_handler(self._watch)),
@@ -137,10 +146,10 @@ class FakeWorkers:
     @property
     def peers(self) -> tuple[list[PeerAddress], list[PeerAddress]]:
         address = f"127.0.0.1:{self.port}"
-        return [PeerAddress("p0", address)], [PeerAddress("d0", address)]
+        return [PeerAddress(self.prefill, address)], [PeerAddress(self.decode, address)]
 
     async def _watch(self, request: bytes, context: object) -> AsyncIterator[bytes]:
-        yield encode([worker_info("p0", "prefill", self.incarnation)])
+        yield encode([worker_info(self.prefill, "prefill", self.incarnation)])
         while True:
             yield encode([load(s_per_token=1e-3)])
             await asyncio.sleep(0.1)
@@ -157,12 +166,14 @@ class FakeWorkers:
 
         reader = asyncio.create_task(read())
         try:
-            yield encode([worker_info("d0", "decode", self.incarnation, self.blocks)])
+            yield encode([worker_info(self.decode, "decode", self.incarnation, self.blocks)])
             while True:
                 try:
                     record: Record = await asyncio.wait_for(outbox.get(), 0.1)
                 except TimeoutError:
                     record = load(blocks=self.blocks)
+                if self.mute_s and isinstance(record, Accepted):
+                    await asyncio.sleep(self.mute_s)
                 yield encode([record])
         finally:
             reader.cancel()
@@ -194,7 +205,10 @@ class FakeWorkers:
         reason = FinishReason.STOP
         if record.max_tokens < len(ids):
             ids, reason = ids[: record.max_tokens], FinishReason.LENGTH
+        history = len(record.tokens) - record.prompt_tokens
         for index, token in enumerate(ids):
+            if index < history:
+                continue
             if self.slow_s:
                 await asyncio.sleep(self.slow_s)
             self._outbox.put_nowait(Tokens(record.request, place.placement, index, [token]))
@@ -207,8 +221,8 @@ class FakeWorkers:
             output_tokens=output,
             migrated_blocks=2,
             transport="shm",
-            prefill_worker="p0",
-            decode_worker="d0",
+            prefill_worker=self.prefill,
+            decode_worker=self.decode,
         )
         self._outbox.put_nowait(
             Ended(request=request, placement=placement, reason=reason, stats=stats)  # type: ignore[arg-type]

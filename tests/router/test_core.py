@@ -1,13 +1,9 @@
 """The router core by table: each test drives it event by event and reads its commands."""
 
-from random import Random
-
 import pytest
 
-from engine.messages import Accepted, Ended, Fault, PeerAddress, Refused, RequestStats, Tokens
-from engine.types import FinishReason, RequestId, RequestRecord
-from router.config import RouterConfig
-from router.core import Router
+from engine.messages import Accepted, Fault, Refused, Tokens
+from engine.types import FinishReason, RequestId
 from router.events import (
     Begin,
     Command,
@@ -17,69 +13,16 @@ from router.events import (
     Event,
     Fail,
     Heard,
-    Joined,
     Left,
     Lost,
     SendCancel,
     SendFinish,
     SendPlace,
     StopFound,
-    Submit,
     Tick,
 )
-from router.policy import LeastCost
-from tests.router.fake_cluster import load, worker_info
-
-A, B = RequestId("a"), RequestId("b")
-
-
-class Bench:
-    """A router with one prefill and one decode worker, checked after every event."""
-
-    def __init__(self, decodes: int = 1, blocks: int = 64, **config: object) -> None:
-        settings = RouterConfig(**config)  # type: ignore[arg-type]
-        self.router = Router(settings, LeastCost(Random(0)))
-        self.now = 0.0
-        self.join("p0", "prefill", 1, blocks)
-        for index in range(decodes):
-            self.join(f"d{index}", "decode", 1, blocks)
-
-    def join(self, name: str, role: str, life: int, blocks: int = 64) -> list[Command]:
-        info = worker_info(name, role, life, blocks)
-        return self.do(Joined(PeerAddress(name, f"{name}:1"), info))
-
-    def do(self, event: Event) -> list[Command]:
-        out = self.router.handle(event, self.now)
-        self.router.check()
-        return out
-
-    def submit(self, request: RequestId = A, tokens: int = 40, **more: object) -> list[Command]:
-        record = RequestRecord(
-            request=request, tokens=list(range(tokens)), prompt_tokens=tokens, max_tokens=24, seed=1
-        )
-        return self.do(Submit(record, **more))  # type: ignore[arg-type]
-
-    def hear(self, record: object, worker: str = "d0") -> list[Command]:
-        return self.do(Heard(worker, record))  # type: ignore[arg-type]
-
-    def accept(self, request: RequestId = A, placement: int = 1) -> list[Command]:
-        return self.hear(Accepted(request, placement, 0))
-
-
-def ended(
-    request: RequestId = A,
-    placement: int = 1,
-    reason: FinishReason = FinishReason.STOP,
-    fault: Fault | None = None,
-    **stats: object,
-) -> Ended:
-    return Ended(
-        request=request,
-        placement=placement,
-        reason=reason,
-        stats=RequestStats(**stats),  # type: ignore[arg-type]
-        fault=fault,
-    )
+from tests.router.bench import A, B, Bench, ended
+from tests.router.fake_cluster import load
 
 
 def test_life_of_a_request() -> None:
@@ -224,7 +167,7 @@ def test_every_end_in_every_state(state: str, end: str) -> None:
         assert sum(isinstance(c, SendCancel) for c in out) == on_worker
         if on_worker or state == "closing":
             do(Heard("d0", ended(reason=FinishReason.CANCELLED)))
-    elif state in ("waiting", "offered"):
+    elif state in ("waiting", "offered", "running"):
         assert answers == [] and bench.router.waiting == 1
         (place,) = bench.join("d0", "decode", 2)
         assert isinstance(place, SendPlace) and place.place.placement == 2

@@ -1,6 +1,7 @@
-"""The router core against a worker that does anything its protocol allows, and much that it does not.
+"""The router core against workers that do anything their protocol allows, and much that it does not.
 
-Whatever happens, every client gets exactly one end, and only its own tokens, in order, once.
+Whatever happens, every client gets exactly one end, and only its own tokens, in order, once: also over the loss of its
+workers, whose ghosts go on talking. What a new placement is told to be history is what the client has.
 """
 
 from random import Random
@@ -14,6 +15,7 @@ from engine.messages import (
     Cancel,
     Ended,
     Finish,
+    NeedPrefill,
     PeerAddress,
     Refused,
     RequestStats,
@@ -29,12 +31,14 @@ from router.events import (
     Event,
     Fail,
     Heard,
+    Interrupted,
     Joined,
     Left,
     Lost,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendUsePrefill,
     StopFound,
     Submit,
     Tick,
@@ -42,7 +46,8 @@ from router.events import (
 from router.policy import LeastCost
 from tests.router.fake_cluster import load, worker_info
 
-WORKERS = ("d0", "d1")
+WORKERS = ("d0", "d1", "d2")
+PREFILLS = ("p0", "p1")
 BLOCKS = 12
 
 
@@ -58,8 +63,9 @@ class Job:
         self.worker = place.worker
         self.request = place.place.record.request
         self.placement = place.place.placement
+        self.prefill = place.place.prefill.name
         self.accepted = False
-        self.sent = 0
+        self.sent = len(place.place.record.tokens) - place.place.record.prompt_tokens
         self.told: Cancel | Finish | None = None
 
 
@@ -71,12 +77,14 @@ class RouterMachine(RuleBasedStateMachine):
         self.lives = dict.fromkeys(WORKERS, 0)
         self.up: set[str] = set()
         self.jobs: list[Job] = []
+        self.ghosts: list[Job] = []
+        self.interrupted: set[str] = set()
         self.minted = 0
         self.begun: set[str] = set()
         self.given: dict[str, list[int]] = {}
         self.ends: dict[str, int] = {}
-        self.do(Joined(PeerAddress("p0", "p0:1"), worker_info("p0", "prefill")))
-        for name in WORKERS:
+        self.lives |= dict.fromkeys(PREFILLS, 0)
+        for name in PREFILLS + WORKERS:
             self.back(name)
 
     def do(self, event: Event) -> None:
@@ -84,33 +92,67 @@ class RouterMachine(RuleBasedStateMachine):
             match command:
                 case SendPlace():
                     assert command.worker in self.up
-                    self.jobs.append(Job(command))
+                    self.placed(command)
+                case SendUsePrefill():
+                    answer = command.answer
+                    job = self.job(command.worker, answer.request, answer.placement)
+                    job.prefill = answer.prefill.name if answer.prefill else ""
+                    assert not job.prefill or job.prefill in self.up
                 case SendCancel():
                     self.tell(command.worker, command.cancel)
                 case SendFinish():
                     self.tell(command.worker, command.finish)
                 case Begin():
-                    assert command.request not in self.begun and not self.ends[command.request]
+                    again = command.request in self.begun
+                    assert again == (command.request in self.interrupted)
+                    assert not self.ends[command.request]
                     self.begun.add(command.request)
+                    self.interrupted.discard(command.request)
+                case Interrupted():
+                    assert command.emitted_tokens == len(self.given[command.request])
+                    self.interrupted.add(command.request)
                 case Deliver():
                     assert not self.ends[command.request], "tokens after the end"
+                    assert command.request not in self.interrupted, "tokens of a lost worker"
                     self.given[command.request] += command.ids
                 case Complete() | Fail():
                     self.ends[command.request] += 1
 
     def tell(self, worker: str, record: Cancel | Finish) -> None:
-        (job,) = [
-            j
-            for j in self.jobs
-            if (j.worker, j.request, j.placement) == (worker, record.request, record.placement)
-        ]
-        job.told = record
+        self.job(worker, record.request, record.placement).told = record
+
+    def job(self, worker: str, request: str, placement: int) -> Job:
+        wanted = (worker, request, placement)
+        (job,) = [j for j in self.jobs if (j.worker, j.request, j.placement) == wanted]
+        return job
+
+    def placed(self, command: SendPlace) -> None:
+        """History is exactly what the client has, behind the unchanged prompt; nothing is placed that is complete."""
+        record = command.place.record
+        history = record.tokens[record.prompt_tokens :]
+        assert history == self.given[record.request] and len(history) < record.max_tokens
+        assert record.tokens[: record.prompt_tokens] == [1] * record.prompt_tokens
+        assert not self.ends[record.request]
+        assert all(
+            job.placement < command.place.placement
+            for job in self.jobs + self.ghosts
+            if job.request == record.request
+        )
+        prefill = command.place.prefill.name
+        assert prefill in self.up if prefill else not self.up & set(PREFILLS)
+        self.jobs.append(Job(command))
 
     def back(self, name: str) -> None:
+        """Connected as a new process."""
         self.lives[name] += 1
         self.up.add(name)
+        self.connect(name)
+
+    def connect(self, name: str) -> None:
+        role = "prefill" if name in PREFILLS else "decode"
+        blocks = 64 if name in PREFILLS else BLOCKS
         peer = PeerAddress(name, f"{name}:1")
-        self.do(Joined(peer, worker_info(name, "decode", self.lives[name], BLOCKS)))
+        self.do(Joined(peer, worker_info(name, role, self.lives[name], blocks)))
 
     @rule(tokens=st.integers(1, 250), deadline=st.none() | st.integers(1, 5))
     def submit(self, tokens: int, deadline: int | None) -> None:
@@ -139,6 +181,7 @@ class RouterMachine(RuleBasedStateMachine):
     def emit(self, data: st.DataObject, count: int, again: int, skew: int) -> None:
         """Tokens in order, repeating some; with a wrong placement where `skew` is 2."""
         job = data.draw(st.sampled_from([j for j in self.jobs if j.accepted]))
+        count = min(count, 16 - job.sent)
         start = max(job.sent - again, 0)
         ids = [token(job.request, i) for i in range(start, job.sent + count)]
         placement = job.placement
@@ -182,14 +225,61 @@ class RouterMachine(RuleBasedStateMachine):
             kept = data.draw(st.integers(1, len(self.given[request])))
             self.do(StopFound(RequestId(request), kept))
 
-    @rule(name=st.sampled_from(WORKERS))
+    @rule(name=st.sampled_from(WORKERS + PREFILLS))
     def crash_or_return(self, name: str) -> None:
         if name in self.up:
             self.up.remove(name)
-            self.jobs = [j for j in self.jobs if j.worker != name]
+            self.bury(name)
             self.do(Lost(name))
         else:
             self.back(name)
+
+    @rule(name=st.sampled_from(WORKERS), told=st.booleans())
+    def cut_and_return(self, name: str, told: bool) -> None:
+        """The stream breaks and the same process is there again; its loss may go unsaid."""
+        if name in self.up:
+            self.up.remove(name)
+            self.bury(name)
+            if told:
+                self.do(Lost(name))
+            self.up.add(name)
+            self.connect(name)
+
+    def bury(self, name: str) -> None:
+        self.ghosts += [j for j in self.jobs if j.worker == name]
+        self.jobs = [j for j in self.jobs if j.worker != name]
+
+    @precondition(lambda self: any(j.worker in self.up for j in self.ghosts))
+    @rule(data=st.data(), what=st.sampled_from(["tokens", "ended", "accepted", "refused"]))
+    def haunt(self, data: st.DataObject, what: str) -> None:
+        """A worker that was given up speaks of what it had: nothing of it may be believed."""
+        job = data.draw(st.sampled_from([j for j in self.ghosts if j.worker in self.up]))
+        name, placement = job.request, job.placement
+        record: Tokens | Ended | Accepted | Refused = Tokens(name, placement, job.sent, [666])
+        if what == "ended":
+            record = Ended(
+                request=name,
+                placement=placement,
+                reason=FinishReason.STOP,
+                stats=RequestStats(output_tokens=job.sent),
+            )
+        elif what == "accepted":
+            record = Accepted(name, placement, 0)
+        elif what == "refused":
+            record = Refused(name, placement, 1)
+        before = dict(self.ends)
+        self.do(Heard(job.worker, record))
+        assert self.ends == before
+
+    @precondition(lambda self: any(j.accepted and j.prefill and not j.told for j in self.jobs))
+    @rule(data=st.data())
+    def need_prefill(self, data: st.DataObject) -> None:
+        """A decode worker loses its prefill worker: it is answered at once, or told to stop."""
+        asking = [j for j in self.jobs if j.accepted and j.prefill and not j.told]
+        job = data.draw(st.sampled_from(asking))
+        failed = job.prefill
+        self.do(Heard(job.worker, NeedPrefill(job.request, job.placement, failed)))
+        assert job.told or job.prefill != failed or failed in self.up
 
     @rule(name=st.sampled_from(WORKERS), active=st.integers(0, BLOCKS))
     def report(self, name: str, active: int) -> None:
@@ -199,7 +289,8 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 2))
     def tick(self, seconds: int) -> None:
         self.now += seconds
-        self.do(Heard("p0", load()))
+        for name in PREFILLS:
+            self.do(Heard(name, load()))
         self.do(Tick())
 
     @invariant()
@@ -213,7 +304,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Heal everything: all work must come to its end."""
-        for name in WORKERS:
+        for name in PREFILLS + WORKERS:
             if name not in self.up:
                 self.back(name)
         for _ in range(4 * self.minted + 4):
@@ -239,5 +330,5 @@ class RouterMachine(RuleBasedStateMachine):
 
 TestRouterMachine = RouterMachine.TestCase
 TestRouterMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
 )

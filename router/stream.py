@@ -1,0 +1,182 @@
+"""The client's side of one request: what it was given so far, and what is still to be read.
+
+The hub fills it as output arrives; one reader at a time takes events from it. A resumable stream outlives its reader:
+it keeps what was given (never more than `max_tokens`), and the next reader says what it has: `next_index` output tokens
+and `text_bytes` bytes of their text, since text may lag behind tokens. It gets the rest, once. A new reader takes the
+stream over; an old one that is still there, on a connection which only it believes in, is sent away.
+"""
+
+import asyncio
+
+import msgspec
+
+from engine.messages import Fault
+from engine.types import FinishReason
+from router.api import ApiError, Delta, Finished, Started
+from router.endings import LEFT
+from router.events import Complete
+from router.observer import Observer
+from router.output import Output
+from router.timing import Timeline
+
+
+class Stream:
+    # Mutable state: the deltas given so far, how the request ended, and the present reader.
+
+    def __init__(
+        self, started: Started, output: Output, timeline: Timeline, observer: Observer
+    ) -> None:
+        self.started = started
+        self.output = output
+        self.deltas: list[Delta] = []
+        self.end: Complete | ApiError | None = None
+        self.begun = False
+        self.reader: Reader | None = None
+        self.changed = asyncio.Event()
+        self._finished: Finished | None = None
+        self._timeline = timeline
+        self._observer = observer
+        self._counted = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    # ---- what the hub tells
+
+    def offered(self, now: float) -> None:
+        self._timeline.offered(now)
+
+    def accepted(self, now: float) -> None:
+        self._timeline.accepted(now)
+        self.begun = True
+        self.changed.set()
+
+    def interrupted(self, now: float) -> None:
+        self._timeline.interrupted(now)
+
+    def tokens(self, ids: list[int], now: float) -> int | None:
+        text, kept = self.output.push(ids)
+        if kept:
+            self._timeline.tokens(len(kept), now)
+            self._show(text, kept)
+        stopped = self.output.stopped
+        return stopped.tokens_kept if stopped is not None else None
+
+    def completed(self, end: Complete, now: float) -> None:
+        self._timeline.ended_s = now
+        rest = self.output.flush()
+        if rest:
+            self._show(rest, [])
+        self.end = end
+        self.changed.set()
+
+    def failed(
+        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
+    ) -> None:
+        self._count(outcome, now, {})
+        self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
+        self.changed.set()
+
+    def left(self, now: float) -> None:
+        """Its client is gone for good, whether or not it saw the end. A reader that still waits is sent away."""
+        if self.end is None:
+            self.end = ApiError(LEFT.code, LEFT.message)
+            self.changed.set()
+        self._count(FinishReason.CANCELLED, now, {})
+
+    # ---- what a reader takes
+
+    def read(self) -> "Reader":
+        """From the beginning."""
+        self.reader = Reader(self, [], 0, is_first=True)
+        return self.reader
+
+    def read_on(self, next_index: int, text_bytes: int) -> "Reader":
+        """Go on behind what the client has. Raises ApiError for a position that it cannot have reached."""
+        ids, text = self.ids, self.text.encode()
+        if not 0 <= next_index <= len(ids):
+            raise _bad("next_index", f"must lie in 0 to {len(ids)}")
+        if not 0 <= text_bytes <= len(text):
+            raise _bad("text_bytes", f"must lie in 0 to {len(text)}")
+        try:
+            rest = text[text_bytes:].decode()
+        except UnicodeDecodeError as error:
+            raise _bad("text_bytes", "lies inside a character") from error
+        backlog: list[Started | Delta] = [self.started]
+        if rest or next_index < len(ids):
+            backlog.append(Delta(rest, tuple(ids[next_index:])))
+        self.reader = Reader(self, backlog, len(self.deltas), is_first=False)
+        self.changed.set()
+        return self.reader
+
+    def account(self, end: Complete, now: float) -> Finished:
+        """The account of a request that ended well; the same however often it is asked for."""
+        if self._finished is None:
+            stopped = self.output.stopped
+            reason = FinishReason.STOP if stopped is not None else end.reason
+            stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
+            matched = stopped.matched if stopped is not None else ""
+            self._finished = self._timeline.finished(reason, stats, matched, now)
+            self._count(reason, now, self._finished.stats.stages)
+        return self._finished
+
+    def _show(self, text: str, ids: list[int]) -> None:
+        self.deltas.append(Delta(text, tuple(ids)))
+        self.changed.set()
+
+    def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        line = self._timeline
+        first_s = line.first_token_s
+        ttft_s = None if first_s is None else first_s - line.received_s
+        e2e_s = now - line.received_s
+        self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
+
+
+class Reader:
+    """Takes a stream's events in order. Only the newest reader of a stream gets any."""
+
+    def __init__(
+        self, stream: Stream, backlog: list[Started | Delta], at: int, *, is_first: bool
+    ) -> None:
+        self._stream = stream
+        self._backlog = backlog
+        self._at = at
+        self._waits_for_start = is_first
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `Started` was taken: from then on the client has what it needs to come back."""
+        return not self._waits_for_start
+
+    async def next(self) -> Started | Delta | Complete:
+        """The next event; the last one is Complete. Raises ApiError for a request that failed."""
+        stream = self._stream
+        while True:
+            if stream.reader is not self:
+                raise ApiError("CANCELLED", "another connection has resumed this stream")
+            if self._backlog:
+                return self._backlog.pop(0)
+            if self._waits_for_start and stream.begun:
+                self._waits_for_start = False
+                return stream.started
+            if self._at < len(stream.deltas):
+                self._at += 1
+                return stream.deltas[self._at - 1]
+            if isinstance(stream.end, ApiError):
+                raise stream.end
+            if stream.end is not None:
+                return stream.end
+            stream.changed.clear()
+            await stream.changed.wait()
+
+
+def _bad(field: str, message: str) -> ApiError:
+    return ApiError("INVALID_ARGUMENT", f"{field}: {message}", field)

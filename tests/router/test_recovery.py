@@ -1,0 +1,292 @@
+"""Lost workers, event by event: who goes on, behind which tokens, how often, and who is given up."""
+
+import pytest
+
+from engine.messages import Accepted, NeedPrefill, PeerAddress, Refused, Tokens
+from engine.types import FinishReason, RequestId
+from router.events import (
+    Begin,
+    Command,
+    Complete,
+    Deliver,
+    Dropped,
+    Fail,
+    Interrupted,
+    Left,
+    Lost,
+    Poisonous,
+    SendCancel,
+    SendPlace,
+    SendUsePrefill,
+    StopFound,
+    Tick,
+)
+from router.placement import LOCAL
+from router.recovery import RetryBudget
+from tests.router.bench import STOP_ID, A, B, Bench, ended
+from tests.router.fake_cluster import load
+
+C = RequestId("c")
+
+
+def running(bench: Bench, *ids: int, request: RequestId = A, **more: object) -> str:
+    """Submit and run to the given tokens; the decode worker's name."""
+    (place,) = bench.submit(request, **more)  # type: ignore[arg-type]
+    assert isinstance(place, SendPlace)
+    bench.accept(request, worker=place.worker)
+    if ids:
+        bench.hear(Tokens(request, 1, 0, list(ids)), place.worker)
+    return place.worker
+
+
+def lose(bench: Bench, worker: str) -> tuple[list[Command], SendPlace]:
+    """Lose a decode worker; what came before the new placement, and that."""
+    *before, place = bench.do(Lost(worker))
+    assert isinstance(place, SendPlace)
+    return before, place
+
+
+@pytest.mark.parametrize("emitted", [0, 1, 2, 23])
+def test_a_request_goes_on_behind_what_its_client_has(emitted: int) -> None:
+    """Guards against tokens that are lost, doubled or sampled again when a decode worker is lost at token k."""
+    bench = Bench(decodes=2)
+    given = list(range(200, 200 + emitted))
+    home = running(bench, *given, deadline_s=9.0)
+    bench.now = 4.0
+    bench.hear(load(), "p0")
+    before, place = lose(bench, home)
+    assert before == [Interrupted(A, home, emitted)]
+    record = place.place.record
+    assert place.worker != home and place.place.placement == 2
+    assert record.tokens == [*range(40), *given] and record.prompt_tokens == 40
+    assert (record.seed, record.remaining_s, record.max_tokens) == (1, 5.0, 24)
+    assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Dropped("early", 1)]
+    assert bench.accept(A, 2, place.worker) == [Begin(A)]
+    assert bench.hear(Tokens(A, 1, emitted, [6]), place.worker) == [Dropped("stale", 1)]
+    assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Deliver(A, [7])]
+    last = ended(A, 2, FinishReason.STOP, output_tokens=emitted + 1, prefill_cached_tokens=40)
+    (done,) = bench.hear(last, place.worker)
+    assert isinstance(done, Complete) and done.stats.output_tokens == emitted + 1
+    assert done.stats.prefill_cached_tokens == 0, "this request computed its prompt itself, once"
+    assert bench.router.open == 0
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"), [(STOP_ID, FinishReason.STOP), (7, FinishReason.LENGTH)]
+)
+def test_an_answer_that_was_complete_is_not_placed_again(last: int, reason: FinishReason) -> None:
+    """Guards against a token behind the end, and against a failed request whose client has all of it."""
+    bench = Bench(decodes=2)
+    home = running(bench, 5, 6, last, max_tokens=3)
+    (done,) = bench.do(Lost(home))
+    assert isinstance(done, Complete)
+    assert (done.reason, done.stats.output_tokens, done.stats.stages) == (reason, 3, {})
+    assert bench.router.open == 0
+
+
+def test_a_found_stop_string_completes_without_its_worker() -> None:
+    """Guards against placing an answer again whose end the router itself had found."""
+    bench = Bench(decodes=2)
+    home = running(bench, 5, 6, 7)
+    bench.do(StopFound(A, 2))
+    (done,) = bench.do(Lost(home))
+    assert isinstance(done, Complete)
+    assert (done.reason, done.stats.output_tokens) == (FinishReason.STOP, 2)
+
+
+def test_a_client_that_left_is_not_placed_again() -> None:
+    """Guards against work for nobody after a loss."""
+    bench = Bench(decodes=2)
+    home = running(bench, 5)
+    bench.do(Left(A))
+    assert bench.do(Lost(home)) == [] and bench.router.open == 0
+
+
+def test_it_waits_at_the_head_of_the_line() -> None:
+    """Guards against a running request that falls behind those that have not begun."""
+    bench = Bench(blocks=8)
+    home = running(bench, 5)
+    running(bench, 6, request=B)
+    assert bench.submit(C, tokens=100) == []
+    assert bench.do(Lost(home)) == [Interrupted(A, home, 1), Interrupted(B, home, 1)]
+    first, second = bench.join("d0", "decode", 2, 8)
+    assert isinstance(first, SendPlace) and isinstance(second, SendPlace)
+    assert [p.place.record.request for p in (first, second)] == [A, B]
+
+
+def test_a_deadline_ends_the_waiting_for_another_worker() -> None:
+    """Guards against a recovery that outlives the caller's patience."""
+    bench = Bench()
+    home = running(bench, 5, deadline_s=3.0)
+    bench.do(Lost(home))
+    bench.now = 3.0
+    (failed,) = bench.do(Tick())
+    assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_two_lost_workers_are_poison(offered: bool) -> None:
+    """Guards against one request that takes the whole pool down, worker by worker."""
+    bench = Bench(decodes=3)
+    home = running(bench, 5)
+    _, place = lose(bench, home)
+    if not offered:
+        bench.accept(A, 2, place.worker)
+    named, failed = bench.do(Lost(place.worker))
+    assert named == Poisonous(A, sorted((home, place.worker)))
+    assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
+    assert "poisonous" in failed.fault.message and bench.router.open == 0
+
+
+def test_a_cut_stream_kills_nobody() -> None:
+    """Guards against blaming a request for workers that turn out to be alive, and against endless placements."""
+    bench = Bench(max_placements=3)
+    running(bench, 5)
+    for placement in (2, 3):
+        bench.do(Lost("d0"))
+        (place,) = bench.join("d0", "decode", 1)
+        assert isinstance(place, SendPlace) and place.place.placement == placement
+        bench.accept(A, placement)
+    (failed,) = bench.do(Lost("d0"))
+    assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
+    assert "poisonous" not in failed.fault.message and "3 placements" in failed.fault.message
+
+
+def test_a_cut_that_is_only_seen_when_it_is_mended() -> None:
+    """Guards against requests left on a stream that was replaced without a word."""
+    bench = Bench()
+    running(bench, 5)
+    interrupted, place = bench.join("d0", "decode", 1)
+    assert interrupted == Interrupted(A, "d0", 1)
+    assert isinstance(place, SendPlace) and place.place.record.tokens[-1] == 5
+
+
+def test_the_budget_is_shared_and_grows_with_requests() -> None:
+    """Guards against a failing cluster that drowns in its own retries."""
+    bench = Bench(decodes=3, retry_reserve=2, retry_fraction=0.5)
+    homes = {name: running(bench, 5, request=name) for name in (A, B, C)}
+    out = [c for home in set(homes.values()) for c in bench.do(Lost(home))]
+    (failed,) = [c for c in out if isinstance(c, Fail)]
+    assert "retry budget" in failed.fault.message
+    budget = RetryBudget(2, 0.5)
+    assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
+    budget.arrived()
+    assert not budget.take(0.0)
+    budget.arrived()
+    assert budget.take(0.0) and not budget.take(29.0)
+    assert budget.take(31.0)
+    for _ in range(100):
+        budget.arrived()
+    assert [budget.take(31.0) for _ in range(3)] == [True, True, False]
+
+
+# ---- lost prefill workers
+
+
+def asked(bench: Bench, home: str, failed: str) -> list[Command]:
+    return bench.hear(NeedPrefill(A, 1, failed), home)
+
+
+def test_another_prefill_worker_is_named_and_then_none() -> None:
+    """Guards against a decode worker sent back to the one it lost, or left without an answer."""
+    bench = Bench(prefills=2)
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace)
+    first = place.place.prefill.name
+    bench.accept()
+    (answer,) = asked(bench, "d0", first)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    second = answer.answer.prefill.name
+    assert {first, second} == {"p0", "p1"} and answer.answer.placement == 1
+    assert asked(bench, "d0", first) == [Dropped("stale", 0)], "asked twice, answered once"
+    (answer,) = asked(bench, "d0", second)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is None
+    assert bench.hear(Tokens(A, 1, 0, [5])) == [Deliver(A, [5])]
+
+
+def test_the_other_prefill_worker_is_the_cheapest_one() -> None:
+    """Guards against a choice blind to queues."""
+    bench = Bench(prefills=3)
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace)
+    first = place.place.prefill.name
+    bench.accept()
+    busy, idle = sorted({"p0", "p1", "p2"} - {first})
+    bench.hear(load(waiting_tokens=5000), busy)
+    (answer,) = asked(bench, "d0", first)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    assert answer.answer.prefill.name == idle
+
+
+def test_a_new_life_of_a_lost_prefill_worker_may_be_asked() -> None:
+    """Guards against a restart that helps nobody, and against beliefs in the cache of a dead process."""
+    bench = Bench()
+    running(bench)
+    assert bench.router.index._trees["p0"]
+    bench.join("p0", "prefill", 2)
+    (answer,) = asked(bench, "d0", "p0")
+    assert isinstance(answer, SendUsePrefill)
+    assert answer.answer.prefill == PeerAddress("p0", "p0:1")
+
+
+def test_a_prompt_that_kills_prefill_workers_is_poison() -> None:
+    """Guards the prefill pool against one prompt: lost before it is reported, or after."""
+    bench = Bench(prefills=3)
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace)
+    first = place.place.prefill.name
+    bench.accept()
+    bench.do(Lost(first))
+    (answer,) = asked(bench, "d0", first)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    second = answer.answer.prefill.name
+    (answer,) = asked(bench, "d0", second)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    bench.do(Lost(second))
+    named, failed, cancel = asked(bench, "d0", answer.answer.prefill.name)
+    assert named == Poisonous(A, sorted((first, second)))
+    assert isinstance(failed, Fail) and isinstance(cancel, SendCancel)
+    bench.hear(ended(reason=FinishReason.CANCELLED))
+    assert bench.router.open == 0
+
+
+def test_without_prefill_workers_the_decode_worker_does_it_alone() -> None:
+    """Guards against requests that wait, or fail, while a worker is there that could run them."""
+    bench = Bench(prefills=0)
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace) and place.place.prefill == LOCAL == PeerAddress("", "")
+    bench.accept()
+    bench.hear(Tokens(A, 1, 0, [5]))
+    (done,) = bench.hear(ended(output_tokens=1))
+    assert isinstance(done, Complete)
+    bench.join("p0", "prefill", 1)
+    (place,) = bench.submit(B)
+    assert isinstance(place, SendPlace) and place.place.prefill.name == "p0"
+
+
+def test_a_silent_prefill_worker_is_passed_by() -> None:
+    """Guards against a request sent to a prefill worker whose engine stands still, while another way is open."""
+    bench = Bench()
+    bench.now = 30.0
+    bench.hear(load())
+    (place,) = bench.submit()
+    assert isinstance(place, SendPlace) and place.place.prefill == LOCAL
+
+
+def test_history_that_no_prefill_pool_holds_is_prefilled_locally() -> None:
+    """Guards against a request that outgrew every prefill worker and would wait for ever."""
+    bench = Bench(prefills=0, decodes=2)
+    bench.join("p0", "prefill", 1, 3)
+    home = running(bench, *range(200, 209))  # 49 tokens: four blocks
+    _, place = lose(bench, home)
+    assert place.place.prefill == LOCAL and len(place.place.record.tokens) == 49
+
+
+def test_a_local_prefill_cannot_crowd_out_the_line() -> None:
+    """Guards the line's order with no prefill worker: refusals and reports work as ever."""
+    bench = Bench(prefills=0)
+    bench.submit()
+    assert bench.hear(Refused(A, 1, 4)) == []
+    (place,) = bench.hear(load())
+    assert isinstance(place, SendPlace) and place.place.placement == 2
+    assert bench.hear(Accepted(A, 2, 0)) == [Begin(A)]
