@@ -1,0 +1,87 @@
+"""Virtual time, and processes that live in it: one heap of events, one seeded generator, nothing else is random."""
+
+import heapq
+from collections.abc import Callable
+from random import Random
+
+Act = Callable[[], None]
+
+
+class Violation(AssertionError):
+    """A promise of the design is broken; the message says which one, where and when."""
+
+
+class Clock:
+    """Mutable state: the heap. Events of one moment run in the order in which they were scheduled."""
+
+    def __init__(self, rng: Random) -> None:
+        self.now = 0.0
+        self.rng = rng
+        self.events = 0
+        self._heap: list[tuple[float, int, Act]] = []
+        self._count = 0
+
+    def at(self, delay_s: float, act: Act) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._count, act))
+
+    def step(self) -> bool:
+        """Run the next event; False: there is none."""
+        if not self._heap:
+            return False
+        self.now, _, act = heapq.heappop(self._heap)
+        self.events += 1
+        act()
+        return True
+
+    @property
+    def next_at(self) -> float:
+        """When the next event is due; infinity if there is none."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+
+class Process:
+    """One life of one process. What is scheduled through it never runs after its death, and waits while it is frozen.
+
+    Mutable state: `alive`, `frozen` and what waits for the thaw, in order.
+    """
+
+    def __init__(self, clock: Clock, name: str, role: str, pid: int, incarnation: int) -> None:
+        self.clock = clock
+        self.name = name
+        self.role = role
+        self.pid = pid
+        self.incarnation = incarnation
+        self.alive = True
+        self.frozen = False
+        self._stash: list[Act] = []
+
+    def later(self, delay_s: float, act: Act) -> None:
+        """Run `act` in this process after `delay_s` of virtual time."""
+        self.clock.at(delay_s, lambda: self.run(act))
+
+    def run(self, act: Act) -> None:
+        """Run `act` in this process now, after its thaw, or never."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._stash.append(act)
+        else:
+            act()
+
+    def kill(self) -> None:
+        self.alive = False
+        self._stash.clear()
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def resume(self) -> None:
+        """Everything that was held back happens now, in order, as after SIGCONT."""
+        self.frozen = False
+        stash, self._stash = self._stash, []
+        for act in stash:
+            self.run(act)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({'frozen' if self.frozen else 'alive' if self.alive else 'dead'})"

@@ -1,0 +1,238 @@
+"""What goes wrong, when, and the proof that it did.
+
+A fault waits for its trigger: a moment, the n-th record of one type on its way between workers, or the n-th copy. Then
+it strikes whoever was involved. `effective` counts the faults that took effect while a handoff of the struck process or
+stream was open; only those make a schedule count.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.messages import (
+    Handoff,
+    Hello,
+    Offer,
+    Record,
+    decode_from_prefill_frame,
+    decode_to_prefill_frame,
+    encode,
+)
+from tests.sim.clock import Process
+from tests.sim.network import Stream
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+PROCESS_KINDS = (
+    "crash prefill",
+    "crash decode",
+    "freeze prefill",
+    "freeze decode",
+    "crash router",
+    "freeze router",
+)
+STREAM_KINDS = ("cut handoff", "cut router", "partition handoff", "partition router")
+RECORD_KINDS = ("duplicate", "reorder", "drop", "misdirect")
+TRANSFER_KINDS = ("corrupt", "send_fails", "recv_fails")
+KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS
+
+
+@dataclass(slots=True, eq=False)
+class Fault:
+    """`on` is a record's type name, "copy" or "time"; `count` says which one, `at_s` when. `delay_s` after the trigger
+    it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a healed partition)."""
+
+    kind: str
+    on: str
+    count: int = 1
+    at_s: float = 0.0
+    delay_s: float = 0.0
+    lasts_s: float = 0.05
+    armed: bool = False
+    struck: bool = False
+
+    def __str__(self) -> str:
+        when = f"at {self.at_s:.3f} s" if self.on == "time" else f"{self.on} #{self.count}"
+        return f"{self.kind} ({when} + {self.delay_s * 1e3:.1f} ms, for {self.lasts_s:.3f} s)"
+
+
+class Faults:
+    """Mutable state: which faults wait, which are armed, and what has been seen and struck so far."""
+
+    def __init__(self, world: "World", faults: list[Fault]) -> None:
+        self._world = world
+        self.faults = faults
+        self.struck: Counter[str] = Counter()
+        self.effective: Counter[str] = Counter()
+        self.until = 0.0
+        self._seen: Counter[str] = Counter()
+        self._held: dict[tuple[int, int], tuple[bytes, set[Handoff]]] = {}
+        self._waiting = [fault for fault in faults if fault.on != "time"]
+        for fault in faults:
+            if fault.on == "time":
+                world.clock.at(fault.at_s, lambda fault=fault: self._fire(fault, None, None))  # type: ignore[misc]
+
+    @property
+    def over(self) -> bool:
+        """Nothing waits any more, and all damage is undone."""
+        return not self._waiting and self._world.clock.now >= self.until
+
+    def disarm(self) -> None:
+        """What has not been triggered by now never will be."""
+        self._waiting.clear()
+        for fault in self.faults:
+            fault.armed = False
+
+    # ---- triggers
+
+    def saw_copy(self, reader: Process, owner: Process) -> None:
+        self._saw("copy", reader, owner)
+
+    def _saw(self, what: str, decode: Process | None, prefill: Process | None) -> None:
+        if not self._waiting:
+            return
+        self._seen[what] += 1
+        for fault in [f for f in self._waiting if f.on == what and f.count == self._seen[what]]:
+            self._waiting.remove(fault)
+            if fault.delay_s and fault.kind not in RECORD_KINDS + TRANSFER_KINDS:
+                self.until = max(self.until, self._world.clock.now + fault.delay_s)
+                self._world.clock.at(
+                    fault.delay_s,
+                    lambda fault=fault: self._fire(fault, decode, prefill),  # type: ignore[misc]
+                )
+            else:
+                self._fire(fault, decode, prefill)
+
+    def _fire(self, fault: Fault, decode: Process | None, prefill: Process | None) -> None:
+        if fault.kind in RECORD_KINDS + TRANSFER_KINDS:
+            fault.armed = True
+            return
+        world, rng = self._world, self._world.rng
+        what, _, role = fault.kind.partition(" ")
+        if what in ("crash", "freeze"):
+            known = {"decode": decode, "prefill": prefill}.get(role)
+            process = known if known is not None and known.alive else world.pick(role, rng)
+            if process is None or process.frozen:
+                return
+            during = world.has_handoffs(process)
+            self._strikes(fault, during)
+            if what == "crash":
+                world.kill(process)
+                world.clock.at(fault.lasts_s, lambda: world.boot(process.name, process.role))
+            else:
+                world.freeze(process, fault.lasts_s)
+            return
+        streams = [s for s in world.wire.streams if s.open and s.is_handoff == (role == "handoff")]
+        near = [s for s in streams if decode in (s.client, s.server) or prefill in (s.client, s.server)]
+        if not streams:
+            return
+        stream = rng.choice(near or streams)
+        during = world.has_handoffs(stream.server) or world.has_handoffs(stream.client)
+        if what == "cut":
+            self._strikes(fault, during)
+            stream.cut("the connection was reset")
+        else:
+            held = stream.under_way
+            world.wire.partition(stream, fault.lasts_s)
+            # It takes effect with the first record that has to wait.
+            world.clock.at(
+                min(0.02, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
+            )
+            self.until = max(self.until, world.clock.now + fault.lasts_s)
+
+    def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
+        if max(held, stream.under_way):
+            self._strikes(fault, during)
+
+    def _strikes(self, fault: Fault, during_handoff: bool) -> None:
+        fault.struck = True
+        self.struck[fault.kind] += 1
+        if during_handoff:
+            self.effective[fault.kind] += 1
+        self.until = max(self.until, self._world.clock.now + fault.lasts_s)
+        if self._world.say is not None:
+            self._world.say("fault", str(fault))
+
+    # ---- single records and transfers
+
+    def takes(self, kind: str, name: Handoff) -> bool:
+        """Is a fault of this kind armed? Then it strikes here."""
+        for fault in self.faults:
+            if fault.armed and fault.kind == kind:
+                fault.armed = False
+                self._strikes(fault, True)
+                return True
+        return False
+
+    def meddle(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
+        """What really travels in place of a frame."""
+        if not stream.is_handoff:
+            return [data]
+        records: list[Record] = list(
+            (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
+        )
+        for record in records:
+            self._world.saw_record(record)
+            self._saw(type(record).__name__, stream.client, stream.server)
+        held = self._held.pop((stream.number, lane), None)
+        frames = [data]
+        if not any(isinstance(record, Hello) for record in records):
+            frames = self._change(stream, lane, data, records)
+        if held is None:
+            return frames
+        names = {getattr(record, "handoff", None) for record in records}
+        return [held[0], *frames] if names & held[1] else [*frames, held[0]]
+
+    def _change(
+        self, stream: Stream, lane: int, data: bytes, records: list[Record]
+    ) -> list[bytes]:
+        for fault in self.faults:
+            if not fault.armed or fault.kind not in RECORD_KINDS:
+                continue
+            if fault.kind == "misdirect":
+                changed = [_misdirected(record) for record in records]
+                if changed == records:
+                    continue
+                data = encode(changed)
+            fault.armed = False
+            self._strikes(fault, True)
+            match fault.kind:
+                case "duplicate":
+                    self._world.clock.at(fault.delay_s, lambda: self._again(stream, lane, data))
+                case "reorder":
+                    names = {getattr(record, "handoff", None) for record in records}
+                    self._held[stream.number, lane] = (data, names)  # type: ignore[assignment]
+                    self._world.clock.at(0.01, lambda: self._let_go(stream, lane))
+                    return []
+                case "drop":
+                    self._world.clock.at(fault.delay_s, lambda: stream.cut("a gap in the stream"))
+                    return []
+        return [data]
+
+    def _again(self, stream: Stream, lane: int, data: bytes) -> None:
+        if stream.open:
+            stream.inject(lane, data)
+
+    def _let_go(self, stream: Stream, lane: int) -> None:
+        held = self._held.pop((stream.number, lane), None)
+        if held is not None and stream.open:
+            stream.inject(lane, held[0])
+
+
+def _misdirected(record: Record) -> Record:
+    """The first two blocks of an offer exchange where their bytes are to be found: intact bytes, wrong place."""
+    if not isinstance(record, Offer) or len(record.blocks) < 2:
+        return record
+    one, two, *rest = record.blocks
+    if one.tokens != two.tokens:
+        return record
+    swapped = [
+        msgspec.structs.replace(
+            a, source=b.source, generation=b.generation, digest=b.digest
+        )
+        for a, b in ((one, two), (two, one))
+    ]
+    return msgspec.structs.replace(record, blocks=[*swapped, *rest])

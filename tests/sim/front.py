@@ -1,0 +1,216 @@
+"""The router's process: the real `Hub` over the real `Router`, its links to workers, and the clients it answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from engine.messages import (
+    Fault,
+    PeerAddress,
+    RouterRecord,
+    WorkerInfo,
+    decode_decode_frame,
+    decode_report_frame,
+    encode,
+)
+from engine.types import FinishReason, RequestRecord
+from router.config import RouterConfig
+from router.core import Router
+from router.dispatch import ATTACH, PAUSE_S, WATCH
+from router.events import Complete
+from router.hub import Hub
+from router.observer import NullObserver
+from router.policy import make_policy
+from tests.sim.clock import Process, Violation
+from tests.sim.network import Send, Session
+from tests.sim.shadow import expected_output
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+TICK_S = 0.05
+
+
+@dataclass(slots=True)
+class Client:
+    """One caller. Fulfils `router.hub.Sink`; compares every token, as it comes, with the uninterrupted run."""
+
+    world: "World"
+    record: RequestRecord
+    deadline_s: float | None = None
+    cancel_at: float | None = None
+    stop_after: int | None = None
+    tokens_: list[int] = field(default_factory=list)
+    want: list[int] = field(default_factory=list)
+    began: bool = False
+    left: bool = False
+    outcome: str = ""
+    ended_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.want = expected_output(self.record)
+
+    @property
+    def name(self) -> str:
+        return self.record.request
+
+    def offered(self, now: float) -> None:
+        pass
+
+    def accepted(self, now: float) -> None:
+        self.began = True
+
+    def tokens(self, ids: list[int], now: float) -> int | None:
+        if self.outcome:
+            raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")
+        self.tokens_ += ids
+        if self.tokens_ != self.want[: len(self.tokens_)]:
+            raise Violation(f"{self.name}: got {self.tokens_}, the uninterrupted run is {self.want}")
+        if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
+            self.world.note("stop string found")
+            return self.stop_after
+        return None
+
+    def completed(self, end: Complete, now: float) -> None:
+        got = self.tokens_
+        if self.stop_after is not None and len(got) >= self.stop_after:
+            got = got[: self.stop_after]
+        elif got != self.want:
+            raise Violation(f"{self.name}: ended with {got}, the uninterrupted run is {self.want}")
+        if end.stats.output_tokens != len(got):
+            raise Violation(f"{self.name}: {end.stats.output_tokens} tokens counted, {len(got)} came")
+        self._over(f"complete ({end.reason.value})", now)
+
+    def failed(
+        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
+    ) -> None:
+        if fault.code == "DEADLINE_EXCEEDED":
+            if self.deadline_s is None or now < self.deadline_s - 1e-9:
+                raise Violation(f"{self.name}: DEADLINE_EXCEEDED at {now:.3f}, due {self.deadline_s}")
+        elif fault.code != "UNAVAILABLE":
+            raise Violation(f"{self.name}: {fault.code}: {fault.message}")
+        else:
+            self.world.unavailable(self, fault.message)
+        self._over(fault.code, now)
+
+    def leave(self) -> None:
+        """The client goes away; nothing more may reach it."""
+        if not self.outcome:
+            self.left = True
+            self._over("CANCELLED", self.world.clock.now)
+
+    def router_lost(self) -> None:
+        if not self.outcome:
+            self._over("UNAVAILABLE", self.world.clock.now)
+
+    def _over(self, outcome: str, now: float) -> None:
+        if self.outcome:
+            raise Violation(f"{self.name}: ends twice: {self.outcome}, then {outcome}")
+        self.outcome, self.ended_at = outcome, now
+        self.world.ended(self)
+
+
+class Counting(NullObserver):
+    """Lets the world count what the router drops."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def dropped(self, kind: str) -> None:
+        self._note(f"router dropped: {kind}")
+
+
+class _Link:
+    """One stream to one worker, as `router.dispatch.Links` keeps it."""
+
+    def __init__(self, front: "Front", role: str, peer: PeerAddress, send: Send) -> None:
+        self._front = front
+        self._decode: Any = decode_decode_frame if role == "decode" else decode_report_frame
+        self._role = role
+        self._peer = peer
+        self._send = send
+        self._joined = False
+
+    def frame(self, data: bytes) -> None:
+        front, name = self._front, self._peer.name
+        records = list(self._decode(data))
+        for record in records:
+            front.world.heard(record)
+        if not self._joined:
+            info = records.pop(0)
+            assert isinstance(info, WorkerInfo)
+            self._joined = True
+            front.pauses[name] = PAUSE_S[0]
+            if self._role == "decode":
+                front.outboxes[name] = self._send
+            front.hub.joined(self._peer, info)
+        front.hub.heard(name, records)
+        front.check()
+
+    def closed(self, why: str) -> None:
+        front, name = self._front, self._peer.name
+        front.outboxes.pop(name, None)
+        if self._joined:
+            front.hub.lost(name)
+            front.check()
+        front.redial(self._role, self._peer)
+
+
+class Front:
+    """One life of the router. Mutable state: the hub's, the outboxes and the pauses between two attempts to dial."""
+
+    def __init__(self, world: "World", process: Process, config: RouterConfig, seed: int) -> None:
+        self.world = world
+        self.process = process
+        policy = make_policy(config.policy, Random(seed).getrandbits(32))
+        self.core = Router(config, policy)
+        self.hub = Hub(self.core, lambda: world.clock.now, Counting(world.note))
+        self.hub.connect(self._to_worker)
+        self.outboxes: dict[str, Send] = {}
+        self.pauses: dict[str, float] = {}
+
+    def start(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        for role, peers in (("prefill", prefill), ("decode", decode)):
+            for peer in peers:
+                self._dial(role, peer)
+        self.process.later(TICK_S, self._tick)
+
+    def check(self) -> None:
+        try:
+            self.core.check()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{self.process}: {type(error).__name__}: {error}") from error
+
+    def submit(self, client: Client) -> None:
+        self.hub.submit(client.record, client.deadline_s, client)
+        self.check()
+
+    def leave(self, client: Client) -> None:
+        client.leave()
+        self.hub.leave(client.record.request)
+        self.check()
+
+    def redial(self, role: str, peer: PeerAddress) -> None:
+        pause = self.pauses.get(peer.name, PAUSE_S[0])
+        self.pauses[peer.name] = min(pause * 2, PAUSE_S[1])
+        jitter = self.world.rng.uniform(0.8, 1.2)
+        self.process.later(pause * jitter, partial(self._dial, role, peer))
+
+    def _dial(self, role: str, peer: PeerAddress) -> None:
+        def accept(send: Send) -> Session:
+            return _Link(self, role, peer, send)
+
+        method = ATTACH if role == "decode" else WATCH
+        self.world.wire.connect(self.process, peer.address, method, accept)
+
+    def _to_worker(self, worker: str, record: RouterRecord) -> None:
+        self.outboxes[worker](encode([record]))
+
+    def _tick(self) -> None:
+        self.hub.tick()
+        self.check()
+        self.process.later(TICK_S, self._tick)

@@ -1,0 +1,353 @@
+"""The transfer thread in virtual time: the real commands in, the real events out, copies by halves of blocks.
+
+Two wires, as the real ones differ. `shm`: the receiver reads the sender's memory itself, so the oracle asks at each
+half block whether the owner still pins what is read. `tcp`: the sender's hand puts the bytes on a stream per pair, the
+receiver takes them off in order, unwanted ones go to scrap. Either way a target block must still be the reserved block
+that it was when the receive was posted.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.kv.block_pool import BlockState
+from engine.messages import Endpoint, Handoff
+from engine.types import Incarnation
+from tests.sim.clock import Violation
+from tests.sim.shadow import ShadowKV
+from transfer.commands import (
+    CancelRecv,
+    Connect,
+    Disconnect,
+    MoverCommand,
+    MoverEvent,
+    Posted,
+    PostRecv,
+    PostScrap,
+    PostSend,
+    Received,
+    Sent,
+    Unreachable,
+)
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+PAUSE_S = (0.00002, 0.0004)
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """tcp: one chunk on its way: rows by block, complete once vouched for."""
+
+    name: Handoff
+    seq: int
+    blocks: list[list[int]] = field(default_factory=list)
+    vouched: bool | None = None
+
+
+class Pipe:
+    """tcp: the bytes of one direction of one pair of processes."""
+
+    def __init__(self) -> None:
+        self.frames: deque[Frame] = deque()
+        self.open = True
+
+
+class SimTransport:
+    """The part of `transfer.transport.Transport` that a worker sees outside of its transfer thread."""
+
+    def __init__(self, name: str, memory: ShadowKV) -> None:
+        self.name = name
+        self.reads_remotely = name == "shm"
+        self._memory = memory
+
+    def describe(self) -> Endpoint:
+        return Endpoint(transport=self.name, details={"pid": self._memory.process.pid})
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    command: PostSend
+    pipe: Pipe | None
+    frame: Frame | None
+
+
+@dataclass(slots=True, eq=False)
+class _Recv:
+    command: PostRecv | PostScrap
+    targets: list[int]  # generations of the target blocks when the receive was posted
+    pipe: Pipe | None
+    done: int = 0
+    half: int = 0
+    cancelled: bool = False
+    flip: bool = False
+
+
+class SimMover:
+    """Stands in for `transfer.mover.Mover`, with the same constructor after `world`. Owner: its process."""
+
+    def __init__(
+        self,
+        world: "World",
+        transports: Mapping[str, SimTransport],
+        memory: ShadowKV,
+        layout: object,
+        verify: bool,
+        on_event: Callable[[MoverEvent], None],
+    ) -> None:
+        self._world = world
+        self._memory = memory
+        self._process = memory.process
+        self._remote = "shm" in transports
+        self._tell = on_event
+        self._commands: deque[MoverCommand] = deque()
+        self._routes: dict[Incarnation, ShadowKV] = {}
+        self._sends: deque[_Send] = deque()
+        self._recvs: dict[Incarnation, deque[_Recv]] = {}
+        self._armed = False
+        self.speed = 1.0
+        world.movers[self._process.pid] = self
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        pass
+
+    @property
+    def copying(self) -> int:
+        """Receives that write to this process's memory."""
+        return sum(
+            not recv.cancelled and isinstance(recv.command, PostRecv)
+            for queue in self._recvs.values()
+            for recv in queue
+        )
+
+    def submit(self, command: MoverCommand) -> None:
+        self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self._armed:
+            self._armed = True
+            rng = self._world.rng
+            slow = 30.0 if rng.random() < self._world.plan.slow_copies else 1.0
+            self._process.later(rng.uniform(*PAUSE_S) * slow * self.speed, self._turn)
+
+    def _turn(self) -> None:
+        self._armed = False
+        if not any(queue and queue[0].half for queue in self._recvs.values()):
+            while self._commands:
+                self._execute(self._commands.popleft())
+        worked = self._push() if self._sends else False
+        for peer in list(self._recvs):
+            worked |= self._pull(peer)
+        if worked or self._commands:
+            self.wake()
+
+    # ---- commands
+
+    def _execute(self, command: MoverCommand) -> None:
+        match command:
+            case Connect(peer, endpoint):
+                memory = self._world.memories.get(endpoint.details["pid"])
+                if memory is None or not memory.process.alive:
+                    self._tell(Unreachable(peer, "its process is gone"))
+                else:
+                    self._routes[peer] = memory
+            case Disconnect(peer):
+                self._disconnect(peer)
+            case PostSend():
+                self._post_send(command)
+            case PostRecv():
+                self._post_recv(command)
+            case PostScrap(peer):
+                if not self._remote and peer in self._routes:
+                    self._recvs.setdefault(peer, deque()).append(_Recv(command, [], self._pipe(peer)))
+            case CancelRecv(handoff, seq):
+                self._cancel(handoff, seq)
+
+    def _post_send(self, command: PostSend) -> None:
+        name, seq = command.move.handoff, command.move.seq
+        world, memory = self._world, self._memory
+        if command.peer not in self._routes or world.faults.takes("send_fails", name):
+            self._tell(Sent(name, seq, "TransferError: cannot be posted", 0.0))
+            return
+        for block in command.blocks:
+            self._pinned(memory, block.source, block.generation, "is digested")
+        digests = tuple(
+            memory.digest(b.source, b.tokens, b.identity, b.generation, name) for b in command.blocks
+        )
+        pipe = frame = None
+        if not self._remote:
+            pipe = world.pipe(self._process, self._routes[command.peer].process)
+            frame = Frame(name, seq)
+            pipe.frames.append(frame)
+        self._sends.append(_Send(command, pipe, frame))
+        self._tell(Posted(name, seq, digests))
+
+    def _post_recv(self, command: PostRecv) -> None:
+        name, seq = command.move.handoff, command.move.seq
+        if command.peer not in self._routes or self._world.faults.takes("recv_fails", name):
+            self._tell(Received(name, seq, "TransferError: cannot be posted", 0.0, 0))
+            return
+        recv = _Recv(
+            command,
+            [self._memory.generations[b.target] for b in command.blocks],
+            self._pipe(command.peer),
+        )
+        recv.flip = self._world.faults.takes("corrupt", name)
+        self._recvs.setdefault(command.peer, deque()).append(recv)
+        self._world.saw_copy(self._process, self._routes[command.peer].process, name)
+
+    def _cancel(self, name: Handoff, seq: int) -> None:
+        for queue in self._recvs.values():
+            for recv in queue:
+                move = recv.command.move
+                if (move.handoff, move.seq) == (name, seq) and not recv.cancelled:
+                    self._world.note("receive cancelled mid-copy" if recv.done else "receive cancelled")
+                    self._end_recv(recv, "cancelled")
+                    recv.cancelled = True
+                    if self._remote:
+                        queue.remove(recv)
+                    return
+
+    def _disconnect(self, peer: Incarnation) -> None:
+        memory = self._routes.pop(peer, None)
+        for recv in self._recvs.pop(peer, ()):
+            if not recv.cancelled:
+                self._end_recv(recv, "disconnected")
+        for send in [s for s in self._sends if s.command.peer == peer]:
+            self._sends.remove(send)
+            move = send.command.move
+            self._tell(Sent(move.handoff, move.seq, "disconnected", 0.0))
+        if memory is not None and not self._remote:
+            self._world.close_pipes(self._process, memory.process)
+
+    # ---- sending
+
+    def _push(self) -> bool:
+        send = self._sends[0]
+        move, frame = send.command.move, send.frame
+        error = ""
+        if send.pipe is not None and frame is not None:
+            if not send.pipe.open:
+                error = "ConnectionResetError"
+            elif len(frame.blocks) < len(move.local):
+                block = send.command.blocks[len(frame.blocks)]
+                self._pinned(self._memory, block.source, block.generation, "is being sent")
+                frame.blocks.append(list(self._memory.rows[block.source]))
+                self._world.wake_other_end(send.command.peer)
+                return True
+            else:
+                frame.vouched = True
+                self._world.wake_other_end(send.command.peer)
+        self._sends.popleft()
+        self._tell(Sent(move.handoff, move.seq, error, 0.0))
+        return bool(self._sends)
+
+    # ---- receiving
+
+    def _pull(self, peer: Incarnation) -> bool:
+        queue = self._recvs[peer]
+        if not queue:
+            return False
+        recv, memory = queue[0], self._routes[peer]
+        if self._remote:
+            return self._copy(queue, recv, memory, memory.rows)
+        pipe = recv.pipe
+        assert pipe is not None
+        if not pipe.open:
+            self._lost(queue, "the stream was reset")
+            return False
+        if not pipe.frames:
+            return False
+        frame, move = pipe.frames[0], recv.command.move
+        if (frame.name, frame.seq) != (move.handoff, move.seq):
+            pipe.open = False
+            self._lost(queue, "a frame came that is not the next one posted")
+            return False
+        if isinstance(recv.command, PostScrap) or recv.cancelled:
+            if frame.vouched is None:
+                return False
+            pipe.frames.popleft()
+            queue.popleft()
+            self._world.note("bytes to scrap")
+            return True
+        if recv.done >= len(frame.blocks):
+            return False
+        fits = self._copy(queue, recv, memory, frame.blocks)
+        if recv.done == len(move.local) and recv not in queue:
+            pipe.frames.popleft()
+        return fits
+
+    def _pipe(self, peer: Incarnation) -> Pipe | None:
+        return None if self._remote else self._world.pipe(self._routes[peer].process, self._process)
+
+    def _lost(self, queue: deque[_Recv], why: str) -> None:
+        for recv in queue:
+            if not recv.cancelled and isinstance(recv.command, PostRecv):
+                self._end_recv(recv, why)
+        queue.clear()
+
+    def _copy(
+        self, queue: deque[_Recv], recv: _Recv, memory: ShadowKV, rows: list[list[int]]
+    ) -> bool:
+        """Half a block. The other half comes in a later turn."""
+        command, mine, at = recv.command, self._memory, recv.done
+        assert isinstance(command, PostRecv)
+        block = command.blocks[at]
+        source, generation = command.move.remote[at]
+        if self._remote:
+            self._pinned(memory, source, generation, f"is read by {self._process}")
+        state = mine.pool.state(block.target)
+        if state not in (BlockState.RESERVED, BlockState.QUARANTINED) or (
+            mine.generations[block.target] != recv.targets[at]
+        ):
+            raise Violation(
+                f"{self._process}: a copy for {command.move.handoff.request} writes to block "
+                f"{block.target}, which is {state} by now"
+            )
+        size = mine.block_size
+        first, last = (0, size // 2) if recv.half == 0 else (size // 2, size)
+        mine.rows[block.target][first:last] = rows[source if self._remote else at][first:last]
+        recv.half ^= 1
+        if recv.half == 0:
+            if recv.flip and at == 0:
+                mine.rows[block.target][0] ^= 1
+            recv.done += 1
+        if recv.done == len(command.blocks):
+            queue.remove(recv)
+            self._end_recv(recv, self._compare(command))
+        return True
+
+    def _compare(self, command: PostRecv) -> str:
+        name = command.move.handoff
+        for block in command.blocks:
+            found = self._memory.digest(
+                block.target, block.tokens, block.identity, block.generation, name
+            )
+            if found != block.digest:
+                self._world.note("digest mismatch")
+                return "digest mismatch"
+        return ""
+
+    def _end_recv(self, recv: _Recv, error: str) -> None:
+        move = recv.command.move
+        if isinstance(recv.command, PostRecv):
+            nbytes = 0 if error else len(move.local) * self._memory.block_bytes
+            self._tell(Received(move.handoff, move.seq, error, 0.0, nbytes))
+
+    def _pinned(self, memory: ShadowKV, block: int, generation: int, what: str) -> None:
+        """The fence, seen from outside: whoever reads a block finds it held, in the generation that was offered."""
+        owner = memory.process
+        if not owner.alive:
+            return
+        if memory.generations[block] != generation or not memory.pool.refs(block):  # type: ignore[arg-type]
+            raise Violation(
+                f"{owner}: source block {block} {what}, but is at generation "
+                f"{memory.generations[block]} (offered: {generation}), held by "
+                f"{memory.pool.refs(block)}"  # type: ignore[arg-type]
+            )

@@ -1,0 +1,143 @@
+"""Random schedules: from a number to a workload with faults, run, and judged whether it counts."""
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from decode_worker.config import DecodeConfig
+from engine.types import RequestId, RequestRecord, SamplingParams
+from prefill_worker.config import PrefillConfig
+from tests.sim.clock import Violation
+from tests.sim.faults import KINDS, Fault
+from tests.sim.shadow import VOCAB
+from tests.sim.world import Ask, Plan, World
+
+WEIGHTS = {
+    "crash prefill": 6,
+    "crash decode": 6,
+    "freeze prefill": 4,
+    "freeze decode": 5,
+    "crash router": 1,
+    "freeze router": 1,
+    "cut handoff": 6,
+    "cut router": 3,
+    "partition handoff": 4,
+    "partition router": 2,
+    "duplicate": 4,
+    "reorder": 4,
+    "drop": 4,
+    "misdirect": 3,
+    "corrupt": 3,
+    "send_fails": 2,
+    "recv_fails": 2,
+}
+ON = ("StartPrefill", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy")
+MIN_OVERLAP = 4
+
+
+def make_plan(seed: int, *, strict: bool = True) -> Plan:
+    """Everything is drawn from `seed`."""
+    rng = Random(seed)
+    size = rng.choice((2, 4, 4))
+    asks = _asks(rng, size)
+    most = max(-(-(a.record.prompt_tokens + a.record.max_tokens) // size) for a in asks)
+    return Plan(
+        seed=rng.getrandbits(32),
+        asks=asks,
+        faults=[_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))],
+        workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
+        blocks={"prefill": most + rng.randint(0, 6), "decode": most + rng.randint(0, 8)},
+        block_size=size,
+        transport=rng.choice(("shm", "shm", "tcp")),
+        slow_copies=rng.choice((0.0, 0.05, 0.3)),
+        decode=DecodeConfig(max_batch=rng.choice((2, 8)), max_handoffs=rng.choice((2, 16))),
+        prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
+        strict=strict,
+    )
+
+
+def _asks(rng: Random, size: int) -> list[Ask]:
+    stems = [[rng.randrange(VOCAB - 1) for _ in range(rng.randint(size, 4 * size))] for _ in range(3)]
+    asks = []
+    for number in range(rng.randint(4, 7)):
+        stem = rng.choice(([], *stems))
+        prompt = [*stem, *(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 2 * size)))]
+        record = RequestRecord(
+            request=RequestId(f"r{number}"),
+            tokens=prompt,
+            prompt_tokens=len(prompt),
+            max_tokens=rng.choice((1, 2, 3, 4, 6, 8)),
+            seed=number,
+            sampling=SamplingParams(temperature=0.0),
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice((0, 0, 0, 1)),
+            namespace=rng.choice((b"", b"", b"", b"tenant")),
+        )
+        asks.append(
+            Ask(
+                record,
+                at_s=rng.uniform(0, 0.01),
+                deadline_s=rng.uniform(0.004, 0.08) if rng.random() < 0.12 else None,
+                cancel_s=rng.uniform(0.001, 0.03) if rng.random() < 0.15 else None,
+                stop_after=rng.randint(1, 3) if rng.random() < 0.12 else None,
+            )
+        )
+    return asks
+
+
+def _fault(rng: Random) -> Fault:
+    kind = rng.choices(KINDS, [WEIGHTS[k] for k in KINDS])[0]
+    lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
+    if rng.random() < 0.25 and kind.partition(" ")[0] in ("freeze", "partition"):
+        lasts = rng.uniform(2.0, 4.0)
+    if rng.random() < 0.15:
+        return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
+    on = rng.choice(ON)
+    return Fault(
+        kind,
+        on,
+        count=rng.randint(1, 4 if on in ("Stop", "Landed", "FirstToken") else 8),
+        delay_s=rng.choice((0.0, rng.uniform(0, 0.001), rng.uniform(0, 0.006))),
+        lasts_s=lasts,
+    )
+
+
+@dataclass(slots=True)
+class Result:
+    """What one schedule came to. `failure` is empty if all promises held."""
+
+    seed: int
+    failure: str
+    counts: bool
+    struck: Counter[str]
+    effective: Counter[str]
+    notes: Counter[str]
+    events: int
+    virtual_s: float
+
+
+def run_schedule(seed: int, *, strict: bool = True) -> Result:
+    """One seed, one run."""
+    world = World(make_plan(seed, strict=strict))
+    failure = ""
+    try:
+        world.run()
+    except Violation as violation:
+        failure = str(violation)
+    counts = (
+        world.overlap >= MIN_OVERLAP
+        and bool(world.faults.effective)
+        and bool(world.notes["Refused"] or world.notes["cache evicted"] or world.notes["prompt waits for blocks"])
+    )
+    return Result(
+        seed,
+        failure,
+        counts,
+        world.faults.struck,
+        world.faults.effective,
+        world.notes,
+        world.clock.events,
+        world.clock.now,
+    )
+
+

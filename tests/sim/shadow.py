@@ -1,0 +1,161 @@
+"""Shadow memory: instead of keys and values, every row knows which token after which past it stands for.
+
+A row is a 61-bit number chained over the namespace and all tokens up to its position, as a real KV row depends on its
+whole prefix. A reader recomputes the chain, so a wrong, stale, foreign or never written row is noticed at the very read,
+and the next token is a function of the last row. Blocks that are handed out anew are wiped.
+"""
+
+from array import array
+from types import SimpleNamespace
+
+import xxhash
+
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.manager import KVCacheManager
+from engine.messages import Handoff
+from engine.plan import banned_tokens, finish_reason
+from engine.step import Row, StepPlan
+from engine.types import BlockId, RequestRecord
+from tests.sim.clock import Process, Violation
+from transfer import digest
+
+VOCAB = 61
+STOP_IDS = frozenset({60})
+FINGERPRINT = "shadow"
+_MASK = (1 << 61) - 1
+
+
+def mix(past: int, token: int) -> int:
+    return ((past ^ token + 1) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & _MASK
+
+
+def root(namespace: bytes) -> int:
+    return mix(int.from_bytes(namespace[:7], "little"), 977)
+
+
+def draw(row: int, banned: tuple[int, ...]) -> int:
+    token = (row >> 23) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(record: RequestRecord) -> list[int]:
+    """The whole answer of the uninterrupted run, from the tokens alone."""
+    past = root(record.namespace)
+    for token in record.tokens[: record.prompt_tokens]:
+        past = mix(past, token)
+    output: list[int] = []
+    while True:
+        token = draw(past, banned_tokens(record, len(output), STOP_IDS))
+        output.append(token)
+        if finish_reason(record, len(output), token, STOP_IDS) is not None:
+            return output
+        past = mix(past, token)
+
+
+class ShadowKV:
+    """What `engine.kv.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
+
+    def __init__(self, process: Process, blocks: int, block_size: int) -> None:
+        self.process = process
+        self.blocks = blocks
+        self.block_size = block_size
+        self.block_bytes = block_size * 8
+        self.rows = [[0] * block_size for _ in range(blocks)]
+        self.generations = [0] * blocks
+        self.manager: KVCacheManager = None  # type: ignore[assignment]
+        self.runner = ShadowRunner(self)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.manager.pool
+
+    def advance(self, blocks: list[BlockId]) -> None:
+        for block in blocks:
+            self.generations[block] += 1
+            self.rows[block] = [0] * self.block_size
+
+    def digest(self, block: BlockId, tokens: int, identity: bytes, generation: int, name: Handoff) -> int:
+        """As `transfer.digest`: over the valid rows, bound to what the block is and to the attempt."""
+        bound = digest.binding(identity, generation, name)
+        return xxhash.xxh3_64_intdigest(array("Q", self.rows[block][:tokens]).tobytes() + bound)
+
+    def check(self) -> None:
+        pool = self.manager.pool
+        if any(pool.generation(BlockId(b)) != g for b, g in enumerate(self.generations)):
+            raise Violation(f"{self.process}: a generation in memory lags behind the pool's")
+
+    def close(self) -> None:
+        pass
+
+
+class ShadowRunner:
+    """Fulfils `engine.runner.Runner`; verifies every row it reads and every block it writes."""
+
+    def __init__(self, kv: ShadowKV) -> None:
+        self.kv = kv
+        self.copies = 0
+
+    def run(self, plan: StepPlan) -> list[int]:
+        rows, pool = self.kv.rows, self.kv.pool
+        for source, target in plan.copies:
+            if not pool.refs(source):
+                raise Violation(f"{self.kv.process}: block {source} is copied but nobody holds it")
+            self._writable(target, "copy-on-write")
+            rows[target] = list(rows[source])
+            self.copies += 1
+        return [token for row in plan.rows for token in self._row(row)]
+
+    def _row(self, row: Row) -> list[int]:
+        kv, size, blocks = self.kv, self.kv.block_size, row.blocks
+        rows, tokens, start = kv.rows, row.tokens, row.start
+        for index in range(start // size, (row.end - 1) // size + 1):
+            self._writable(blocks[index], row.request)
+        past = root(row.record.namespace)
+        for at in range(row.end):
+            past = mix(past, tokens[at])
+            block = rows[blocks[at // size]]
+            if at >= start:
+                block[at % size] = past
+            elif block[at % size] != past:
+                raise Violation(
+                    f"{kv.process}: {row.request} reads a {'wrong' if block[at % size] else 'blank'} row"
+                    f" at position {at}, block {blocks[at // size]}"
+                )
+        return [draw(past, row.banned)] if row.draw else []
+
+    def _writable(self, block: BlockId, who: str) -> None:
+        pool, cache = self.kv.pool, self.kv.manager.cache
+        if pool.state(block) is not BlockState.ACTIVE or pool.refs(block) != 1 or cache.holds(block):
+            raise Violation(
+                f"{self.kv.process}: {who} writes block {block}, which is {pool.state(block)}, held by "
+                f"{pool.refs(block)}{', indexed' if cache.holds(block) else ''}"
+            )
+
+
+def device(process: Process, blocks: int, block_size: int, context_tokens: int) -> SimpleNamespace:
+    """What `engine.device.open_device` returns, over shadow memory."""
+    kv = ShadowKV(process, blocks, block_size)
+
+    def manager() -> KVCacheManager:
+        kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT)
+        return kv.manager
+
+    layout = SimpleNamespace(
+        block_size=block_size, block_bytes=kv.block_bytes, describe=lambda: {"block_size": block_size}
+    )
+    return SimpleNamespace(
+        model="shadow",
+        layout=layout,
+        blocks=blocks,
+        kv=kv,
+        runner=kv.runner,
+        fingerprint=FINGERPRINT,
+        vocab=VOCAB,
+        context_tokens=context_tokens,
+        stop_ids=STOP_IDS,
+        manager=manager,
+    )
+
+

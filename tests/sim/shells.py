@@ -1,0 +1,245 @@
+"""Runs the real worker shells in virtual time: what they import of the outside is replaced while a world runs.
+
+`DecodeWorker` and `PrefillWorker` are started by their own `start`. Their device is shadow memory, their gRPC loop the
+simulated wire, their transfer thread `SimMover`, their engine thread events on the clock, and clock, random numbers and
+process table are the world's. Nothing of what they decide is written a second time here.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import decode_worker.worker
+import engine.device
+import engine.loop
+import prefill_worker.worker
+import router.hub  # noqa: F401  (its log is listened to)
+import telemetry.metrics
+import transfer.liveness
+import transfer.mover
+import transfer.registry
+import transfer.rpc
+from engine.loop import Shell
+from tests.sim import shadow
+from tests.sim.clock import Process, Violation
+from tests.sim.mover import SimMover, SimTransport
+from tests.sim.network import Accept
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+_world: "World" = None  # type: ignore[assignment]
+"""The world that runs now; set by `inside`. One at a time."""
+
+
+class SimThread:
+    """Stands in for `engine.loop.EngineThread`: hears, lingers while copies settle, steps, sleeps."""
+
+    def __init__(self, name: str, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
+        self._world = _world
+        self.process = _world.starting
+        self.shell = shell
+        self._idle_s = idle_s
+        self._linger_s = linger_s
+        self._linger_until: float | None = None
+        self._inbox: list[object] = []
+        self._ticket = 0
+        self._due = float("inf")
+        self._busy = False
+        self.failure: BaseException | None = None
+        _world.threads[self.process.pid] = self
+
+    def put(self, item: object) -> None:
+        self._inbox.append(item)
+        if not self._busy:
+            self._wake(self._world.rng.uniform(0.00001, 0.0002))
+
+    def start(self) -> None:
+        self._wake(0.0)
+
+    def _wake(self, seconds: float) -> None:
+        due = self._world.clock.now + seconds
+        if due < self._due:
+            self._due = due
+            self._ticket += 1
+            self.process.later(seconds, partial(self._turn, self._ticket))
+
+    def _turn(self, ticket: int) -> None:
+        if ticket != self._ticket:
+            return
+        self._due, self._busy = float("inf"), False
+        items, self._inbox = self._inbox, []
+        shell, world = self.shell, self._world
+        now = world.clock.now
+        try:
+            shell.hear(items)
+            if items:
+                world.check(self.process)
+            if shell.is_settling():
+                if self._linger_until is None:
+                    self._linger_until = now + world.rng.uniform(0, self._linger_s)
+                if now < self._linger_until:
+                    self._wake(self._linger_until - now)
+                    return
+            self._linger_until = None
+            self._busy = shell.step()
+        except Violation:
+            raise
+        except Exception as error:
+            what = f"{self.process}: the engine dies of {type(error).__name__}: {error}"
+            raise Violation(what) from error
+        if self._busy:
+            world.check(self.process)
+        self._wake(world.rng.uniform(0.0004, 0.003) if self._busy else self._idle_s)
+
+
+class SimRpc:
+    """Stands in for `transfer.rpc.RpcLoop`."""
+
+    def __init__(self, name: str) -> None:
+        self._process = _world.starting
+
+    def start(
+        self,
+        host: str,
+        port: int,
+        service: str,
+        streams: dict[str, Accept],
+        watches: dict[str, Accept] | None = None,
+    ) -> int:
+        _world.wire.listen(f"{host}:{port}", self._process, {**streams, **(watches or {})})
+        return port
+
+    def connect(self, address: str, method: str, accept: Accept) -> None:
+        world, process = _world, self._process
+        process.later(0.0, lambda: world.wire.connect(process, address, method, accept))
+
+
+class SimWatch:
+    """Stands in for `transfer.liveness.ProcessWatch`: the process table is the world's."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def is_dead(self) -> bool:
+        return not _world.processes[self.pid].alive
+
+
+class NullMetrics:
+    """Counts nothing, whatever it is asked to count."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def serve(self, host: str) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _open_device(config: object) -> SimpleNamespace:
+    plan, process = _world.plan, _world.starting
+    opened = shadow.device(process, plan.blocks[process.role], plan.block_size, plan.context_tokens)
+    _world.memories[process.pid] = opened.kv
+    return opened
+
+
+def _open_transports(memory: shadow.ShadowKV, *rest: object) -> dict[str, SimTransport]:
+    return {_world.plan.transport: SimTransport(_world.plan.transport, memory)}
+
+
+def _urandom(count: int) -> bytes:
+    return _world.starting.incarnation.to_bytes(count, "little")
+
+
+_OS = SimpleNamespace(urandom=_urandom, getpid=lambda: _world.starting.pid)
+_TIME = SimpleNamespace(
+    monotonic=lambda: _world.clock.now,
+    perf_counter=lambda: _world.clock.now,
+    time=lambda: _world.clock.now,
+)
+_REPLACED: list[tuple[Any, Any]] = [
+    (os, _OS),
+    (time, _TIME),
+    (engine.loop.EngineThread, SimThread),
+    (engine.device.open_device, _open_device),
+    (telemetry.metrics.WorkerMetrics, NullMetrics),
+    (transfer.liveness.ProcessWatch, SimWatch),
+    (transfer.liveness.host_id, lambda: "sim"),
+    (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),
+    (transfer.registry.open_transports, _open_transports),
+    (transfer.registry.choose, lambda *args: _world.plan.transport),
+    (transfer.rpc.RpcLoop, SimRpc),
+]
+
+
+def _seams() -> list[tuple[Any, str, Any, Any]]:
+    """(module, name, real, simulated) for every name a shell module has imported of what is replaced."""
+    found = []
+    for module_name, module in sorted(sys.modules.items()):
+        if module_name.partition(".")[0] not in ("decode_worker", "prefill_worker"):
+            continue
+        for name, value in list(vars(module).items()):
+            for real, simulated in _REPLACED:
+                if value is real:
+                    found.append((module, name, real, simulated))
+    return found
+
+
+class _Loud(logging.Handler):
+    """Whatever a shell or the hub logs as an error is a violation here: they survive it, a simulation must not."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        if isinstance(cause, Violation):
+            raise cause
+        raise Violation(f"logged as an error: {record.getMessage()}: {cause!r}") from cause
+
+
+_LOUD = _Loud(logging.ERROR)
+_LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "transfer")
+
+
+@contextmanager
+def inside(world: "World") -> Iterator[None]:
+    """While this holds, shells live in `world`."""
+    global _world
+    before, _world = _world, world
+    seams = _seams()
+    for module, name, _, simulated in seams:
+        setattr(module, name, simulated)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    kept = [(logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(_LOUD)
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, (propagate, level) in zip(loggers, kept, strict=True):
+            logger.removeHandler(_LOUD)
+            logger.propagate = propagate
+            logger.setLevel(level)
+        for module, name, real, _ in seams:
+            setattr(module, name, real)
+        _world = before
+
+
+def start_worker(process: Process, port: int) -> Any:
+    """One new life of a worker, started by its own `start`."""
+    plan = _world.plan
+    _world.starting = process
+    if process.role == "decode":
+        worker: Any = decode_worker.worker.DecodeWorker(process.name, plan.decode, "sim", port)
+    else:
+        worker = prefill_worker.worker.PrefillWorker(process.name, plan.prefill, "sim", port)
+    worker.start()
+    return worker

@@ -1,0 +1,358 @@
+"""One simulated cluster: real workers, real router, virtual time; it runs a plan to its end and judges it."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from decode_worker.config import DecodeConfig
+from engine.messages import (
+    Handoff,
+    Load,
+    PeerAddress,
+    Record,
+    StartPrefill,
+)
+from engine.types import Incarnation, RequestRecord
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from tests.sim import shells
+from tests.sim.clock import Clock, Process, Violation
+from tests.sim.faults import Fault, Faults
+from tests.sim.front import Client, Front
+from tests.sim.mover import Pipe, SimMover
+from tests.sim.network import KEEPALIVE_S, Stream, Wire
+from tests.sim.shadow import ShadowKV
+
+BOOT_S = 0.05
+PATIENCE_S = 45.0
+"""How long after the last fault everything must have come to rest."""
+MAX_EVENTS = 400_000
+ROLES = ("prefill", "decode")
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request of a plan. Times count from the moment the cluster is up."""
+
+    record: RequestRecord
+    at_s: float
+    deadline_s: float | None = None
+    cancel_s: float | None = None
+    stop_after: int | None = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that a run depends on, besides the seed of its own generator."""
+
+    seed: int
+    asks: list[Ask]
+    faults: list[Fault] = field(default_factory=list)
+    workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
+    blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
+    block_size: int = 4
+    context_tokens: int = 256
+    transport: str = "shm"
+    slow_copies: float = 0.0
+    decode: DecodeConfig = DecodeConfig()
+    prefill: PrefillConfig = PrefillConfig(chunk_tokens=8)
+    router: RouterConfig = RouterConfig()
+    strict: bool = True
+    """No request may end as UNAVAILABLE while the router lives and some decode worker does."""
+    disarm_s: float = 1.5
+
+
+class World:
+    """Mutable state, all of it: the clock's heap, the processes and what belongs to each, pipes, clients, notes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = Random(plan.seed)
+        self.clock = Clock(self.rng)
+        self.wire = Wire(self.clock)
+        self.notes: Counter[str] = Counter()
+        self.say: Callable[[str, str], None] | None = None
+        self.processes: dict[int, Process] = {}
+        self.memories: dict[int, ShadowKV] = {}
+        self.movers: dict[int, SimMover] = {}
+        self.threads: dict[int, shells.SimThread] = {}
+        self.workers: dict[int, Any] = {}
+        self.live: dict[str, Process] = {}
+        self.starting: Process = None  # type: ignore[assignment]
+        self.front: Front = None  # type: ignore[assignment]
+        self.clients: list[Client] = []
+        self.overlap = 0
+        self._pipes: dict[tuple[int, int], Pipe] = {}
+        self._asked = 0
+        self.faults = Faults(self, plan.faults)
+        self.wire.meddle = self.faults.meddle
+
+    # ---- processes
+
+    def addresses(self, role: str) -> list[PeerAddress]:
+        base = 1000 if role == "prefill" else 2000
+        return [
+            PeerAddress(f"{role}-{n}", f"sim:{base + n}") for n in range(self.plan.workers[role])
+        ]
+
+    def boot(self, name: str, role: str) -> None:
+        """A new life of `name`."""
+        pid = len(self.processes) + 1
+        process = Process(self.clock, name, role, pid, self.rng.getrandbits(64) | 1)
+        self.processes[pid] = process
+        self.live[name] = process
+        if self.say is not None and self.clock.now > 0:
+            self.say(name, "starts again, as a new life")
+        if role == "router":
+            self.front = Front(self, process, self.plan.router, self.plan.seed)
+            self.front.start(self.addresses("prefill"), self.addresses("decode"))
+            return
+        port = next(int(p.address.partition(":")[2]) for p in self.addresses(role) if p.name == name)
+        worker = shells.start_worker(process, port)
+        self.workers[pid] = worker
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL: its state is gone, its streams break, nothing of it runs any more."""
+        if process.pid in self.workers:
+            self._collect(process)
+            if self.movers[process.pid].copying:
+                self.note("killed while copying")
+        process.kill()
+        for stream in self.wire.of(process):
+            stream.cut("the process died")
+        for (one, other), pipe in self._pipes.items():
+            if process.pid in (one, other):
+                pipe.open = False
+        if process.role == "router":
+            for client in self.clients:
+                client.router_lost()
+        else:
+            for peer in self.live.values():
+                if peer.alive and peer.pid in self.movers:
+                    self.movers[peer.pid].wake()
+
+    def freeze(self, process: Process, seconds: float) -> None:
+        """SIGSTOP for a while: silent, its memory as it was, its streams open until their keepalive fails."""
+        process.freeze()
+        if seconds > KEEPALIVE_S:
+            self.note("zombie: frozen beyond keepalive")
+            for stream in self.wire.of(process):
+                self.clock.at(
+                    self.rng.uniform(KEEPALIVE_S / 2, KEEPALIVE_S),
+                    lambda stream=stream: stream.cut("keepalive"),  # type: ignore[misc]
+                )
+
+        def thaw() -> None:
+            if process.alive:
+                if self.say is not None:
+                    self.say(process.name, "goes on")
+                process.resume()
+
+        self.clock.at(seconds, thaw)
+
+    def pick(self, role: str, rng: Random) -> Process | None:
+        """One living process of a role, those with open handoffs first."""
+        alive = [p for p in self.live.values() if p.role == role and p.alive and not p.frozen]
+        busy = [p for p in alive if self.has_handoffs(p)]
+        return rng.choice(busy or alive) if alive else None
+
+    def handoffs(self, process: Process) -> list[Handoff]:
+        scheduler = self.workers[process.pid]._scheduler
+        if process.role == "decode":
+            return list(scheduler.receiver.unfinished)
+        return list(scheduler.sender.unsettled)
+
+    def has_handoffs(self, process: Process) -> bool:
+        """Has it a part in an open handoff? The router has one in every request that is under way."""
+        if process.role == "router":
+            return any(self.has_handoffs(p) for p in self.live.values() if p.role != "router")
+        return process.alive and bool(self.handoffs(process))
+
+    # ---- tcp pipes
+
+    def pipe(self, source: Process, target: Process) -> Pipe:
+        pipe = self._pipes.get((source.pid, target.pid))
+        if pipe is None:
+            pipe = self._pipes[source.pid, target.pid] = Pipe()
+            pipe.open = source.alive and target.alive
+        return pipe
+
+    def close_pipes(self, one: Process, other: Process) -> None:
+        for key in ((one.pid, other.pid), (other.pid, one.pid)):
+            pipe = self._pipes.pop(key, None)
+            if pipe is not None:
+                pipe.open = False
+        self.wake_other_end(other.incarnation)
+
+    def wake_other_end(self, peer: int) -> None:
+        for process in self.live.values():
+            if process.incarnation == peer and process.pid in self.movers:
+                self.movers[process.pid].wake()
+
+    # ---- what is noted on the way
+
+    def note(self, what: str) -> None:
+        self.notes[what] += 1
+
+    def saw_copy(self, reader: Process, owner: Process, name: Handoff) -> None:
+        self.faults.saw_copy(reader, owner)
+
+    def saw_record(self, record: Record) -> None:
+        if isinstance(record, StartPrefill):
+            if record.have_tokens:
+                self.note("only a part is migrated")
+            if record.handoff.attempt:
+                self.note("second try of a handoff")
+            if len(record.record.tokens) > record.record.prompt_tokens:
+                self.note("resumed with history")
+            if record.handoff.placement > 1:
+                self.note("second placement")
+        elif type(record).__name__ in ("Stop", "PrefillFailed"):
+            self.note(type(record).__name__)
+
+    def heard(self, record: Record) -> None:
+        """The router hears this of a worker."""
+        if isinstance(record, Load):
+            if record.evicted:
+                self.note("cache evicted")
+        elif type(record).__name__ in ("Refused", "NeedPrefill"):
+            self.note(type(record).__name__)
+
+    def unavailable(self, client: Client, message: str) -> None:
+        self.note("UNAVAILABLE")
+        if self.plan.strict and not self._may_fail():
+            raise Violation(f"{client.name}: UNAVAILABLE without need: {message}")
+
+    def _may_fail(self) -> bool:
+        """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
+        more faults than its budget?"""
+        return sum(self.faults.struck.values()) > 1
+
+    def ended(self, client: Client) -> None:
+        self.note(f"client: {client.outcome}")
+
+    def _collect(self, process: Process) -> None:
+        scheduler = self.workers[process.pid]._scheduler
+        for name, part in (("sender", "sender"), ("receiver", "receiver")):
+            for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
+                self.notes[f"{name} dropped {why}"] += count
+        self.notes["copy on write"] += self.memories[process.pid].runner.copies
+
+    # ---- checks
+
+    def check(self, process: Process) -> None:
+        """After every step and every batch of events."""
+        worker = self.workers[process.pid]
+        scheduler = worker._scheduler
+        try:
+            scheduler.check()
+            self.memories[process.pid].check()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{process}: {type(error).__name__}: {error}\n{scheduler!r}") from error
+        counts = scheduler.kv.pool.counts()
+        if counts["quarantined"]:
+            self.notes["blocks quarantined"] += 1
+        if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
+            self.notes["prompt waits for blocks"] += 1
+
+    def rest(self) -> str:
+        """Nothing, if everything has come to rest; otherwise what has not."""
+        for client in self.clients:
+            if not client.outcome:
+                return f"{client.name} has not ended ({len(client.tokens_)} of {len(client.want)} tokens)"
+        if self._asked:
+            return f"{self._asked} requests are still to come"
+        for process in self.live.values():
+            if not process.alive or process.frozen:
+                return f"{process} is not back"
+            if process.role == "router":
+                if self.front.core.open:
+                    return f"the router still knows requests: {self.front.core!r}"
+                continue
+            scheduler = self.workers[process.pid]._scheduler
+            counts = scheduler.kv.pool.counts()
+            if counts["free"] + counts["cached"] != scheduler.kv.pool.total:
+                return f"{process} holds blocks: {counts} {scheduler!r} {self._side(scheduler)!r}"
+            if self.handoffs(process):
+                return f"{process} keeps handoffs: {self._side(scheduler)!r}"
+            if self.movers[process.pid].copying:
+                return f"{process} still copies"
+        return ""
+
+    @staticmethod
+    def _side(scheduler: Any) -> object:
+        return getattr(scheduler, "receiver", None) or scheduler.sender
+
+    # ---- the run
+
+    def run(self) -> None:
+        """To the end of everything. Raises Violation."""
+        with shells.inside(self):
+            self._run()
+
+    def _run(self) -> None:
+        clock = self.clock
+        for role in ROLES:
+            for peer in self.addresses(role):
+                self.boot(peer.name, role)
+        self.boot("router", "router")
+        self._asked = len(self.plan.asks)
+        for ask in self.plan.asks:
+            clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
+        clock.at(BOOT_S + self.plan.disarm_s, self.faults.disarm)
+        looks_at, healed_at = 0.0, None
+        while clock.step():
+            if clock.now < looks_at:
+                continue
+            looks_at = clock.now + 0.02
+            if clock.events > MAX_EVENTS:
+                raise Violation(f"no end in sight after {clock.events} events: {self.rest()}")
+            if not self.faults.over or self._asked:
+                continue
+            if healed_at is None:
+                healed_at = clock.now
+            why = self.rest()
+            if not why:
+                break
+            if clock.now > healed_at + PATIENCE_S:
+                raise Violation(f"{PATIENCE_S} s after the last fault: {why}")
+        for process in self.live.values():
+            if process.pid in self.workers:
+                self._collect(process)
+
+    def _ask(self, ask: Ask) -> None:
+        router = self.live["router"]
+        if not router.alive or router.frozen or not self.front.hub.ready():
+            self.clock.at(0.05, lambda: self._ask(ask))
+            return
+        self._asked -= 1
+        now = self.clock.now
+        client = Client(self, ask.record, stop_after=ask.stop_after)
+        client.deadline_s = None if ask.deadline_s is None else now + ask.deadline_s
+        self.clients.append(client)
+        self.overlap = max(self.overlap, sum(not c.outcome for c in self.clients))
+        front = self.front
+        if ask.cancel_s is not None:
+            self.clock.at(
+                ask.cancel_s,
+                lambda: router.run(lambda: None if client.outcome else front.leave(client)),
+            )
+        front.submit(client)
+
+
+def stream_name(stream: Stream) -> str:
+    return f"{stream.client.name} - {stream.server.name}"
+
+
+def incarnations(world: World) -> dict[Incarnation, str]:
+    """Names of all lives, for traces: `decode-0` and, from the second life on, `decode-0'`."""
+    names: dict[Incarnation, str] = {}
+    lives: Counter[str] = Counter()
+    for process in world.processes.values():
+        names[Incarnation(process.incarnation)] = process.name + "'" * lives[process.name]
+        lives[process.name] += 1
+    return names
