@@ -81,14 +81,18 @@ class Peers:
         self._links: dict[Incarnation, PeerLink] = {}
         self._opening: set[PeerAddress] = set()
         self._lost: dict[PeerAddress, int] = {}
+        self._streams = 0
 
     def connect(self, address: PeerAddress, unfinished: list[Handoff]) -> None:
-        """Open a stream, unless one is being opened. Its outcome comes as an item: PeerFrame or PeerGone.
+        """Open a stream, unless one is open or being opened. Its outcome comes as an item: PeerFrame or PeerGone.
         `unfinished`: the handoffs that this worker still reads for."""
-        if address in self._opening:
+        if address in self._opening or any(k.address == address for k in self._links.values()):
             return
         self._opening.add(address)
-        hello = msgspec.structs.replace(self._hello, unfinished=unfinished)
+        self._streams += 1
+        hello = msgspec.structs.replace(
+            self._hello, stream=self._streams, unfinished=unfinished
+        )
 
         def accept(send: Send) -> PeerLink:
             send(encode([hello]))

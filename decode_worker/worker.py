@@ -151,7 +151,8 @@ class DecodeWorker:
     # what the engine thread calls
 
     def hear(self, items: list[object]) -> None:
-        self._engine.receive([event for item in items for event in self._events(item)])
+        for item in items:
+            self._engine.receive(self._events(item))
 
     def is_settling(self) -> bool:
         return self._copying > 0

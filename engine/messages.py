@@ -193,6 +193,8 @@ class Hello(Record, kw_only=True):
     info: WorkerInfo
     layout: dict[str, Any]
     endpoints: list[Endpoint]
+    stream: int = 0
+    """Decode worker: counts its streams to this peer. Of two, the one with the higher number is alive."""
     unfinished: list[Handoff] = []
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1

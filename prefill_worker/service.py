@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.types import Incarnation
 from transfer.rpc import Accept, RpcLoop, Send
 
 SERVICE = "headrace.v1.PrefillWorker"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """One stream, as the engine thread knows it. Identity is by object."""
+    """One stream, as the engine thread knows it. `peer` and `stream` are known once its hello has come. Identity is by
+    object."""
 
-    send: Send
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.peer: Incarnation | None = None
+        self.stream = 0
 
 
 @dataclass(frozen=True, slots=True)

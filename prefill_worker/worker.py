@@ -141,7 +141,8 @@ class PrefillWorker:
     # what the engine thread calls
 
     def hear(self, items: list[object]) -> None:
-        self._engine.receive([event for item in items for event in self._events(item)])
+        for item in items:
+            self._engine.receive(self._events(item))
 
     def is_settling(self) -> bool:
         return bool(self._digesting)
@@ -192,28 +193,36 @@ class PrefillWorker:
             log.error("a frame is not of this protocol, and is dropped: %s", error)
             return []
         events: list[Event] = []
-        peer = next((p for p, known in self._links.items() if known is link), None)
         for record in records:
             if isinstance(record, Hello):
-                peer = record.info.incarnation
-                events.append(self._hello(link, record))
-            elif peer is None:
-                log.error("a stream speaks before its hello: %s is dropped", type(record).__name__)
+                events += self._hello(link, record)
+            elif link.peer is None or self._links.get(link.peer) is not link:
+                log.info("%s on a stream that is not a peer's: dropped", type(record).__name__)
             else:
-                events.append(FromPeer(peer, record))
+                events.append(FromPeer(link.peer, record))
         return events
 
-    def _hello(self, link: Link, hello: Hello) -> Event:
+    def _hello(self, link: Link, hello: Hello) -> list[Event]:
         """Answer with this worker's own hello. The decode worker compares the two and leaves if they do not fit."""
         peer = hello.info.incarnation
+        known = self._links.get(peer)
+        if known is not None and known.stream > hello.stream:
+            link.send(None)
+            return []
         name = choose(self._config.transfer, self.info.host, hello.info.host)
         transport = self._transports[name]
+        if known is not None:
+            # The end of the older stream has not been heard of yet. What was said on it may be lost.
+            known.send(None)
+            self._engine.receive([PeerLost(peer)])
+        link.peer, link.stream = peer, hello.stream
         self._links[peer] = link
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
                 self._mover.submit(Connect(peer, endpoint))
         if hello.info.host == self.info.host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
+        self._lost.pop(peer, None)
         link.send(
             encode(
                 [
@@ -225,22 +234,21 @@ class PrefillWorker:
                 ]
             )
         )
-        self._lost.pop(peer, None)
-        return PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))
+        return [PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))]
 
     def _link_lost(self, link: Link, why: str) -> list[Event]:
         if link in self._watchers:
             self._watchers.remove(link)
             return []
-        for peer, known in list(self._links.items()):
-            if known is link:
-                log.info("decode worker %x left: %s", peer, why)
-                del self._links[peer]
-                watch = self._watches.pop(peer, None)
-                if watch is not None:
-                    self._lost[peer] = watch
-                return [PeerLost(peer)]
-        return []
+        peer = link.peer
+        if peer is None or self._links.get(peer) is not link:
+            return []
+        log.info("decode worker %x left: %s", peer, why)
+        del self._links[peer]
+        watch = self._watches.pop(peer, None)
+        if watch is not None:
+            self._lost[peer] = watch
+        return [PeerLost(peer)]
 
     def _bury_the_dead(self) -> None:
         for peer, watch in list(self._lost.items()):

@@ -53,7 +53,8 @@ class KVReceiver:
         handoff = message.handoff
         receiving = self._handoffs.get(handoff)
         if receiving is None:
-            return self._scrap(message, "offer: unknown handoff")
+            # Nobody here reads for it, and the sender may not know: say so again.
+            return [*self._scrap(message, "offer: unknown handoff"), Emit(handoff.prefill, Stop(handoff))]
         if message.seq in receiving.seen:
             # The same message again: whatever bytes it announced already have their receive.
             return self._drop("offer: duplicate")
