@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/headrace.proto\x12\x0bheadrace.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb0\x02\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xf2\x03\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x05\x88\x01\x01\x12\x17\n\nrequest_id\x18\x0c \x01(\tH\x06\x88\x01\x01\x12\x13\n\x06tenant\x18\r \x01(\tH\x07\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x0e \x01(\x01H\x08\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_request_idB\t\n\x07_tenantB\x0c\n\n_timeout_s\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x03\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\routput_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"\xb4\x01\n\x07Timings\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x12\n\nitl_mean_s\x18\x02 \x01(\x01\x12\x11\n\titl_p99_s\x18\x03 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x04 \x01(\x01\x12\x33\n\x08stages_s\x18\x05 \x03(\x0b\x32!.headrace.v1.Timings.StagesSEntry\x1a.\n\x0cStagesSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\tMigration\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"\xac\x02\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\x12)\n\tmigration\x18\x04 \x01(\x0b\x32\x16.headrace.v1.Migration\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x1d\n\x15prefill_cached_tokens\x18\x07 \x01(\x03\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x08 \x01(\x03\x12\x14\n\x0cstop_matched\x18\t \x01(\t\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.headrace.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.headrace.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.headrace.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x03\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa4\x01\n\x08Headrace\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/headrace.proto\x12\x0bheadrace.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb0\x02\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x98\x04\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x05\x88\x01\x01\x12\x17\n\nrequest_id\x18\x0c \x01(\tH\x06\x88\x01\x01\x12\x13\n\x06tenant\x18\r \x01(\tH\x07\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x0e \x01(\x01H\x08\x88\x01\x01\x12\x16\n\tresumable\x18\x0f \x01(\x08H\t\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_request_idB\t\n\x07_tenantB\x0c\n\n_timeout_sB\x0c\n\n_resumable\"M\n\rResumeRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\x03\x12\x12\n\ntext_bytes\x18\x03 \x01(\x03\"%\n\rCancelRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"Y\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\routput_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"\xb4\x01\n\x07Timings\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x12\n\nitl_mean_s\x18\x02 \x01(\x01\x12\x11\n\titl_p99_s\x18\x03 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x04 \x01(\x01\x12\x33\n\x08stages_s\x18\x05 \x03(\x0b\x32!.headrace.v1.Timings.StagesSEntry\x1a.\n\x0cStagesSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\tMigration\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"\xac\x02\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.headrace.v1.Timings\x12)\n\tmigration\x18\x04 \x01(\x0b\x32\x16.headrace.v1.Migration\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x1d\n\x15prefill_cached_tokens\x18\x07 \x01(\x03\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x08 \x01(\x03\x12\x14\n\x0cstop_matched\x18\t \x01(\t\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.headrace.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.headrace.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.headrace.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x03\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xae\x02\n\x08Headrace\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x45\n\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TIMINGS_STAGESSENTRY']._loaded_options = None
   _globals['_TIMINGS_STAGESSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2009
-  _globals['_FINISHREASON']._serialized_end=2104
+  _globals['_FINISHREASON']._serialized_start=2205
+  _globals['_FINISHREASON']._serialized_end=2300
   _globals['_CHATMESSAGE']._serialized_start=38
   _globals['_CHATMESSAGE']._serialized_end=82
   _globals['_CHATMESSAGES']._serialized_start=84
@@ -44,29 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=170
   _globals['_SAMPLING']._serialized_end=474
   _globals['_GENERATEREQUEST']._serialized_start=477
-  _globals['_GENERATEREQUEST']._serialized_end=975
-  _globals['_STARTED']._serialized_start=977
-  _globals['_STARTED']._serialized_end=1044
-  _globals['_DELTA']._serialized_start=1046
-  _globals['_DELTA']._serialized_end=1086
-  _globals['_USAGE']._serialized_start=1088
-  _globals['_USAGE']._serialized_end=1164
-  _globals['_TIMINGS']._serialized_start=1167
-  _globals['_TIMINGS']._serialized_end=1347
-  _globals['_TIMINGS_STAGESSENTRY']._serialized_start=1301
-  _globals['_TIMINGS_STAGESSENTRY']._serialized_end=1347
-  _globals['_MIGRATION']._serialized_start=1349
-  _globals['_MIGRATION']._serialized_end=1427
-  _globals['_FINISHED']._serialized_start=1430
-  _globals['_FINISHED']._serialized_end=1730
-  _globals['_GENERATERESPONSE']._serialized_start=1733
-  _globals['_GENERATERESPONSE']._serialized_end=1881
-  _globals['_LISTMODELSREQUEST']._serialized_start=1883
-  _globals['_LISTMODELSREQUEST']._serialized_end=1902
-  _globals['_MODEL']._serialized_start=1904
-  _globals['_MODEL']._serialized_end=1949
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1951
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2007
-  _globals['_HEADRACE']._serialized_start=2107
-  _globals['_HEADRACE']._serialized_end=2271
+  _globals['_GENERATEREQUEST']._serialized_end=1013
+  _globals['_RESUMEREQUEST']._serialized_start=1015
+  _globals['_RESUMEREQUEST']._serialized_end=1092
+  _globals['_CANCELREQUEST']._serialized_start=1094
+  _globals['_CANCELREQUEST']._serialized_end=1131
+  _globals['_CANCELRESPONSE']._serialized_start=1133
+  _globals['_CANCELRESPONSE']._serialized_end=1149
+  _globals['_STARTED']._serialized_start=1151
+  _globals['_STARTED']._serialized_end=1240
+  _globals['_DELTA']._serialized_start=1242
+  _globals['_DELTA']._serialized_end=1282
+  _globals['_USAGE']._serialized_start=1284
+  _globals['_USAGE']._serialized_end=1360
+  _globals['_TIMINGS']._serialized_start=1363
+  _globals['_TIMINGS']._serialized_end=1543
+  _globals['_TIMINGS_STAGESSENTRY']._serialized_start=1497
+  _globals['_TIMINGS_STAGESSENTRY']._serialized_end=1543
+  _globals['_MIGRATION']._serialized_start=1545
+  _globals['_MIGRATION']._serialized_end=1623
+  _globals['_FINISHED']._serialized_start=1626
+  _globals['_FINISHED']._serialized_end=1926
+  _globals['_GENERATERESPONSE']._serialized_start=1929
+  _globals['_GENERATERESPONSE']._serialized_end=2077
+  _globals['_LISTMODELSREQUEST']._serialized_start=2079
+  _globals['_LISTMODELSREQUEST']._serialized_end=2098
+  _globals['_MODEL']._serialized_start=2100
+  _globals['_MODEL']._serialized_end=2145
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2147
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2203
+  _globals['_HEADRACE']._serialized_start=2303
+  _globals['_HEADRACE']._serialized_end=2605
 # @@protoc_insertion_point(module_scope)

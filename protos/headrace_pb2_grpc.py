@@ -39,6 +39,16 @@ class HeadraceStub(object):
                 request_serializer=protos_dot_headrace__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_headrace__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/headrace.v1.Headrace/Resume',
+                request_serializer=protos_dot_headrace__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/headrace.v1.Headrace/Cancel',
+                request_serializer=protos_dot_headrace__pb2.CancelRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/headrace.v1.Headrace/ListModels',
                 request_serializer=protos_dot_headrace__pb2.ListModelsRequest.SerializeToString,
@@ -51,6 +61,20 @@ class HeadraceServicer(object):
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with a resumable request whose connection broke. NOT_FOUND: unknown, or its window has passed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a resumable request at once; of an unknown or ended one it is silent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -68,6 +92,16 @@ def add_HeadraceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_headrace__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_headrace__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_headrace__pb2.ResumeRequest.FromString,
+                    response_serializer=protos_dot_headrace__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=protos_dot_headrace__pb2.CancelRequest.FromString,
+                    response_serializer=protos_dot_headrace__pb2.CancelResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -102,6 +136,60 @@ class Headrace(object):
             '/headrace.v1.Headrace/Generate',
             protos_dot_headrace__pb2.GenerateRequest.SerializeToString,
             protos_dot_headrace__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Headrace/Resume',
+            protos_dot_headrace__pb2.ResumeRequest.SerializeToString,
+            protos_dot_headrace__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Headrace/Cancel',
+            protos_dot_headrace__pb2.CancelRequest.SerializeToString,
+            protos_dot_headrace__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

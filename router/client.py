@@ -1,27 +1,44 @@
 """A client of the gRPC API: calls and events are the types of `router.api`."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from types import TracebackType
 
 import grpc
+import msgspec
 
 from protos import headrace_pb2 as pb
 from router.api import ApiError, Finished, GenerateCall, GenerateEvent
 from router.convert import call_to_proto, event_from_proto
+from router.progress import Position, Progress
 
 _GENERATE = "/headrace.v1.Headrace/Generate"
+_RESUME = "/headrace.v1.Headrace/Resume"
+_CANCEL = "/headrace.v1.Headrace/Cancel"
 _MODELS = "/headrace.v1.Headrace/ListModels"
+_CANCEL_TIMEOUT_S = 2.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Without all three a server that is silent, and not gone, is waited for without end.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
 class Client:
     """Synchronous and asynchronous; each kind opens its channel when it is first used.
 
-    Leaving an iterator early, or closing it, cancels the request. Every failure is an `ApiError`.
+    Leaving an iterator early, or closing it, cancels the request. Every failure is an `ApiError`. With `resume` a
+    broken connection is no failure: the client comes back, and goes on where it was, for up to half a minute.
     """
 
     def __init__(self, address: str) -> None:
@@ -29,33 +46,62 @@ class Client:
         self._channel: grpc.Channel | None = None
         self._aio_channel: grpc.aio.Channel | None = None
 
-    def generate(self, call: GenerateCall) -> Iterator[GenerateEvent]:
+    def generate(self, call: GenerateCall, resume: bool = False) -> Iterator[GenerateEvent]:
         """Events of one request, ending with Finished. Raises ApiError."""
-        stream = self._sync().unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        call, progress = _resumable(call, resume), Progress()
+        began_s = time.monotonic()
+        channel = self._sync()
+        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
         try:
-            for data in stream:
-                event = event_from_proto(pb.GenerateResponse.FromString(data))
-                yield event
-                if isinstance(event, Finished):
-                    return
-        except grpc.RpcError as error:
-            raise _api_error(error) from error
+            while not progress.is_over:
+                try:
+                    for data in stream:
+                        event = event_from_proto(pb.GenerateResponse.FromString(data))
+                        if progress.take(event):
+                            yield event
+                        if isinstance(event, Finished):
+                            return
+                    raise _ended_early()
+                except (grpc.RpcError, ApiError) as error:
+                    time.sleep(_pause_s(error, progress))
+                    position = _position(progress)
+                    left_s = _left_s(call, began_s)
+                    stream = channel.unary_stream(_RESUME)(_resume(position), timeout=left_s)
         finally:
             stream.cancel()
+            if call.resumable and not progress.is_over and progress.position is not None:
+                with suppress(grpc.RpcError, ValueError):
+                    channel.unary_unary(_CANCEL)(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
 
-    async def agenerate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]:
+    async def agenerate(
+        self, call: GenerateCall, resume: bool = False
+    ) -> AsyncIterator[GenerateEvent]:
         """Like `generate`, on the running event loop; close it with `aclosing` to cancel."""
-        stream = self._aio().unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        call, progress = _resumable(call, resume), Progress()
+        began_s = time.monotonic()
+        channel = self._aio()
+        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
         try:
-            async for data in stream:
-                event = event_from_proto(pb.GenerateResponse.FromString(data))
-                yield event
-                if isinstance(event, Finished):
-                    return
-        except grpc.RpcError as error:
-            raise _api_error(error) from error
+            while not progress.is_over:
+                try:
+                    async for data in stream:
+                        event = event_from_proto(pb.GenerateResponse.FromString(data))
+                        if progress.take(event):
+                            yield event
+                        if isinstance(event, Finished):
+                            return
+                    raise _ended_early()
+                except (grpc.RpcError, ApiError) as error:
+                    await asyncio.sleep(_pause_s(error, progress))
+                    position = _position(progress)
+                    left_s = _left_s(call, began_s)
+                    stream = channel.unary_stream(_RESUME)(_resume(position), timeout=left_s)
         finally:
             stream.cancel()
+            if call.resumable and not progress.is_over and progress.position is not None:
+                with suppress(grpc.RpcError, grpc.aio.UsageError):
+                    cancel = channel.unary_unary(_CANCEL)
+                    await cancel(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
 
     def models(self, timeout_s: float = 10.0) -> dict[str, int]:
         """Context length in tokens by model name. Raises ApiError."""
@@ -116,6 +162,52 @@ def _encoded(call: GenerateCall) -> bytes:
         return call_to_proto(call).SerializeToString()
     except (TypeError, ValueError) as error:
         raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+
+
+def _resumable(call: GenerateCall, resume: bool) -> GenerateCall:
+    return msgspec.structs.replace(call, resumable=True) if resume else call
+
+
+def _pause_s(error: grpc.RpcError | ApiError, progress: Progress) -> float:
+    """Before the next attempt to come back. Raises the ApiError to tell the caller if there is none."""
+    from_server = False
+    failure = error
+    if isinstance(error, grpc.RpcError):
+        failure = _api_error(error)
+        from_server = "headrace-ended" in dict(error.trailing_metadata() or ())
+    try:
+        return progress.pause_s(failure, from_server, time.monotonic())
+    except ApiError as told:
+        raise told from error
+
+
+def _position(progress: Progress) -> Position:
+    position = progress.position
+    assert position is not None
+    return position
+
+
+def _resume(position: Position) -> bytes:
+    request = pb.ResumeRequest(
+        resume_token=position.token,
+        next_index=position.next_index,
+        text_bytes=position.text_bytes,
+    )
+    return request.SerializeToString()
+
+
+def _cancel(progress: Progress) -> bytes:
+    return pb.CancelRequest(resume_token=_position(progress).token).SerializeToString()
+
+
+def _left_s(call: GenerateCall, began_s: float) -> float | None:
+    if call.timeout_s is None:
+        return None
+    return max(call.timeout_s - (time.monotonic() - began_s), 1e-3)
+
+
+def _ended_early() -> ApiError:
+    return ApiError("UNAVAILABLE", "the stream ended without an end of its answer")
 
 
 def _api_error(error: grpc.RpcError) -> ApiError:

@@ -23,6 +23,7 @@ _SCALARS = (
     "request_id",
     "tenant",
     "timeout_s",
+    "resumable",
 )
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -81,7 +82,10 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
         return pb.GenerateResponse(delta=delta)
     if isinstance(event, Started):
         started = pb.Started(
-            request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
+            request_id=event.request_id,
+            model=event.model,
+            prompt_tokens=event.prompt_tokens,
+            resume_token=event.resume_token,
         )
         return pb.GenerateResponse(started=started)
     stats = event.stats
@@ -121,7 +125,9 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
         return Delta(response.delta.text, tuple(response.delta.token_ids))
     if kind == "started":
         started = response.started
-        return Started(started.request_id, started.model, started.prompt_tokens)
+        return Started(
+            started.request_id, started.model, started.prompt_tokens, started.resume_token
+        )
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
     return Finished(

@@ -9,7 +9,8 @@ arrive, and no request can keep more than its `max_tokens`.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord, TooLongError
@@ -66,7 +67,7 @@ class Frontend:
     def model(self) -> TextModel:
         return self._text
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         """Started, Deltas, Finished. Raises ApiError, before Started if no worker took the request.
 
         Close the iterator (`aclosing`) to cancel.
@@ -98,12 +99,13 @@ class Frontend:
         )
         kept = Kept(record.request, stream, lambda: self._remember(call, record, prompt, stream))
         self._hub.submit(record, deadline_s, stream)
-        async for event in self._serve(token, kept, stream.read()):
-            yield event
+        async with aclosing(self._serve(token, kept, stream.read())) as events:
+            async for event in events:
+                yield event
 
     async def resume(
         self, token: str, next_index: int, text_bytes: int
-    ) -> AsyncIterator[GenerateEvent]:
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Go on with a resumable request behind `next_index` output tokens and `text_bytes` bytes of text.
 
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old.
@@ -114,8 +116,9 @@ class Frontend:
             raise ApiError("NOT_FOUND", message, "resume_token")
         reader = kept.stream.read_on(next_index, text_bytes)
         self._resumables.attached(token)
-        async for event in self._serve(token, kept, reader):
-            yield event
+        async with aclosing(self._serve(token, kept, reader)) as events:
+            async for event in events:
+                yield event
 
     def cancel(self, token: str) -> bool:
         """End a resumable request at once; False if there is none of this token."""
@@ -130,7 +133,9 @@ class Frontend:
         for kept in self._resumables.expired(self._clock()):
             self._abandon(kept)
 
-    async def _serve(self, token: str, kept: Kept, reader: Reader) -> AsyncIterator[GenerateEvent]:
+    async def _serve(
+        self, token: str, kept: Kept, reader: Reader
+    ) -> AsyncGenerator[GenerateEvent, None]:
         try:
             while True:
                 event = await reader.next()

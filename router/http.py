@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from router.openai_reply import envelope, error_reply
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
 LABEL_LIMIT_CHARS = 128
+RESUMABLE_HEADER = "x-headrace-resumable"
 
 
 class ServerState(Protocol):
@@ -109,6 +111,9 @@ class _Generate:
             header = request.headers.get("x-request-timeout-s")
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
             parsed = self._parse(body, label=label, timeout_s=timeout_s)
+            if parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1":
+                call = msgspec.structs.replace(parsed.call, resumable=True)
+                parsed = msgspec.structs.replace(parsed, call=call)
         except ApiError as error:
             await error_response(error_reply(error), label)(scope, receive, send)
             return

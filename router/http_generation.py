@@ -82,8 +82,10 @@ class Generation:
         pulse = asyncio.ensure_future(out.keep_alive())
         try:
             async with aclosing(_events(self._frontend, self._parsed.call)) as events:
-                writer = self._writer(await _first(events))
+                started = await _first(events)
+                writer = self._writer(started)
                 out.label = self._label or writer.request_id
+                out.resume_token = started.resume_token
                 async for item in events:
                     if isinstance(item, Delta):
                         await out.write(writer.delta(item.text, item.token_ids))
@@ -117,6 +119,7 @@ class _EventStream:
 
     def __init__(self, send: Send, label: str) -> None:
         self.label = label
+        self.resume_token = ""
         self._send = send
         self._lock = asyncio.Lock()
         self._started = False
@@ -160,6 +163,8 @@ class _EventStream:
             ]
             if self.label:
                 headers.append((b"x-request-id", self.label.encode("latin-1")))
+            if self.resume_token:
+                headers.append((b"x-headrace-resume-token", self.resume_token.encode("latin-1")))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._quiet = False
         await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -6,8 +6,9 @@ no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import msgspec
@@ -17,13 +18,15 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.types import FieldError
 from protos import headrace_pb2 as pb
-from router.api import ApiError, GenerateCall
+from router.api import ApiError, GenerateCall, GenerateEvent
 from router.convert import call_from_proto, event_to_proto
 from router.frontend import Frontend
 
 SERVICE = "headrace.v1.Headrace"
 FIELD_KEY = "headrace-field"
 RETRY_KEY = "retry-after-ms"
+ENDED_KEY = "headrace-ended"
+"""On every status that we give, as opposed to those that gRPC makes of a broken connection."""
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Service:
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", 0),
+                # Clients of resumable streams ask every few seconds whether we are there.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ]
         )
         self._register(server)
@@ -67,6 +72,12 @@ class Service:
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "Resume": grpc.unary_stream_rpc_method_handler(
+                self.resume, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "Cancel": grpc.unary_unary_rpc_method_handler(
+                self.cancel, response_serializer=pb.CancelResponse.SerializeToString
             ),
             "ListModels": grpc.unary_unary_rpc_method_handler(
                 self.list_models, response_serializer=pb.ListModelsResponse.SerializeToString
@@ -90,18 +101,32 @@ class Service:
     async def generate(
         self, data: bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
+        def events() -> AsyncGenerator[GenerateEvent, None]:
+            return self._frontend.generate(_parse(data, context.time_remaining()))
+
+        async with aclosing(_answer(events, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def resume(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        def events() -> AsyncGenerator[GenerateEvent, None]:
+            request = _message(pb.ResumeRequest, data)
+            return self._frontend.resume(
+                request.resume_token, request.next_index, request.text_bytes
+            )
+
+        async with aclosing(_answer(events, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
         try:
-            call = _parse(data, context.time_remaining())
-            async with aclosing(self._frontend.generate(call)) as events:  # type: ignore[type-var]
-                async for event in events:
-                    yield event_to_proto(event)
+            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token)
         except ApiError as error:
             await _abort(context, error)
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception:
-            log.exception("Generate failed")
-            await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+        return pb.CancelResponse()
 
     async def list_models(
         self, data: bytes, context: grpc.aio.ServicerContext
@@ -111,13 +136,37 @@ class Service:
         return pb.ListModelsResponse(models=[listed])
 
 
+async def _answer(
+    events: Callable[[], AsyncGenerator[GenerateEvent, None]], context: grpc.aio.ServicerContext
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """What `events()` yields, as messages; what it raises, as a status."""
+    try:
+        async with aclosing(events()) as stream:
+            async for event in stream:
+                yield event_to_proto(event)
+    except ApiError as error:
+        await _abort(context, error)
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except Exception:
+        log.exception("a request failed")
+        await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+
+
+def _message(kind: Any, data: bytes) -> Any:
+    """A protobuf message of `kind`. Raises ApiError."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.name
+        message = f"request: is not a valid {name} (malformed, or invalid UTF-8): {error}"
+        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+
+
 def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
     """The call, with the earlier of its own and gRPC's deadline. Raises ApiError."""
     try:
-        call = call_from_proto(pb.GenerateRequest.FromString(data))
-    except DecodeError as error:
-        message = f"request: is not a valid GenerateRequest (malformed, or invalid UTF-8): {error}"
-        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+        call = call_from_proto(_message(pb.GenerateRequest, data))
     except FieldError as error:
         raise ApiError("INVALID_ARGUMENT", str(error), error.field) from error
     if remaining_s is None or (call.timeout_s is not None and not call.timeout_s > remaining_s):
@@ -126,7 +175,7 @@ def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
-    metadata = []
+    metadata = [(ENDED_KEY, "1")]
     if error.field:
         metadata.append((FIELD_KEY, error.field))
     if error.retry_after_s is not None:

@@ -84,7 +84,9 @@ class Stream:
 
     def left(self, now: float) -> None:
         """Its client is gone for good, whether or not it saw the end. A reader that still waits is sent away."""
-        if self.end is None:
+        if isinstance(self.end, Complete):
+            self.account(self.end, now)
+        elif self.end is None:
             self.end = ApiError(LEFT.code, LEFT.message)
             self.changed.set()
         self._count(FinishReason.CANCELLED, now, {})

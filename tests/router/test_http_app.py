@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from router import http_generation
@@ -260,3 +261,17 @@ def test_the_answer_is_what_the_script_says() -> None:
     assert reply.json()["choices"][0]["text"] == "".join(
         item.text for item in ANSWER if isinstance(item, Delta)
     )
+
+
+@pytest.mark.parametrize(("asked", "stream"), [(True, True), (False, True), (True, False)])
+def test_a_stream_is_resumable_where_it_is_asked_for(asked: bool, stream: bool) -> None:
+    """Guards against requests that run on for clients who never asked, and a token that does not reach who did."""
+    started = msgspec.structs.replace(STARTED, resume_token="secret-token")
+    frontend = FakeFrontend(*[started if asked and stream else STARTED, *ANSWER[1:]])
+    headers = {"x-headrace-resumable": "1"} if asked else {}
+    body = {"prompt": "hi", "stream": stream}
+    reply = ask(frontend, "POST", "/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 200
+    assert frontend.calls[0].resumable == (asked and stream)
+    token = reply.headers.get("x-headrace-resume-token")
+    assert token == ("secret-token" if asked and stream else None)

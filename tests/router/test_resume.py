@@ -1,0 +1,262 @@
+"""Resumable streams: whatever breaks between client and router, the client has every token and character once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+
+import pytest
+
+from engine.messages import Cancel, Place, RequestStats
+from engine.types import FinishReason, RequestId
+from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.app import RouterApp
+from router.client import Client
+from router.config import RouterConfig
+from router.events import Complete
+from router.observer import NullObserver
+from router.output import Output
+from router.progress import RECONNECT_S, Position, Progress
+from router.stream import Stream
+from router.timing import Timeline
+from tests.router.cut_proxy import CutProxy
+from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
+
+ANSWER = "wörld 🙂 ok, thé énd"
+
+Body = Callable[[RouterApp, Client, CutProxy, FakeWorkers], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as one:
+        yield one
+
+
+@pytest.fixture
+def cluster(runner: asyncio.Runner) -> Callable[..., None]:
+    def with_cluster(body: Body, **config: object) -> None:
+        runner.run(_with_cluster(body, **config))
+
+    return with_cluster
+
+
+async def _with_cluster(body: Body, **config: object) -> None:
+    settings = RouterConfig(grpc_port=0, http_port=-1, **config)  # type: ignore[arg-type]
+    app = RouterApp(settings, ByteText(), NullObserver())
+    workers = FakeWorkers()
+    workers.answer = list(ANSWER.encode())
+    workers.slow_s = 0.03
+    addresses = await app.start()
+    proxy = CutProxy(addresses.grpc)
+    try:
+        await workers.start()
+        await app.set_workers(*workers.peers)
+        await until(app.hub.ready)
+        async with Client(await proxy.start()) as client, asyncio.timeout(20):
+            await body(app, client, proxy, workers)
+        await until(lambda: not app.hub.core.open)
+        app.hub.core.check()
+    finally:
+        await proxy.stop()
+        await app.stop(0.0)
+        await workers.stop()
+
+
+def cancels(workers: FakeWorkers) -> list[Cancel]:
+    return [r for r in workers.got if isinstance(r, Cancel)]
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 9, 10), (25,), (3, 7, 11, 15, 19, 23)])
+def test_cut_connections_lose_and_repeat_nothing(
+    cluster: Callable[..., None], cuts: tuple[int, ...]
+) -> None:
+    """Guards exactness: connections are cut after the given tokens, inside characters and right before the end."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        text, ids, kinds = "", [], []
+        left = list(cuts)
+        async for event in client.agenerate(GenerateCall(prompt="x"), resume=True):
+            kinds.append(type(event))
+            if isinstance(event, Delta):
+                text += event.text
+                ids += event.token_ids
+                if left and len(ids) >= left[0]:
+                    del left[0]
+                    proxy.cut()
+        assert (text, ids) == (ANSWER, [*ANSWER.encode(), END])
+        assert kinds.count(Started) == 1 and kinds[-1] is Finished
+        assert not left and proxy.accepted > len(cuts), "the cuts did not take effect"
+        assert len([r for r in workers.got if isinstance(r, Place)]) == 1, "it was run twice"
+        assert not cancels(workers)
+
+    cluster(body)
+
+
+def test_the_synchronous_client_comes_back_too(cluster: Callable[..., None]) -> None:
+    """Guards the client of command-line tools; and an outage that lasts for several attempts."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        loop = asyncio.get_running_loop()
+
+        def talk() -> str:
+            text = ""
+            with Client(client._address) as plain:
+                for event in plain.generate(GenerateCall(prompt="x"), resume=True):
+                    if isinstance(event, Delta):
+                        text += event.text
+                        if len(text) == 4:
+                            loop.call_soon_threadsafe(proxy.cut, True)
+                            loop.call_soon_threadsafe(loop.call_later, 0.4, proxy.heal)
+            return text
+
+        assert await asyncio.to_thread(talk) == ANSWER
+        assert proxy.cut_connections and proxy.accepted >= 2
+
+    cluster(body)
+
+
+def test_closing_the_iterator_still_cancels_at_once(cluster: Callable[..., None]) -> None:
+    """Guards against resumable requests that nobody wants any more and that run on for the whole window."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        async with aclosing(client.agenerate(GenerateCall(prompt="x"), resume=True)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+        await until(lambda: len(cancels(workers)) == 1, 1.0)
+
+    cluster(body)
+
+
+def test_a_client_that_does_not_come_back_is_given_up(cluster: Callable[..., None]) -> None:
+    """Guards the window: until it has passed the request runs, afterwards it is cancelled and its token worthless."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        workers.slow_s = 0.1
+        front = app._frontend
+        events = front.generate(GenerateCall(prompt="x", resumable=True))
+        started = await anext(events)
+        assert isinstance(started, Started) and len(started.resume_token) >= 20
+        await events.aclose()
+        await asyncio.sleep(0.3)
+        assert not cancels(workers) and app.hub.core.open == 1
+        await until(lambda: len(cancels(workers)) == 1, 1.5)
+        with pytest.raises(ApiError) as raised:
+            await anext(front.resume(started.resume_token, 0, 0))
+        assert (raised.value.code, raised.value.field) == ("NOT_FOUND", "resume_token")
+        assert len(front._resumables) == 0
+
+    cluster(body, resume_window_s=0.8)
+
+
+def test_before_a_worker_took_it_a_lost_connection_cancels(cluster: Callable[..., None]) -> None:
+    """Guards against requests of clients that never learned their token."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        workers.hold = True
+        events = client.agenerate(GenerateCall(prompt="x"), resume=True)
+        reading = asyncio.create_task(anext(events))
+        await until(lambda: bool(workers.got))
+        proxy.cut()
+        with pytest.raises(ApiError) as raised:
+            await reading
+        assert raised.value.code == "UNAVAILABLE"
+        await until(lambda: len(cancels(workers)) == 1, 1.0)
+
+    cluster(body)
+
+
+def test_a_second_reader_takes_over_and_the_end_can_be_read_again(
+    cluster: Callable[..., None],
+) -> None:
+    """Guards half-dead connections: the newest reader has the stream, and a lost last event is sent again."""
+
+    async def body(app: RouterApp, client: Client, proxy: CutProxy, workers: FakeWorkers) -> None:
+        front = app._frontend
+        first = front.generate(GenerateCall(prompt="x", resumable=True))
+        started = await anext(first)
+        assert isinstance(started, Started)
+        waiting = asyncio.ensure_future(_rest(first))
+        await asyncio.sleep(0.05)
+        rest = await _rest(front.resume(started.resume_token, 0, 0))
+        with pytest.raises(ApiError) as raised:
+            await waiting
+        assert raised.value.code == "CANCELLED"
+        assert rest[0] == started
+        ids = [token for event in rest if isinstance(event, Delta) for token in event.token_ids]
+        assert ids == [*ANSWER.encode(), END]
+        again = await _rest(front.resume(started.resume_token, len(ids), len(ANSWER.encode())))
+        assert again == [started, rest[-1]]
+        assert front.cancel(started.resume_token) and not front.cancel(started.resume_token)
+
+    cluster(body)
+
+
+async def _rest(events: object) -> list[GenerateEvent]:
+    return [event async for event in events]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stop", [(), ("é é",), ("STOP",)])
+def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
+    """Guards the arithmetic of text that lags behind tokens, at every point of an answer with an unfinished end."""
+
+    async def body() -> None:
+        data = [*ANSWER.encode(), 0xC3]
+        stream = Stream(
+            Started("r", "m", 1, "t"),
+            Output(ByteDetokenizer(), stop),
+            Timeline(0.0),
+            NullObserver(),
+        )
+        stream.accepted(0.0)
+        had: list[tuple[int, int]] = [(0, 0)]
+        for token in data:
+            stream.tokens([token], 1.0)
+            had.append((len(stream.ids), len(stream.text.encode())))
+        stream.completed(Complete(RequestId("r"), FinishReason.LENGTH, RequestStats(), 0), 2.0)
+        had.append((len(stream.ids), len(stream.text.encode())))
+        ids, text = stream.ids, stream.text
+        for next_index, text_bytes in had:
+            reader = stream.read_on(next_index, text_bytes)
+            got_ids, got_text = ids[:next_index], text.encode()[:text_bytes].decode()
+            while not isinstance(event := await reader.next(), Complete):
+                if isinstance(event, Delta):
+                    got_ids = [*got_ids, *event.token_ids]
+                    got_text += event.text
+            assert (got_ids, got_text) == (ids, text)
+        for next_index, text_bytes, field in (
+            (-1, 0, "next_index"),
+            (len(ids) + 1, 0, "next_index"),
+            (0, -1, "text_bytes"),
+            (0, len(text.encode()) + 1, "text_bytes"),
+            (0, 2, "text_bytes"),
+        ):
+            with pytest.raises(ApiError) as raised:
+                stream.read_on(next_index, text_bytes)
+            assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
+
+    asyncio.run(body())
+
+
+def test_what_a_client_comes_back_for() -> None:
+    """Guards against retries of a request that the server has ended, and against retries without end."""
+    broken, ended = ApiError("UNAVAILABLE", "cut"), ApiError("UNAVAILABLE", "two workers were lost")
+    progress = Progress()
+    with pytest.raises(ApiError, match="cut"):
+        progress.pause_s(broken, False, 0.0)
+    assert progress.take(Started("r", "m", 1, "t"))
+    assert progress.take(Delta("é", (1, 2)))
+    assert progress.position == Position("t", 2, 2)
+    assert progress.pause_s(broken, False, 0.0) < progress.pause_s(broken, False, 0.1)
+    assert not progress.take(Started("r", "m", 1, "t"))
+    progress.pause_s(broken, False, 10.0)
+    progress.pause_s(ApiError("CANCELLED", "later"), False, 10.0 + RECONNECT_S)
+    with pytest.raises(ApiError, match="cut"):
+        progress.pause_s(broken, False, 11.0 + RECONNECT_S)
+    with pytest.raises(ApiError, match="cut"):
+        progress.pause_s(ApiError("NOT_FOUND", "who?"), True, 12.0)
+    assert progress.is_over
+    fresh = Progress()
+    fresh.take(Started("r", "m", 1, "t"))
+    with pytest.raises(ApiError, match="two workers"):
+        fresh.pause_s(ended, True, 0.0)
