@@ -68,6 +68,7 @@ TORCH_FREE = (
     "cluster/hosting.py",
     "cluster/launch.py",
     "cluster/*_launcher.py",
+    "cluster/supervisor.py",
     "telemetry/*.py",
 )
 
@@ -99,6 +100,7 @@ PURE = (
     "router/core.py",
     "router/policy.py",
     "router/prefix_index.py",
+    "cluster/supervisor.py",
 )
 
 
