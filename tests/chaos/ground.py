@@ -18,6 +18,7 @@ from prefill_worker.config import PrefillConfig
 from router.api import ApiError, Delta, Finished, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
+from tests.chaos import faults
 from tests.chaos.proxy import ProxiedLauncher, Proxy
 from tests.integration.probe import Probe, is_quiet
 from transfer.config import TransferConfig
@@ -27,6 +28,8 @@ SEEDED = SamplingParams(temperature=1.0)
 MODES = {"greedy": (GREEDY, 0), "seeded": (SEEDED, 77)}
 BLOCK_BYTES = 720 * 1024
 HEAL_S = 60.0
+INTRODUCTION_BYTES = 400
+"""A worker's first frame to its router (who it is, how it fares) is longer."""
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -175,7 +178,10 @@ class Ground:
         return self._probes[key]
 
     def load(self, name: str) -> Load | None:
-        return self.probe(name).load
+        """The latest report of a worker that lives and is connected to the router; None where it is not."""
+        known = faults.process_state(self.pid(name)) not in ("", "Z")
+        known &= self.proxy(name).bytes_out > INTRODUCTION_BYTES
+        return self.probe(name).load if known else None
 
     def busy(self, role: str, timeout_s: float = 10.0) -> str:
         """The first worker of a role that holds a block or a request."""
@@ -202,8 +208,6 @@ class Ground:
         for name in self.names:
             while self.load(name) is None:
                 assert time.monotonic() < deadline_s, f"{name} does not answer: {self.gave_up}"
-                with suppress(KeyError):
-                    self.probe(name)
                 time.sleep(0.02)
         until_s = time.monotonic() + quiet_s
         for name in self.names:
@@ -211,6 +215,27 @@ class Ground:
                 self.probe(name).wait_quiet(max(0.3, until_s - time.monotonic()))
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+    def replace(self, names: list[str]) -> None:
+        """Kill these workers and wait for others in their place."""
+        pids = {name: self.pid(name) for name in names}
+        for pid in pids.values():
+            with suppress(faults.NoEffectError):
+                faults.kill(pid)
+        for name, pid in pids.items():
+            self.replaced(name, pid)
+
+    def renew(self) -> list[str]:
+        """Replace every worker that still holds blocks, so that what comes next starts from a whole cluster. Returns
+        their names."""
+        try:
+            self.settle(0.3)
+            return []
+        except AssertionError:
+            loads = {name: self.load(name) for name in self.names}
+        broken = [name for name, load in loads.items() if load is None or not is_quiet(load)]
+        self.replace(broken)
+        return broken
 
     # requests
 

@@ -23,12 +23,15 @@ class Proxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.bytes_in = 0
         """Bytes relayed towards the worker so far."""
+        self.bytes_out = 0
+        """Bytes relayed from the worker since its streams were last cut."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> int:
         """Close every connection, both ends; returns how many there were. New ones are let through."""
         with self._lock:
             pairs, self._pairs = self._pairs, set()
+            self.bytes_out = 0
         for pair in pairs:
             for end in pair:
                 _close(end)
@@ -69,6 +72,8 @@ class Proxy:
                 sink.sendall(data)
                 if source is pair[0]:
                     self.bytes_in += len(data)
+                else:
+                    self.bytes_out += len(data)
         except OSError:
             pass  # either end is gone: the relay ends, as it does at the end of the stream
         for end in pair:

@@ -1,26 +1,15 @@
-"""Real processes, real faults: every row of `tests.chaos.rows`, and some that are no table rows."""
+"""Every row of `tests.chaos.rows` against real processes over shared memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.model.cache import prepare
 from tests.chaos.ground import Ground
-from tests.chaos.rows import ROWS, Row
+from tests.chaos.rows import ROWS
 from tests.chaos.strike import Reference, run_row
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
-def reference() -> Reference:
-    return Reference()
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +22,14 @@ def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
         found.close()
 
 
+@pytest.fixture(autouse=True)
+def whole(ground: Ground) -> Iterator[None]:
+    """Whatever a test left behind must not fail the next one."""
+    yield
+    ground.renew()
+
+
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[str(row) for row in ROWS])
 def test_row(ground: Ground, reference: Reference, number: int) -> None:
     """Guards against a wrong token, a lost or doubled one, silence, and blocks that never come back."""
-    row: Row = ROWS[number]
-    run_row(ground, reference, row, number)
+    run_row(ground, reference, ROWS[number], number)
