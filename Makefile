@@ -3,18 +3,21 @@
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
+#   MINUTES=10       how long `make soak` goes on; SEED=7 repeats its choices
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+MINUTES ?= 10
+SEED ?= 7
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check parity proto setup clean
+.PHONY: demo serve test check parity chaos soak proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -23,10 +26,17 @@ serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity" $(ARGS)
+	$(BIN)/python -m pytest -m "not parity and not chaos" $(ARGS)
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
+
+# Kills, freezes and cuts off real processes, and compares every token with a run without faults.
+chaos: $(DEV)
+	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+soak: $(DEV)
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
@@ -34,6 +35,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long running requests may take to end before their process is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_json: bool = False
+    restart: RestartConfig = RestartConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
@@ -50,6 +52,7 @@ THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
 _MAY_BE_ZERO = frozenset(
     {
         "stop_grace_s",
+        "restart.limit",
         "router.seed",
         "router.grpc_port",
         "router.http_port",

@@ -1,10 +1,12 @@
 """A cluster's life: prepare the model, start workers and router, watch them, stop everything.
 
 The order is the same for every launcher. Workers and router start at the same time, and the router
-learns its workers once they are up. Nobody is restarted here: when one process dies, the cluster
-ends with the reason.
+learns its workers once they are up. While the cluster is watched, a worker that dies is replaced as
+`cluster.supervisor` decides; a death during the start, or the router's at any time, ends the cluster
+with the reason.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -15,10 +17,23 @@ import msgspec
 
 from cluster.config import ClusterConfig, with_model_dir
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError
-from engine.messages import PeerAddress
+from cluster.supervisor import (
+    Announce,
+    Command,
+    Discard,
+    Ended,
+    GiveUp,
+    Launch,
+    State,
+    Supervisor,
+    Tick,
+    Up,
+)
 
 POLL_S = 0.05
-WATCH_S = 0.5
+WATCH_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +118,17 @@ class Cluster:
         self._launcher = launcher
         self._factories = factories
         self._model_dir = model_dir
-        self._children: list[Child] = []
+        # Mutable state, owned by the thread that starts, watches and stops in turn.
+        self._children: dict[str, Child] = {}
+        self._ready: dict[str, ChildReady] = {}
+        self._specs: dict[str, ChildSpec] = {}
+        self._supervisor: Supervisor | None = None
         self._opened = False
+
+    @property
+    def workers(self) -> dict[str, ChildReady]:
+        """The latest process of every worker by name, dead or alive. May be read from any thread."""
+        return {name: up for name, up in self._ready.items() if self._specs[name].kind != "router"}
 
     def __enter__(self) -> "Cluster":
         return self
@@ -120,15 +144,18 @@ class Cluster:
             self._opened = True
             self._launcher.open()
             model_dir = prepared.result()
-        for spec in specs(self._config, model_dir, self._factories):
-            self._children.append(self._launcher.launch(spec))
-        ready = self._wait_started(deadline_s)
-        *workers, router = self._children
-        peers: dict[str, list[PeerAddress]] = {"prefill": [], "decode": []}
-        for worker in workers:
-            up = ready[worker.spec.name]
-            peers[worker.spec.kind].append(PeerAddress(up.name, up.address))
-        router.set_workers(peers["prefill"], peers["decode"])
+        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories)}
+        for name, spec in self._specs.items():
+            self._children[name] = self._launcher.launch(spec)
+        self._ready = self._wait_started(deadline_s)
+        *workers, router = self._children.values()
+        self._supervisor = Supervisor(
+            self._config.restart,
+            self._config.start_timeout_s,
+            {w.spec.name: (w.spec.kind, self._ready[w.spec.name]) for w in workers},
+            router.spec.name,
+        )
+        self._carry_out([self._supervisor.announcement()])
         while not router.ready():
             self._raise_failure()
             if time.monotonic() > deadline_s:
@@ -136,23 +163,28 @@ class Cluster:
                     f"the router saw no full set of workers in {self._config.start_timeout_s:.0f} s"
                 )
             time.sleep(POLL_S)
-        front = ready[router.spec.name]
+        front = self._ready[router.spec.name]
         return Addresses(
             grpc=front.address,
             http=front.http,
-            workers=tuple(ready[worker.spec.name] for worker in workers),
+            workers=tuple(self._ready[worker.spec.name] for worker in workers),
         )
 
     def watch(self, stop: threading.Event | None = None) -> None:
-        """Block until `stop` is set. Raises LaunchError when a process ends first."""
+        """Block until `stop` is set, replacing workers that die. Raises LaunchError when the router
+        ends, or a worker dies too often."""
         stop = stop or threading.Event()
+        supervisor = self._supervisor
+        if supervisor is None:
+            raise RuntimeError("the cluster has not been started")
         while not stop.wait(WATCH_S):
-            self._raise_failure()
+            for event in self._news(supervisor):
+                self._carry_out(supervisor.handle(event, time.monotonic()))
 
     def stop(self) -> None:
         """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
         something of it is left."""
-        children, self._children = self._children, []
+        children, self._children = list(self._children.values()), {}
         opened, self._opened = self._opened, False
         grace_s = self._config.stop_grace_s
         try:
@@ -167,7 +199,7 @@ class Cluster:
     def _wait_started(self, deadline_s: float) -> dict[str, ChildReady]:
         """The first failure ends the wait, whoever else is still starting."""
         ready: dict[str, ChildReady] = {}
-        waiting = {child.spec.name: child for child in self._children}
+        waiting = dict(self._children)
         while waiting:
             for name, child in list(waiting.items()):
                 up = child.started_within(POLL_S)
@@ -182,10 +214,56 @@ class Cluster:
         return ready
 
     def _raise_failure(self) -> None:
-        for child in self._children:
+        for name, child in self._children.items():
             reason = child.failure()
             if reason is not None:
-                raise LaunchError(f"{child.spec.name}: {reason}")
+                raise LaunchError(f"{name}: {reason}")
+
+    def _news(self, supervisor: Supervisor) -> list[Up | Ended | Tick]:
+        """What has happened to the processes since the last look."""
+        news: list[Up | Ended | Tick] = []
+        for name, child in list(self._children.items()):
+            why = child.failure()
+            if why is None and name in self._specs and self._is_starting(supervisor, name):
+                try:
+                    up = child.started_within(0.0)
+                except LaunchError as error:
+                    why = str(error).removeprefix(f"{name}: ")
+                else:
+                    if up is not None:
+                        self._ready = {**self._ready, name: up}
+                        news.append(Up(up))
+            if why is not None:
+                news.append(Ended(name, why))
+        return [*news, Tick()]
+
+    def _is_starting(self, supervisor: Supervisor, name: str) -> bool:
+        return self._specs[name].kind != "router" and supervisor.state(name) is State.STARTING
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        """Do what the supervisor decided. Raises LaunchError where it gave up or the router is gone."""
+        for command in commands:
+            match command:
+                case Discard(name):
+                    log.warning("%s is gone and will be replaced", name)
+                    if name in self._children:
+                        self._children.pop(name).stop(0.0)
+                case Launch(name):
+                    self._launch_again(name)
+                case Announce(prefill, decode):
+                    self._router().set_workers(list(prefill), list(decode))
+                case GiveUp(reason):
+                    raise LaunchError(reason)
+
+    def _launch_again(self, name: str) -> None:
+        try:
+            self._children[name] = self._launcher.launch(self._specs[name])
+        except LaunchError as error:
+            assert self._supervisor is not None
+            self._carry_out(self._supervisor.handle(Ended(name, str(error)), time.monotonic()))
+
+    def _router(self) -> Child:
+        return next(c for c in self._children.values() if c.spec.kind == "router")
 
 
 def _stop_all(children: list[Child], grace_s: float) -> None:

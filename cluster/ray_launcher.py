@@ -135,7 +135,10 @@ class RayLauncher:
                 signal.signal(signal.SIGTERM, handler)
 
     def launch(self, spec: ChildSpec) -> RayChild:
-        return RayChild(self._ray, spec)
+        try:
+            return RayChild(self._ray, spec)
+        except ValueError as error:  # the name still belongs to the actor that it replaces
+            raise LaunchError(_cause(error)) from error
 
     def close(self) -> None:
         if self._ray is None:

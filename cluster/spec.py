@@ -78,7 +78,7 @@ class Launcher(Protocol):
         """Whatever must run before the first process. Raises LaunchError."""
 
     def launch(self, spec: ChildSpec) -> Child:
-        """Begin to start a process; does not wait."""
+        """Begin to start a process; does not wait. Raises LaunchError if that cannot even begin."""
 
     def close(self) -> None:
         """Stop whatever `open` started and prove that nothing of it is left. Raises LaunchError if something is."""

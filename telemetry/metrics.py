@@ -162,6 +162,9 @@ class WorkerMetrics:
         self._dropped = families.counter(
             "dropped_records_total", "Records ignored, by kind.", kind=DROPPED_KINDS
         )
+        self._audit_failures = families.counter(
+            "audit_failures_total", "Ledgers of KV blocks that did not add up."
+        )[()]
 
     def blocks(self, states: Mapping[str, int]) -> None:
         """The pool's blocks by state, as of now."""
@@ -190,6 +193,10 @@ class WorkerMetrics:
     def dropped(self, kind: str) -> None:
         """A record was ignored."""
         self._dropped[kind].inc()
+
+    def audit_failed(self) -> None:
+        """A ledger did not add up."""
+        self._audit_failures.inc()
 
     def render(self) -> bytes:
         """All families in the Prometheus text format."""

@@ -69,6 +69,7 @@ TORCH_FREE = (
     "cluster/hosting.py",
     "cluster/launch.py",
     "cluster/*_launcher.py",
+    "cluster/supervisor.py",
     "telemetry/*.py",
 )
 
@@ -100,6 +101,7 @@ PURE = (
     "router/core.py",
     "router/policy.py",
     "router/prefix_index.py",
+    "cluster/supervisor.py",
 )
 
 

@@ -18,6 +18,7 @@ from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants, running
 from cluster.process_launcher import ProcessLauncher
 from cluster.spec import LaunchError
+from cluster.supervisor import RestartConfig
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
@@ -32,7 +33,10 @@ LAUNCHERS = [
     pytest.param("ray", marks=pytest.mark.ray),
 ]
 CONFIG = ClusterConfig(
-    start_timeout_s=60.0, stop_grace_s=1.0, router=RouterConfig(grpc_port=0, http_port=-1)
+    start_timeout_s=60.0,
+    stop_grace_s=1.0,
+    restart=RestartConfig(limit=0),
+    router=RouterConfig(grpc_port=0, http_port=-1),
 )
 
 

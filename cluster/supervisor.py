@@ -1,0 +1,197 @@
+"""Decides which worker process is started again, when, and when to give up. Pure: no clock, no process.
+
+A worker's slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
+
+    STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
+    STARTING --Ended, or too slow--> PAUSING
+    any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
+
+The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
+been well for a window starts anew at once. The router hears of a death before the replacement exists: the dead
+worker's port may soon be somebody else's.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from cluster.spec import ChildReady
+from engine.messages import PeerAddress
+
+
+class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How dead workers are replaced. The router never is: its death ends the cluster."""
+
+    limit: int = 5
+    """Deaths of one worker within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
+    window_s: float = 300.0
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 15.0
+
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A process that was asked for is reached at this address."""
+
+    ready: ChildReady
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process has ended, or could not start."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Up | Ended | Tick
+
+
+# commands
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Stop and reap whatever is left of this worker's process: of it nothing may live on beside its replacement."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a process for this worker; answered by Up or Ended."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the router that these are all its workers."""
+
+    prefill: tuple[PeerAddress, ...]
+    decode: tuple[PeerAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the cluster, for this reason."""
+
+    reason: str
+
+
+Command = Discard | Launch | Announce | GiveUp
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    UP = "up"
+    PAUSING = "pausing"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One worker. `due_s`: when the pause ends, or by when its process must be up."""
+
+    kind: str
+    address: PeerAddress
+    state: State = State.UP
+    due_s: float = 0.0
+    deaths: list[float] = field(default_factory=list)
+
+
+class Supervisor:
+    """Keeps the pools at their sizes. Mutable state: the slots. Owner: the thread that watches the cluster."""
+
+    def __init__(
+        self,
+        config: RestartConfig,
+        start_timeout_s: float,
+        workers: dict[str, tuple[str, ChildReady]],
+        router: str = "router",
+    ) -> None:
+        """`workers` are up: kind (prefill or decode) and address by name."""
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._router = router
+        self._slots = {
+            name: _Slot(kind, PeerAddress(name, ready.address))
+            for name, (kind, ready) in workers.items()
+        }
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event in; returns what is to be done, in order."""
+        match event:
+            case Up(ready):
+                return self._up(ready)
+            case Ended(name, why):
+                return self._ended(name, why, now)
+            case Tick():
+                return self._tick(now)
+        raise TypeError(f"not an event: {event!r}")
+
+    def state(self, name: str) -> State:
+        return self._slots[name].state
+
+    def __repr__(self) -> str:
+        slots = (f"{name}={slot.state}({len(slot.deaths)})" for name, slot in self._slots.items())
+        return f"Supervisor({', '.join(slots)})"
+
+    def _up(self, ready: ChildReady) -> list[Command]:
+        slot = self._slots.get(ready.name)
+        if slot is None or slot.state is not State.STARTING:
+            return []
+        slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
+        return [self.announcement()]
+
+    def _ended(self, name: str, why: str, now: float) -> list[Command]:
+        if name == self._router:
+            return [GiveUp(f"{name}: {why}")]
+        slot = self._slots.get(name)
+        if slot is None or slot.state is State.PAUSING:
+            return []
+        was_up = slot.state is State.UP
+        config = self._config
+        slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
+        deaths = len(slot.deaths)
+        if deaths > config.limit:
+            often = f" ({deaths} times in {config.window_s:.0f} s)" if deaths > 1 else ""
+            return [GiveUp(f"{name}: {why}{often}")]
+        pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
+        slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
+        return [Discard(name), *([self.announcement()] if was_up else [])]
+
+    def _tick(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for name, slot in self._slots.items():
+            if slot.state is State.UP or now < slot.due_s:
+                continue
+            if slot.state is State.STARTING:
+                commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
+            else:
+                slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
+                commands.append(Launch(name))
+        return commands
+
+    def announcement(self) -> Announce:
+        """The workers that are up."""
+
+        def up(kind: str) -> tuple[PeerAddress, ...]:
+            slots = self._slots.values()
+            return tuple(s.address for s in slots if s.kind == kind and s.state is State.UP)
+
+        return Announce(up("prefill"), up("decode"))
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        for slot in self._slots.values():
+            assert len(slot.deaths) <= self._config.limit + 1
+            assert slot.deaths == sorted(slot.deaths)

@@ -1,0 +1,101 @@
+"""The table of faults: what is done, when, to whom, and how the request that it hits must end.
+
+A row is one line. `EXACT`: all tokens of the fault-free run, in order, once. `UNAVAILABLE`: a clear word, and what came
+before it is the beginning of the fault-free answer. Whatever the row, tokens that differ, silence, and blocks that do
+not come back fail it. `expect` is what is demanded, not what is hoped for: a row whose fault is survived one day fails
+until its line says so.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PROMPT_TOKENS = 200
+ANSWER_TOKENS = 12
+FROZEN_S = 5.0
+
+
+class Ending(StrEnum):
+    EXACT = "exact"
+    UNAVAILABLE = "unavailable"
+
+
+class Moment(StrEnum):
+    ASKED = "asked"
+    """Placed and reserved, not one block sent: the prefill workers are stopped until the fault has struck."""
+    SENDING = "sending"
+    """Chunks have been offered and more are being computed."""
+    TOKEN = "token"
+    """The client has `token` tokens."""
+
+
+class Fault(StrEnum):
+    KILL = "kill"
+    FREEZE = "freeze"
+    """Stopped for `FROZEN_S`, then resumed: a zombie that believes itself current."""
+    CUT = "cut"
+    """Every control stream of the worker is cut; both ends live on."""
+    STUTTER = "stutter"
+    """Slow: stopped most of the time, never long enough to be given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    moment: Moment
+    fault: Fault
+    targets: tuple[str, ...]
+    expect: tuple[Ending, ...]
+    token: int = 0
+    settles: bool = True
+    """Every pool is back to free + cached soon after its workers answer again, and the pair serves the next request.
+    False: blocks may stay quarantined, since a decode worker that lost its stream is alive, may still read, and says
+    nothing more of the handoff; or the pair does not find together again. Such prefill workers are replaced."""
+
+    def __str__(self) -> str:
+        when = f"{self.moment}{self.token or ''}"
+        return f"{self.fault}-{'+'.join(self.targets)}-{when}"
+
+
+PREFILL, DECODE, BOTH = ("prefill",), ("decode",), ("prefill", "decode")
+EXACT, UNAVAILABLE = (Ending.EXACT,), (Ending.UNAVAILABLE,)
+EITHER = (*EXACT, *UNAVAILABLE)
+"""It depends on which of two messages comes first."""
+
+COLLATERAL = EITHER
+"""How a request may end that happens to share a worker with the one that is hit."""
+
+ROWS = (
+    Row(Moment.ASKED, Fault.KILL, PREFILL, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
+    Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=2),
+    Row(Moment.ASKED, Fault.KILL, DECODE, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.KILL, DECODE, UNAVAILABLE),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=1),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=6),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=ANSWER_TOKENS - 2),
+    Row(Moment.ASKED, Fault.KILL, BOTH, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.KILL, BOTH, UNAVAILABLE),
+    Row(Moment.TOKEN, Fault.KILL, BOTH, UNAVAILABLE, token=4),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, UNAVAILABLE, settles=False),
+    Row(Moment.TOKEN, Fault.FREEZE, PREFILL, EXACT, token=2),
+    Row(Moment.SENDING, Fault.FREEZE, DECODE, EITHER, settles=False),
+    Row(Moment.TOKEN, Fault.FREEZE, DECODE, EXACT, token=4, settles=False),
+    Row(Moment.SENDING, Fault.CUT, PREFILL, UNAVAILABLE, settles=False),
+    Row(Moment.TOKEN, Fault.CUT, PREFILL, EXACT, token=2, settles=False),
+    Row(Moment.SENDING, Fault.CUT, DECODE, UNAVAILABLE),
+    Row(Moment.TOKEN, Fault.CUT, DECODE, UNAVAILABLE, token=4),
+    Row(Moment.SENDING, Fault.STUTTER, PREFILL, EXACT),
+    Row(Moment.TOKEN, Fault.STUTTER, DECODE, EXACT, token=2),
+)
+
+TCP_ROWS = (
+    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.KILL, DECODE, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, UNAVAILABLE),
+    Row(Moment.SENDING, Fault.CUT, PREFILL, UNAVAILABLE, settles=False),
+)
+
+RAY_ROWS = (
+    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=4),
+    Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=2),
+)

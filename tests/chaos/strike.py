@@ -1,0 +1,153 @@
+"""Carries one row out: waits for its moment, strikes, and judges what became of the requests."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tests.chaos import faults
+from tests.chaos.faults import NoEffectError
+from tests.chaos.ground import MODES, Ask, Ground, tokens
+from tests.chaos.rows import (
+    ANSWER_TOKENS,
+    COLLATERAL,
+    FROZEN_S,
+    PROMPT_TOKENS,
+    Ending,
+    Fault,
+    Moment,
+    Row,
+)
+
+PROMPTS = {"victim": tokens(PROMPT_TOKENS, 1), "bystander": tokens(PROMPT_TOKENS, 2)}
+END_S = 40.0
+SETTLE_S = 3.0
+STOPPED_S, RUNNING_S, STOPS = 0.35, 0.05, 8
+"""Of a stutter: a stop stays under the second after which a silent peer is asked whether it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Who serves a request: worker names."""
+
+    prefill: str
+    decode: str
+
+    def targets(self, row: Row) -> list[str]:
+        return [self.prefill if role == "prefill" else self.decode for role in row.targets]
+
+
+class Reference:
+    """Answers of fault-free runs, made once on whatever cluster asks first."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, str], list[int]] = {}
+
+    def make(self, ground: Ground) -> None:
+        for mode in MODES:
+            if ("victim", mode) not in self._answers:
+                for name, prompt in PROMPTS.items():
+                    ask = ground.ask(prompt, mode, ANSWER_TOKENS, f"reference-{mode}")
+                    ask.join(END_S)
+                    assert ask.finished is not None, ask.error
+                    assert len(ask.tokens) == ANSWER_TOKENS
+                    self._answers[name, mode] = ask.tokens
+        greedy, seeded = (self._answers["victim", mode] for mode in MODES)
+        assert greedy != seeded, "the seeded run draws nothing"
+
+    def judge(self, ask: Ask, name: str, mode: str) -> Ending:
+        """How a request ended. Fails on a wrong token, and on any error but UNAVAILABLE."""
+        whole = self._answers[name, mode]
+        if ask.error is not None:
+            assert ask.error.code == "UNAVAILABLE", f"{name}: {ask.error.code}: {ask.error}"
+            assert ask.tokens == whole[: len(ask.tokens)], f"{name}: wrong tokens before the error"
+            return Ending.UNAVAILABLE
+        assert ask.finished is not None, f"{name} ended without a word"
+        assert ask.tokens == whole, f"{name}: wrong tokens: {ask.tokens}, not {whole}"
+        return Ending.EXACT
+
+
+def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None:
+    """Two requests, one greedy and one seeded; the fault strikes the workers that serve the first."""
+    modes = list(MODES) if number % 2 == 0 else list(MODES)[::-1]
+    ground.settle(SETTLE_S)
+    with ExitStack() as held:
+        if row.moment is Moment.ASKED:
+            victim, serving = _asked(ground, modes[0], f"{row}-{number}", held)
+        else:
+            victim = ground.ask(PROMPTS["victim"], modes[0], ANSWER_TOKENS, f"{row}-{number}")
+            serving = Serving(ground.busy("prefill"), ground.busy("decode"))
+            if row.moment is Moment.SENDING:
+                _sending(ground, serving.prefill)
+        bystander = ground.ask(PROMPTS["bystander"], modes[1], ANSWER_TOKENS, f"{row}-{number}")
+        if row.moment is Moment.TOKEN:
+            victim.wait_tokens(row.token)
+        assert not victim.over, "the victim was over before the fault"
+        pids = {name: ground.pid(name) for name in serving.targets(row)}
+        strike(ground, row.fault, list(pids))
+    for ask in (victim, bystander):
+        ask.join(END_S)
+    endings = [
+        reference.judge(ask, name, mode)
+        for ask, name, mode in zip((victim, bystander), PROMPTS, modes, strict=True)
+    ]
+    assert endings[0] in row.expect, f"the victim's end is {endings[0]}: {victim.error}"
+    assert endings[1] in COLLATERAL, f"the bystander failed: {bystander.error}"
+    if row.fault is Fault.KILL:
+        for name, pid in pids.items():
+            ground.replaced(name, pid)
+    if row.settles:
+        ground.settle(SETTLE_S)
+    else:
+        ground.replace(ground.of("prefill"))
+
+
+def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
+    """Do it, to all of them at once. Returns when it is over; raises NoEffectError if it did not happen."""
+    pids = [ground.pid(name) for name in names]
+    match fault:
+        case Fault.KILL:
+            for pid in pids:
+                faults.kill(pid)
+        case Fault.FREEZE:
+            with faults.frozen(*pids):
+                time.sleep(FROZEN_S)
+        case Fault.CUT:
+            if not all(ground.proxy(name).cut() for name in names):
+                raise NoEffectError(f"{names}: no stream was there to be cut")
+        case Fault.STUTTER:
+            for pid in pids:
+                faults.stutter(pid, STOPS, STOPPED_S, RUNNING_S)
+
+
+def _asked(ground: Ground, mode: str, tenant: str, held: ExitStack) -> tuple[Ask, Serving]:
+    """A request that is placed and reserved while no prefill worker can move. Which one it was given is told by the
+    bytes that wait for it. They are held until the fault has struck."""
+    prefill = ground.of("prefill")
+    held.enter_context(faults.frozen(*(ground.pid(name) for name in prefill)))
+    before = {name: ground.proxy(name).bytes_in for name in prefill}
+    ask = ground.ask(PROMPTS["victim"], mode, ANSWER_TOKENS, tenant)
+    decode = ground.busy("decode")
+    deadline_s = time.monotonic() + 1.0
+    while True:
+        grown = {name: ground.proxy(name).bytes_in - before[name] for name in prefill}
+        first, second = sorted(grown, key=grown.__getitem__, reverse=True)[:2]
+        if grown[first] > 2 * grown[second] and grown[first] > 50:
+            return ask, Serving(first, decode)
+        if time.monotonic() > deadline_s:
+            raise NoEffectError(f"no prefill worker was asked: bytes by worker {grown}")
+        time.sleep(0.002)
+
+
+def _sending(ground: Ground, prefill: str) -> None:
+    """Until two more of its steps have run, so that their blocks were offered, and it still computes."""
+    first = ground.load(prefill)
+    assert first is not None
+    deadline_s = time.monotonic() + 20.0
+    while time.monotonic() < deadline_s:
+        load = ground.load(prefill)
+        if load is not None and load.step >= first.step + 2:
+            if not load.running_requests:
+                raise NoEffectError(f"{prefill} had computed everything before the fault: {load}")
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"{prefill} makes no steps: {ground.load(prefill)}")

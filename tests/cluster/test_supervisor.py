@@ -1,0 +1,220 @@
+"""Who is started again, and when: the pure decision first, then both launchers with processes that are killed."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from cluster.launch import Cluster, make_launcher
+from cluster.leftovers import descendants
+from cluster.spec import ChildReady, LaunchError
+from cluster.supervisor import (
+    Announce,
+    Command,
+    Discard,
+    Ended,
+    GiveUp,
+    Launch,
+    RestartConfig,
+    State,
+    Supervisor,
+    Tick,
+    Up,
+)
+from tests.cluster.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
+
+POLICY = RestartConfig(limit=3, window_s=100.0, first_pause_s=1.0, longest_pause_s=3.0)
+START_TIMEOUT_S = 20.0
+
+
+def up(name: str, port: int) -> ChildReady:
+    return ChildReady(name=name, pid=1, address=f"h:{port}")
+
+
+def supervisor(policy: RestartConfig = POLICY) -> Supervisor:
+    workers = {"prefill-0": ("prefill", up("prefill-0", 1)), "decode-0": ("decode", up("decode-0", 2))}
+    return Supervisor(policy, START_TIMEOUT_S, workers)
+
+
+def names(commands: list[Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def addresses(announce: Command) -> tuple[list[str], list[str]]:
+    assert isinstance(announce, Announce)
+    return [p.address for p in announce.prefill], [p.address for p in announce.decode]
+
+
+def test_a_death_is_told_before_the_replacement_exists() -> None:
+    """Guards against a router that dials a dead worker's port, which may be another worker's by then, and against a
+    pool that shrinks for good."""
+    one = supervisor()
+    discard, announce = one.handle(Ended("prefill-0", "killed by SIGKILL"), 10.0)
+    assert discard == Discard("prefill-0") and addresses(announce) == ([], ["h:2"])
+    assert one.handle(Tick(), 10.9) == []
+    assert one.handle(Tick(), 11.0) == [Launch("prefill-0")]
+    (announce,) = one.handle(Up(up("prefill-0", 7)), 14.0)
+    assert addresses(announce) == (["h:7"], ["h:2"])
+    assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0))"
+
+
+def test_pauses_double_and_a_storm_ends_the_cluster_with_the_reason() -> None:
+    """Guards against a restart storm: a worker that dies as it starts must cost ever less, and end in a clear word."""
+    one, now, pauses = supervisor(), 0.0, []
+    for _ in range(POLICY.limit):
+        assert names(one.handle(Ended("decode-0", "no memory"), now))[0] == "Discard"
+        died = now
+        while not (commands := one.handle(Tick(), now)):
+            now += 0.125
+        assert commands == [Launch("decode-0")]
+        pauses.append(now - died)
+    assert pauses == [1.0, 2.0, 3.0]
+    assert one.handle(Ended("decode-0", "no memory"), now) == [
+        GiveUp("decode-0: no memory (4 times in 100 s)")
+    ]
+
+
+def test_old_deaths_are_forgiven() -> None:
+    """Guards against a cluster that ends after weeks because its few deaths were never forgotten."""
+    one = supervisor()
+    for number in range(20):
+        now = number * 60.0
+        assert names(one.handle(Ended("prefill-0", "x"), now)) == ["Discard", "Announce"]
+        assert one.handle(Tick(), now + 3.0) == [Launch("prefill-0")]
+        one.handle(Up(up("prefill-0", number)), now + 4.0)
+
+
+def test_the_router_is_not_replaced_and_no_limit_means_none() -> None:
+    assert supervisor().handle(Ended("router", "ended with status 1"), 0.0) == [
+        GiveUp("router: ended with status 1")
+    ]
+    strict = supervisor(RestartConfig(limit=0))
+    assert strict.handle(Ended("decode-0", "x"), 0.0) == [GiveUp("decode-0: x")]
+
+
+def test_a_start_that_hangs_is_a_death() -> None:
+    """Guards against a pool that waits for ever for a replacement that never comes up."""
+    one = supervisor()
+    one.handle(Ended("decode-0", "x"), 0.0)
+    assert one.handle(Tick(), 1.0) == [Launch("decode-0")]
+    assert one.handle(Tick(), 20.9) == []
+    assert one.handle(Tick(), 21.0) == [Discard("decode-0")]
+    assert one.state("decode-0") is State.PAUSING
+
+
+def test_late_and_repeated_news_change_nothing() -> None:
+    one = supervisor()
+    one.handle(Ended("decode-0", "x"), 0.0)
+    assert one.handle(Ended("decode-0", "x"), 0.1) == []
+    assert one.handle(Up(up("decode-0", 9)), 0.2) == []
+    assert one.handle(Ended("decode-7", "x"), 0.3) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
+    """Guards against two processes for one worker, and against more starts than the limit allows in a window."""
+    rng = random.Random(seed)
+    one, now, living = supervisor(), 0.0, {"prefill-0", "decode-0"}
+    starts: dict[str, list[float]] = {name: [now] for name in living}
+    while now < 2000.0:
+        now += rng.expovariate(0.5)
+        name = rng.choice(list(starts))
+        event = rng.choice([Tick(), Ended(name, "x"), Up(up(name, rng.randrange(9000)))])
+        for command in one.handle(event, now):
+            one.check()
+            if isinstance(command, GiveUp):
+                return
+            if isinstance(command, Discard):
+                assert command.name in living
+                living.remove(command.name)
+            elif isinstance(command, Launch):
+                assert command.name not in living, "two processes for one worker"
+                living.add(command.name)
+                starts[command.name].append(now)
+                recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
+                assert len(recent) <= POLICY.limit + 1
+
+
+RESTARTS = RestartConfig(limit=2, first_pause_s=0.05, longest_pause_s=0.1)
+
+
+@contextmanager
+def watched(cluster: Cluster) -> Iterator[list[str]]:
+    """Watch a started cluster from a thread; yields the list that holds why the watch ended, if it did."""
+    stop, ended = threading.Event(), []
+
+    def watch() -> None:
+        try:
+            cluster.watch(stop)
+        except LaunchError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def replaced(cluster: Cluster, name: str, old: int) -> Callable[[], bool]:
+    return lambda: cluster.workers[name].pid != old
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> None:
+    """Guards against a dead worker that stays dead, one that is restarted for ever, and a process left behind."""
+    before = set(descendants())
+    config = msgspec.structs.replace(CONFIG, restart=RESTARTS, decode_workers=2)
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        cluster.start()
+        others = {n: up.pid for n, up in cluster.workers.items() if n != "decode-1"}
+        with watched(cluster) as ended:
+            for _ in range(RESTARTS.limit):
+                pid = cluster.workers["decode-1"].pid
+                os.kill(pid, signal.SIGKILL)
+                assert eventually(replaced(cluster, "decode-1", pid), 30.0), ended
+                assert gone(pid) and not gone(cluster.workers["decode-1"].pid)
+            os.kill(cluster.workers["decode-1"].pid, signal.SIGKILL)
+            assert eventually(lambda: bool(ended), 10.0)
+            assert ended[0].startswith("decode-1: ")
+            assert ended[0].endswith("(3 times in 300 s)")
+        assert {n: cluster.workers[n].pid for n in others} == others
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
+
+
+def test_a_worker_whose_engine_died_is_replaced() -> None:
+    """Guards against a supervisor that sees only dead processes, not dead engines in living ones."""
+    dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
+    config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
+    with Cluster(config, make_launcher("process"), dying, model_dir="x") as cluster:
+        cluster.start()
+        pid = cluster.workers["prefill-0"].pid
+        with watched(cluster) as ended:
+            assert eventually(replaced(cluster, "prefill-0", pid), 15.0), ended
+
+
+def test_the_routers_death_ends_the_cluster() -> None:
+    """Guards against workers without a router, which nobody can reach, kept alive for nothing."""
+    config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
+    with Cluster(config, make_launcher("process"), FAKES, model_dir="x") as cluster:
+        cluster.start()
+        workers = {up.pid for up in cluster.workers.values()}
+        (router,) = {pid for pid in descendants() if pid not in workers and _is_router(pid)}
+        began_s = time.monotonic()
+        os.kill(router, signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"^router: killed by SIGKILL$"):
+            cluster.watch()
+        assert time.monotonic() - began_s < 5.0
+
+
+def _is_router(pid: int) -> bool:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().endswith(b"cluster.child\0router\0")
