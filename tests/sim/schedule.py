@@ -31,7 +31,7 @@ WEIGHTS = {
     "send_fails": 2,
     "recv_fails": 2,
 }
-ON = ("StartPrefill", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy")
+ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy")
 MIN_OVERLAP = 4
 
 
@@ -46,7 +46,7 @@ def make_plan(seed: int, *, strict: bool = True) -> Plan:
         asks=asks,
         faults=[_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))],
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
-        blocks={"prefill": most + rng.randint(0, 6), "decode": most + rng.randint(0, 8)},
+        blocks={"prefill": most + rng.randint(0, 3), "decode": most + rng.randint(0, 4)},
         block_size=size,
         transport=rng.choice(("shm", "shm", "tcp")),
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
@@ -59,7 +59,7 @@ def make_plan(seed: int, *, strict: bool = True) -> Plan:
 def _asks(rng: Random, size: int) -> list[Ask]:
     stems = [[rng.randrange(VOCAB - 1) for _ in range(rng.randint(size, 4 * size))] for _ in range(3)]
     asks = []
-    for number in range(rng.randint(4, 7)):
+    for number in range(rng.randint(5, 8)):
         stem = rng.choice(([], *stems))
         prompt = [*stem, *(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 2 * size)))]
         record = RequestRecord(
@@ -96,7 +96,7 @@ def _fault(rng: Random) -> Fault:
     return Fault(
         kind,
         on,
-        count=rng.randint(1, 4 if on in ("Stop", "Landed", "FirstToken") else 8),
+        count=rng.choice((1, 2, 3, rng.randint(1, 8))),
         delay_s=rng.choice((0.0, rng.uniform(0, 0.001), rng.uniform(0, 0.006))),
         lasts_s=lasts,
     )
