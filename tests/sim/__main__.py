@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.sim.coverage import missing
-from tests.sim.schedule import make_plan, run_schedule
+from tests.sim.schedule import RECOVERS, make_plan, run_schedule
 from tests.sim.trace import tell
 from tests.sim.world import World
 
@@ -38,9 +38,11 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=None, help="schedules that count")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, default=None, help="seed of one schedule")
-    parser.add_argument("--lax", action="store_true", help="do not expect recovery")
+    parser.add_argument(
+        "--strict", action=argparse.BooleanOptionalAction, default=RECOVERS, help="expect recovery"
+    )
     args = parser.parse_args()
-    strict = not args.lax
+    strict: bool = args.strict
     if args.only is not None:
         return _only(args.only, strict)
     seconds = args.seconds

@@ -296,7 +296,7 @@ class World:
         """Without `strict`, blocks kept for a decode worker after their stream broke may starve the others."""
         if self.plan.strict or not self.breaks:
             return False
-        return any(
+        return bool(self.notes["dropped: a stream that was replaced"]) or any(
             bool(self.handoffs(p)) for p in self.live.values() if p.alive and p.role == "prefill"
         )
 
