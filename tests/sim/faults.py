@@ -7,6 +7,7 @@ stream was open; only those make a schedule count.
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from engine.messages import (
     Hello,
     Offer,
     Record,
+    StartPrefill,
     decode_from_prefill_frame,
     decode_to_prefill_frame,
     encode,
@@ -201,7 +203,9 @@ class Faults:
             self._strikes(fault, True)
             match fault.kind:
                 case "duplicate":
-                    self._world.clock.at(fault.delay_s, lambda: self._again(stream, lane, data))
+                    again = partial(self._again, stream, lane, data)
+                    late = self._world.plan.strict or not any(isinstance(r, StartPrefill) for r in records)
+                    self._world.clock.at(fault.delay_s if late else 0.0, again)
                 case "reorder":
                     names = {getattr(record, "handoff", None) for record in records}
                     self._held[stream.number, lane] = (data, names)  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.messages import (
     Fault,
+    Load,
     PeerAddress,
     RouterRecord,
     WorkerInfo,
@@ -147,7 +148,8 @@ class _Link:
                 front.outboxes[name] = self._send
             front.hub.joined(self._peer, info)
         front.hub.heard(name, records)
-        front.check()
+        if len(records) != 1 or not isinstance(records[0], Load):
+            front.check()
 
     def closed(self, why: str) -> None:
         front, name = self._front, self._peer.name
@@ -212,5 +214,6 @@ class Front:
 
     def _tick(self) -> None:
         self.hub.tick()
-        self.check()
+        if self.core.open:
+            self.check()
         self.process.later(TICK_S, self._tick)

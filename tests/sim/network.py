@@ -114,6 +114,7 @@ class Stream:
         if not self.open:
             return
         self.open = False
+        self._wire.on_cut(self)
         rng = self._wire.clock.rng
         for at, lane in enumerate(self.lanes):
             lane.blocked_until = 0.0
@@ -137,6 +138,7 @@ class Wire:
         self.streams: list[Stream] = []
         self.meddle: Meddle | None = None
         self.trace: Callable[[Stream, int, bytes], None] | None = None
+        self.on_cut: Callable[[Stream], None] = lambda stream: None
         self._partitions: dict[frozenset[str], float] = {}
         self._servers: dict[str, tuple[Process, dict[str, Accept]]] = {}
         self._made = 0

@@ -1,8 +1,8 @@
 """Shadow memory: instead of keys and values, every row knows which token after which past it stands for.
 
-A row is a 61-bit number chained over the namespace and all tokens up to its position, as a real KV row depends on its
-whole prefix. A reader recomputes the chain, so a wrong, stale, foreign or never written row is noticed at the very read,
-and the next token is a function of the last row. Blocks that are handed out anew are wiped.
+A row is a 61-bit number chained over the namespace and all tokens up to its position, as a real KV row depends on
+its whole prefix. A reader recomputes the chain, so a wrong, stale, foreign or blank row is noticed as it is
+read, and the next token is a function of the last row. Blocks that are handed out anew are wiped.
 """
 
 from array import array

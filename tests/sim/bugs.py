@@ -1,0 +1,215 @@
+"""Historical bugs, planted one at a time. The switch is here and nowhere else: each replaces a method while it is held.
+
+Nothing in the simulator knows of them; `tests/sim/test_planted.py` shows how soon random schedules find each. The names
+and the failures behind them are those of the engines' issue trackers: blocks reused on a timer, acknowledgements lost,
+blocks freed twice, and so on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from decode_worker.events import Tell
+from decode_worker.request import State
+from decode_worker.scheduler import DecodeScheduler
+from engine.kv.manager import KVCacheManager
+from engine.messages import Landed, Refused
+from engine.types import FinishReason
+from transfer import digest
+from transfer.commands import Arrived, Disconnect, Emit
+from transfer.migration import R
+from transfer.receiver import KVReceiver
+from transfer.sender import KVSender
+
+Patch = tuple[Any, str, Callable[..., Any]]
+Plant = Callable[[], list[Patch]]
+
+
+def reuse_on_timeout() -> list[Patch]:
+    """A silent peer is taken for dead: its blocks are reused while it may still read them."""
+
+    def peer_lost(self: KVSender, peer: Any) -> Any:
+        return [Disconnect(peer), *self._all(peer, "dead")]
+
+    return [(KVSender, "peer_lost", peer_lost)]
+
+
+def acknowledgement_lost() -> list[Patch]:
+    """The receiver forgets to acknowledge the chunk that completes a handoff: the sender keeps its blocks for good."""
+    received = KVReceiver.received
+
+    def forgetful(self: KVReceiver, *args: Any) -> Any:
+        commands = received(self, *args)
+        if any(isinstance(c, Arrived) for c in commands):
+            return [c for c in commands if not (isinstance(c, Emit) and isinstance(c.record, Landed))]
+        return commands
+
+    return [(KVReceiver, "received", forgetful)]
+
+
+def cancel_between_prefill_and_decode() -> list[Patch]:
+    """A cancel between the first token and the last block lets the blocks go while they still land."""
+    end = DecodeScheduler._end
+
+    def hasty(self: Any, request: Any, reason: Any, now: float, *rest: Any, **more: Any) -> Any:
+        between = request.state is State.HANDOFF and request.first is not None and not request.arrived
+        if not between or reason is not FinishReason.CANCELLED:
+            return end(self, request, reason, now, *rest, **more)
+        commands = self._tell_end(request, reason, now, None)
+        request.state = State.ENDING
+        self._let_go(request)
+        return commands
+
+    return [(DecodeScheduler, "_end", hasty)]
+
+
+def double_free_on_retry() -> list[Patch]:
+    """A second try frees the first try's blocks once more, when they have new owners."""
+    fenced = DecodeScheduler._fenced
+
+    def twice(self: Any, request: Any, now: float) -> Any:
+        lease, retries = request.lease, request.state is State.RETRY
+        commands = fenced(self, request, now)
+        if retries and lease.released:
+            lease.released = False
+            self.kv.release(lease)
+        return commands
+
+    return [(DecodeScheduler, "_fenced", twice)]
+
+
+def stale_name_accepted() -> list[Patch]:
+    """The receiver compares request and placement only: what an earlier attempt or another life says is believed."""
+    offer = KVReceiver.offer
+
+    def gullible(self: KVReceiver, message: Any) -> Any:
+        name = message.handoff
+        for known in self._handoffs:
+            if (known.request, known.placement) == (name.request, name.placement):
+                message = msgspec.structs.replace(message, handoff=known)
+        return offer(self, message)
+
+    return [(KVReceiver, "offer", gullible)]
+
+
+def zombie_writer() -> list[Patch]:
+    """The receiver reports its blocks as fenced while its own copies into them still run."""
+    fence, received = KVReceiver._fence, KVReceiver.received
+
+    def at_once(self: KVReceiver, handoff: Any, receiving: Any) -> Any:
+        if receiving.state is R.STOPPING:
+            receiving.outstanding.clear()
+        return fence(self, handoff, receiving)
+
+    def shrug(self: KVReceiver, handoff: Any, *rest: Any) -> Any:
+        return received(self, handoff, *rest) if handoff in self._handoffs else []
+
+    return [(KVReceiver, "_fence", at_once), (KVReceiver, "received", shrug)]
+
+
+def digest_not_bound_to_identity() -> list[Patch]:
+    """A digest covers the bytes only: intact bytes of the wrong block pass."""
+    return [(digest, "binding", lambda identity, generation, handoff: b"")]
+
+
+def reservation_deadlock() -> list[Patch]:
+    """Instead of saying no, the decode worker holds what there is and waits for the rest; so does the next one."""
+    place, tick = DecodeScheduler._place, DecodeScheduler.tick
+
+    def waiters(kv: KVCacheManager) -> list[list[Any]]:
+        return vars(kv).setdefault("_waiters", [])
+
+    def hoard(kv: KVCacheManager, waiter: list[Any], wanted: int) -> None:
+        held = sum(len(lease.blocks) for lease in waiter[2])
+        more = min(kv.available, wanted - held - 1)
+        if more > 0:
+            lease = kv.acquire(b"", [0], match_limit=0, room_tokens=more * kv.block_size)
+            waiter[2].append(lease)
+
+    def greedy(self: Any, link: int, message: Any, now: float) -> Any:
+        commands = place(self, link, message, now)
+        if not any(isinstance(c, Tell) and isinstance(c.record, Refused) for c in commands):
+            return commands
+        waiter = [link, message, []]
+        waiters(self.kv).append(waiter)
+        hoard(self.kv, waiter, self._blocks_wanted(message.record))
+        return []
+
+    def again(self: Any, now: float) -> Any:
+        commands = list(tick(self, now))
+        for waiter in list(waiters(self.kv)):
+            link, message, leases = waiter
+            wanted = self._blocks_wanted(message.record)
+            if self.kv.available + sum(len(lease.blocks) for lease in leases) >= wanted:
+                waiters(self.kv).remove(waiter)
+                for lease in leases:
+                    self.kv.release(lease)
+                commands += greedy(self, link, message, now)
+            else:
+                hoard(self.kv, waiter, wanted)
+        return commands
+
+    return [(DecodeScheduler, "_place", greedy), (DecodeScheduler, "tick", again)]
+
+
+def duplicate_acknowledgement_counted() -> list[Patch]:
+    """Acknowledgements are counted, not matched: one that comes twice stands for a chunk that is still being read."""
+    landed = KVSender.landed
+
+    def counted(self: KVSender, message: Landed) -> Any:
+        sending = self._handoffs.get(message.handoff)
+        if sending is not None and not sending.chunks[message.seq].reading:
+            for seq, chunk in enumerate(sending.chunks):
+                if chunk.posted and chunk.reading:
+                    return landed(self, Landed(message.handoff, seq))
+        return landed(self, message)
+
+    return [(KVSender, "landed", counted)]
+
+
+def indexed_before_landed() -> list[Patch]:
+    """A prompt's blocks are found in the decode worker's cache before their bytes are there."""
+    place = DecodeScheduler._place
+
+    def early(self: Any, link: int, message: Any, now: float) -> Any:
+        commands = place(self, link, message, now)
+        request = self._requests.get(message.record.request)
+        if request is not None and request.state in (State.CONNECTING, State.HANDOFF):
+            self.kv.landed(request.lease)
+            self.kv.commit(request.lease, request.tokens)
+        return commands
+
+    return [(DecodeScheduler, "_place", early)]
+
+
+BUGS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        reuse_on_timeout,
+        acknowledgement_lost,
+        cancel_between_prefill_and_decode,
+        double_free_on_retry,
+        stale_name_accepted,
+        zombie_writer,
+        digest_not_bound_to_identity,
+        reservation_deadlock,
+        duplicate_acknowledgement_counted,
+        indexed_before_landed,
+    )
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While this holds, the bug `name` is in the code."""
+    patches = BUGS[name]()
+    kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    for owner, attribute, changed in patches:
+        setattr(owner, attribute, changed)
+    try:
+        yield
+    finally:
+        for owner, attribute, original in kept:
+            setattr(owner, attribute, original)

@@ -1,0 +1,44 @@
+"""The rare states that a batch of schedules must have been in, or it has proven little."""
+
+from collections import Counter
+
+from tests.sim.faults import KINDS
+
+STATES = (
+    "Refused",
+    "Stop",
+    "PrefillFailed",
+    "UNAVAILABLE",
+    "blocks quarantined",
+    "bytes to scrap",
+    "cache evicted",
+    "client: CANCELLED",
+    "client: DEADLINE_EXCEEDED",
+    "client: complete (length)",
+    "client: complete (stop)",
+    "copy on write",
+    "digest mismatch",
+    "killed while copying",
+    "only a part is migrated",
+    "prompt waits for blocks",
+    "receive cancelled",
+    "receive cancelled mid-copy",
+    "receiver dropped offer: duplicate",
+    "receiver dropped offer: unknown handoff",
+    "resumed with history",
+    "router dropped: overrun",
+    "second placement",
+    "second try of a handoff",
+    "sender dropped landed: duplicate",
+    "sender dropped stop: unknown handoff",
+    "stop string found",
+    "zombie: frozen beyond keepalive",
+)
+RECOVERY_STATES = ("NeedPrefill",)
+"""Only where recovery is expected (`strict`)."""
+
+
+def missing(notes: Counter[str], effective: Counter[str], strict: bool) -> list[str]:
+    """States never reached and kinds of fault that never took effect."""
+    wanted = STATES + (RECOVERY_STATES if strict else ())
+    return [s for s in wanted if not notes[s]] + [k for k in KINDS if not effective[k]]

@@ -1,0 +1,126 @@
+"""A run as a story: one line per record that arrives, fault that strikes, and end that a client sees."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Finish,
+    FirstToken,
+    Handoff,
+    Hello,
+    Landed,
+    Load,
+    Offer,
+    Place,
+    PrefillFailed,
+    Record,
+    Refused,
+    StartPrefill,
+    Stop,
+    Tokens,
+    WorkerInfo,
+    decode_decode_frame,
+    decode_from_prefill_frame,
+    decode_report_frame,
+    decode_router_frame,
+    decode_to_prefill_frame,
+)
+from tests.sim.clock import Violation
+from tests.sim.network import Stream
+from tests.sim.world import World
+
+
+def tell(world: World) -> list[str]:
+    """Run a world to its end and return its story. A broken promise is its last line, and `world.failure`."""
+    lines: list[str] = []
+
+    def say(who: str, what: str) -> None:
+        lines.append(f"{world.clock.now * 1e3:9.2f} ms  {who}: {what}")
+
+    def heard(stream: Stream, lane: int, data: bytes) -> None:
+        ends = (stream.client.name, stream.server.name)
+        sender, receiver = ends if lane == 0 else ends[::-1]
+        for record in records_of(stream, lane, data):
+            text = describe(record)
+            if text:
+                say(f"{sender} > {receiver}", text)
+
+    world.say = say
+    world.wire.trace = heard
+    try:
+        world.run()
+        for client in world.clients:
+            lines.append(f"  {client.name}: {client.outcome}, tokens {client.tokens_}")
+        lines.append("  at rest: every pool is free + cached")
+    except Violation as violation:
+        world.failure = str(violation)
+        say("BROKEN", world.failure)
+    return lines
+
+
+def records_of(stream: Stream, lane: int, data: bytes) -> Sequence[Record]:
+    """The records of a frame, whatever stream it travels on."""
+    if stream.is_handoff:
+        return (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
+    if lane == 0:
+        return decode_router_frame(data)
+    if stream.server.role == "decode":
+        return decode_decode_frame(data)
+    return decode_report_frame(data)
+
+
+def describe(record: Record) -> str:
+    """One record in words; nothing for heartbeats."""
+    match record:
+        case Load():
+            return ""
+        case WorkerInfo():
+            return "hello"
+        case Hello():
+            kept = [_name(handoff) for handoff in record.unfinished]
+            return "hello" + (f", still reading {', '.join(kept)}" if kept else "")
+        case Place():
+            tokens, prompt = len(record.record.tokens), record.record.prompt_tokens
+            history = f" and {tokens - prompt} emitted" if tokens > prompt else ""
+            return (
+                f"place {record.record.request}/{record.placement}: {prompt} prompt tokens{history}, "
+                f"prefill on {record.prefill.name}"
+            )
+        case StartPrefill():
+            return f"start {_name(record.handoff)}: {len(record.record.tokens)} tokens, have {record.have_tokens}"
+        case Offer():
+            blocks = [block.index for block in record.blocks]
+            return f"offer {_name(record.handoff)} chunk {record.seq}: blocks {blocks}"
+        case FirstToken():
+            return f"first token of {_name(record.handoff)}: {record.token}, {record.chunks} chunks in all"
+        case Landed(handoff, seq):
+            return f"landed {_name(handoff)} chunk {seq}"
+        case Stop(handoff):
+            return f"stop {_name(handoff)}"
+        case PrefillFailed(handoff, fault):
+            return f"failed {_name(handoff)}: {fault.code}"
+        case Accepted(request, placement):
+            return f"accepted {request}/{placement}"
+        case Refused(request, placement):
+            return f"refused {request}/{placement}"
+        case Tokens(request, placement, index, ids):
+            return f"tokens {request}/{placement} from {index}: {ids}"
+        case Ended():
+            fault = f" ({record.fault.code})" if record.fault else ""
+            return f"ended {record.request}/{record.placement}: {record.reason.value}{fault}"
+        case Cancel(request, placement, reason):
+            return f"cancel {request}/{placement}: {reason.value}"
+        case Finish(request, placement, kept):
+            return f"finish {request}/{placement}: {kept} tokens kept"
+    fields = {
+        key: getattr(value, "name", value) for key, value in msgspec.structs.asdict(record).items()
+    }
+    return f"{type(record).__name__} {fields}"
+
+
+def _name(handoff: Handoff) -> str:
+    return f"{handoff.request}/{handoff.placement}.{handoff.attempt}"
