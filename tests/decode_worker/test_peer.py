@@ -74,7 +74,7 @@ def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
     kept = Handoff(RequestId("r"), 1, 0, Incarnation(7), Incarnation(1))
     peers.redial([kept])
     assert len(rpc.links) == 2
-    hello = encode([_hello_with([kept])])
+    hello = encode([_hello_with([kept], stream=2)])
     assert rpc.sent[1] == [hello]
     peers.redial([])
     assert len(rpc.links) == 2, "it is dialled twice at once"
@@ -83,9 +83,9 @@ def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
     assert len(rpc.links) == 2, "it is dialled although it is up"
 
 
-def _hello_with(unfinished: list[Handoff]) -> Hello:
+def _hello_with(unfinished: list[Handoff], stream: int) -> Hello:
 
-    return msgspec.structs.replace(_hello("decode", 7), unfinished=unfinished)
+    return msgspec.structs.replace(_hello("decode", 7), unfinished=unfinished, stream=stream)
 
 
 def test_redialling_ends() -> None:

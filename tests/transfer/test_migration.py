@@ -200,8 +200,9 @@ def test_nothing_is_read_after_stop() -> None:
     (scrap,) = receiver.offer(offer(1, 1))
     assert isinstance(scrap, PostScrap) and scrap.move.local == ()
     receiver.received(H, 0, "cancelled")
-    (scrap,) = receiver.offer(offer(2, 1))
+    scrap, again = receiver.offer(offer(2, 1))
     assert isinstance(scrap, PostScrap) and len(scrap.move.remote) == 1
+    assert again == Emit(PREFILL, Stop(H)), "a sender that never heard the first one waits for ever"
     assert receiver.dropped == {"offer: stopped": 1, "offer: unknown handoff": 1}
 
 
