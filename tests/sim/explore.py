@@ -1,6 +1,6 @@
 """`python -m tests.sim.explore`: the handoff alone, every interleaving: 2 senders × 2 receivers × 2 requests.
 
-The real `KVSender` and `KVReceiver` with two requests, one of two chunks and one of one chunk, over each way to lay them
+The real `KVSender` and `KVReceiver` with two requests, one of two chunks and one of one chunk, over each way to lay
 on two senders and two receivers, with a wire that is read remotely (shm) or pushed (tcp). Ordinary moves: offer, post,
 end of a send, delivery of the next message, end of a copy, close. Faults, up to two in a run: the receiver aborts, the
 sender gives up, either process crashes, the stream breaks, a send or a copy fails, a message comes twice, a message
