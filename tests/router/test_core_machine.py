@@ -165,6 +165,27 @@ class RouterMachine(RuleBasedStateMachine):
         deadline_s = None if deadline is None else self.now + deadline
         self.do(Submit(record, deadline_s))
 
+    @rule(tokens=st.integers(1, 60), count=st.integers(1, 16))
+    def submit_and_run(self, tokens: int, count: int) -> None:
+        """Straight to the middle of an answer, where a loss is worth most; perhaps to its last token."""
+        self.submit(tokens, None)
+        self.run_newest(count)
+
+    @precondition(lambda self: self.jobs)
+    @rule(count=st.integers(1, 3))
+    def run_newest(self, count: int) -> None:
+        """The newest placement, often one after a loss, is accepted and goes on."""
+        job = self.jobs[-1] if self.jobs else None
+        if job is None or job.told:
+            return
+        if not job.accepted:
+            job.accepted = True
+            self.do(Heard(job.worker, Accepted(job.request, job.placement, 0)))
+        start = job.sent
+        job.sent = min(start + count, 16)
+        ids = [token(job.request, i) for i in range(start, job.sent)]
+        self.do(Heard(job.worker, Tokens(job.request, job.placement, start, ids)))
+
     @precondition(lambda self: any(not j.accepted for j in self.jobs))
     @rule(data=st.data(), refuse=st.booleans())
     def answer(self, data: st.DataObject, refuse: bool) -> None:

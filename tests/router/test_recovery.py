@@ -21,6 +21,8 @@ from router.events import (
     StopFound,
     Tick,
 )
+from router.hub import Hub
+from router.observer import NullObserver
 from router.placement import LOCAL
 from router.recovery import RetryBudget
 from tests.router.bench import STOP_ID, A, B, Bench, ended
@@ -62,6 +64,8 @@ def test_a_request_goes_on_behind_what_its_client_has(emitted: int) -> None:
     assert (record.seed, record.remaining_s, record.max_tokens) == (1, 5.0, 24)
     assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Dropped("early", 1)]
     assert bench.accept(A, 2, place.worker) == [Begin(A)]
+    tree = bench.router.index._trees[place.worker]
+    assert len(tree) == (40 + emitted) // 16, "history is not in what the new worker will hold"
     assert bench.hear(Tokens(A, 1, emitted, [6]), place.worker) == [Dropped("stale", 1)]
     assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Deliver(A, [7])]
     last = ended(A, 2, FinishReason.STOP, output_tokens=emitted + 1, prefill_cached_tokens=40)
@@ -150,6 +154,23 @@ def test_a_cut_stream_kills_nobody() -> None:
     (failed,) = bench.do(Lost("d0"))
     assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
     assert "poisonous" not in failed.fault.message and "3 placements" in failed.fault.message
+
+
+@pytest.mark.parametrize("unseen", [True, False])
+def test_a_worker_that_is_back_alive_is_no_victim(unseen: bool) -> None:
+    """Guards against a request called poisonous for one dead worker and one cut stream."""
+    bench = Bench(decodes=2)
+    first = running(bench, 5)
+    _, place = lose(bench, first)
+    bench.accept(A, 2, place.worker)
+    if unseen:  # the second is cut, and is back before anybody heard of it
+        interrupted, place = bench.join(place.worker, "decode", 1)
+        assert isinstance(interrupted, Interrupted)
+    else:  # the first was only cut
+        bench.join(first, "decode", 1)
+        _, place = lose(bench, place.worker)
+    assert isinstance(place, SendPlace) and place.place.placement == 3
+    assert bench.accept(A, 3, place.worker) == [Begin(A)]
 
 
 def test_a_cut_that_is_only_seen_when_it_is_mended() -> None:
@@ -290,3 +311,18 @@ def test_a_local_prefill_cannot_crowd_out_the_line() -> None:
     (place,) = bench.hear(load())
     assert isinstance(place, SendPlace) and place.place.placement == 2
     assert bench.hear(Accepted(A, 2, 0)) == [Begin(A)]
+
+
+def test_a_poisonous_request_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the operator's only trace of it, and the caller's text, which must not be in it."""
+    bench = Bench(decodes=2)
+    hub = Hub(bench.router, lambda: bench.now, NullObserver())
+    sent: list[object] = []
+    hub.connect(lambda worker, record: sent.append(record))
+    home = running(bench, 5)
+    hub.lost(home)
+    assert len(sent) == 1, "it was not placed again"
+    hub.lost({"d0": "d1", "d1": "d0"}[home])
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert line == "request a is refused as poisonous: workers d0, d1 were lost while they held it"
+    assert not any("39" in r.getMessage() for r in caplog.records), "a prompt token was logged"
