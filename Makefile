@@ -3,18 +3,21 @@
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
+#   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+SEED ?= 1
+SCHEDULES ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check parity proto setup clean
+.PHONY: demo serve test check parity sim proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -27,6 +30,11 @@ test: $(DEV)
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
+
+# SECONDS is also a variable of some shells, so only one given to make counts.
+sim: $(DEV)
+	$(BIN)/python -m tests.sim --seed $(SEED) $(if $(SCHEDULES),--schedules $(SCHEDULES)) \
+		$(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .
