@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
 #   MINUTES=10       how long `make soak` goes on; SEED=7 repeats its choices
+#   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -11,13 +12,14 @@ TORCH_INDEX ?=
 ARGS ?=
 MINUTES ?= 10
 SEED ?= 7
+SCHEDULES ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check parity chaos soak proto setup clean
+.PHONY: demo serve test check parity sim chaos soak proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -37,6 +39,11 @@ chaos: $(DEV)
 
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# SECONDS is also a variable of some shells, so only one given to make counts.
+sim: $(DEV)
+	$(BIN)/python -m tests.sim --seed $(SEED) $(if $(SCHEDULES),--schedules $(SCHEDULES)) \
+		$(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.config import ClusterConfig, with_model_dir
+from cluster.signals import check, shielded
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError
 from cluster.supervisor import (
     Announce,
@@ -138,12 +139,17 @@ class Cluster:
 
     def start(self) -> Addresses:
         """Block until the router can serve. Raises LaunchError, or ModelError about the model."""
+        with shielded():
+            return self._start()
+
+    def _start(self) -> Addresses:
         deadline_s = time.monotonic() + self._config.start_timeout_s
         with ThreadPoolExecutor(1, thread_name_prefix="prepare") as pool:
             prepared = pool.submit(lambda: self._model_dir or prepare_model(self._config))
             self._opened = True
             self._launcher.open()
             model_dir = prepared.result()
+        check()
         self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories)}
         for name, spec in self._specs.items():
             self._children[name] = self._launcher.launch(spec)
@@ -157,6 +163,7 @@ class Cluster:
         )
         self._carry_out([self._supervisor.announcement()])
         while not router.ready():
+            check()
             self._raise_failure()
             if time.monotonic() > deadline_s:
                 raise LaunchError(
@@ -178,12 +185,17 @@ class Cluster:
         if supervisor is None:
             raise RuntimeError("the cluster has not been started")
         while not stop.wait(WATCH_S):
-            for event in self._news(supervisor):
-                self._carry_out(supervisor.handle(event, time.monotonic()))
+            with shielded():
+                for event in self._news(supervisor):
+                    self._carry_out(supervisor.handle(event, time.monotonic()))
 
     def stop(self) -> None:
         """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
         something of it is left."""
+        with shielded():
+            self._stop()
+
+    def _stop(self) -> None:
         children, self._children = list(self._children.values()), {}
         opened, self._opened = self._opened, False
         grace_s = self._config.stop_grace_s
@@ -206,6 +218,7 @@ class Cluster:
                 if up is not None:
                     ready[name] = up
                     del waiting[name]
+            check()
             self._raise_failure()
             if waiting and time.monotonic() > deadline_s:
                 raise LaunchError(

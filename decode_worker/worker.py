@@ -29,6 +29,7 @@ from engine.messages import (
     encode,
 )
 from engine.types import Incarnation
+from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Connect,
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
-AUDIT_S = 5.0
-"""Least time between two checks of every invariant, made when there is nothing to compute."""
 SPEED_WEIGHT = 0.2
 """Share of the newest value in a running mean."""
 
@@ -70,7 +69,7 @@ class DecodeWorker:
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
-        self._reported_at = self._audited_at = self._redialled_at = 0.0
+        self._reported_at = self._redialled_at = 0.0
         self._report_now = False
         self._s_per_step = 0.0
         self._copying = 0
@@ -107,6 +106,11 @@ class DecodeWorker:
         self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "decode")
         self._closers.append(self._metrics.close)
+        self._auditor = Auditor(
+            {"kv": self._scheduler.kv, "scheduler": self._scheduler},
+            time.monotonic,
+            self._metrics.audit_failed,
+        )
         port = serve(self._rpc, self._host, self._port, self._thread.put)
         self.info = WorkerInfo(
             name=self.name,
@@ -165,9 +169,8 @@ class DecodeWorker:
             self._metrics.step(plan.computed_tokens, now - started)
             known = self._s_per_step or now - started
             self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
-        elif now - self._audited_at >= AUDIT_S:
-            self._audited_at = now
-            self._scheduler.check()
+        else:
+            self._auditor.idle()
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial(self._scheduler.receiver.unfinished)

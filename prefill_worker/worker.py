@@ -28,6 +28,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from prefill_worker.scheduler import Event, PrefillScheduler
 from prefill_worker.service import FrameIn, Link, LinkLost, Watching, serve
+from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Command,
@@ -51,8 +52,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
-AUDIT_S = 5.0
-"""Least time between two checks of every invariant, made when there is nothing to compute."""
 SPEED_WEIGHT = 0.2
 """Share of the newest step in the running mean of seconds per token."""
 
@@ -74,7 +73,7 @@ class PrefillWorker:
         self._lost: dict[Incarnation, ProcessWatch] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._watchers: list[Link] = []
-        self._reported_at = self._audited_at = 0.0
+        self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
 
@@ -106,6 +105,11 @@ class PrefillWorker:
         self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "prefill")
         self._closers.append(self._metrics.close)
+        self._auditor = Auditor(
+            {"kv": self._scheduler.kv, "scheduler": self._scheduler},
+            time.monotonic,
+            self._metrics.audit_failed,
+        )
         port = serve(self._rpc, self._host, self._port, self._thread.put)
         self.info = WorkerInfo(
             name=self.name,
@@ -159,9 +163,8 @@ class PrefillWorker:
             latest = (now - started) / max(1, tokens)
             known = self._s_per_token or latest
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
-        elif now - self._audited_at >= AUDIT_S:
-            self._audited_at = now
-            self._scheduler.check()
+        else:
+            self._auditor.idle()
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         return plan is not None

@@ -165,7 +165,8 @@ class Frontend:
         if isinstance(prompt, str):
             size = len(prompt)
         else:
-            size = sum(0 if isinstance(part, int) else len(part.content) for part in prompt)
+            # Each message also costs what the template writes around it.
+            size = sum(0 if isinstance(part, int) else 64 + len(part.content) for part in prompt)
         if size > self._config.tokenize_inline_bytes:
             return await asyncio.to_thread(self._encode, call)
         return self._encode(call)

@@ -38,9 +38,7 @@ class Placer:
         """Why no known worker could ever take `record`, however long it waited; None if one may."""
         decodes = self._registry.role("decode")
         prefills = self._registry.role("prefill")
-        if not decodes:
-            return Fault("UNAVAILABLE", "no decode worker is connected")
-        if not any(demand(record, w.info.block_size).blocks <= w.info.blocks for w in decodes):
+        if decodes and not any(demand(record, w.info.block_size).blocks <= w.info.blocks for w in decodes):
             room = max(w.info.blocks * w.info.block_size for w in decodes)
             message = (
                 f"max_tokens: {record.prompt_tokens} prompt tokens and {record.max_tokens} output "

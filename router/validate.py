@@ -13,6 +13,7 @@ from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, T
 from router.api import GenerateCall
 from router.config import RouterConfig
 
+MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -149,6 +150,8 @@ def _check_prompt(prompt: object, model: ModelLimits, config: RouterConfig) -> N
         texts = [(field, prompt)]
     elif field == "messages":
         assert isinstance(prompt, list)
+        if len(prompt) > MAX_MESSAGES:
+            raise FieldError("messages", f"at most {MAX_MESSAGES} are allowed, not {len(prompt)}")
         texts = []
         for index, message in enumerate(prompt):
             if message.role not in ROLES:

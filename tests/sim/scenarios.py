@@ -1,0 +1,102 @@
+"""Scripted runs whose stories are checked in under `transcripts/`: one fault each, small enough to read."""
+
+from dataclasses import replace
+
+from decode_worker.config import DecodeConfig
+from engine.types import RequestId, RequestRecord, SamplingParams
+from prefill_worker.config import PrefillConfig
+from tests.sim.faults import Fault
+from tests.sim.schedule import RECOVERS
+from tests.sim.world import Ask, Plan
+
+STEM = list(range(10, 22))
+
+
+def _ask(name: str, *tokens: int, at_s: float = 0.0, max_tokens: int = 4) -> Ask:
+    prompt = [*STEM, *tokens] if tokens else [7, 8, 9]
+    record = RequestRecord(
+        request=RequestId(name),
+        tokens=prompt,
+        prompt_tokens=len(prompt),
+        max_tokens=max_tokens,
+        seed=1,
+        sampling=SamplingParams(temperature=0.0),
+        ignore_eos=True,
+    )
+    return Ask(record, at_s)
+
+
+def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
+    plan = Plan(
+        seed=1,
+        asks=list(asks) or [_ask("a", 1, 2)],
+        faults=list(faults),
+        workers={"prefill": 2, "decode": 2},
+        prefill=PrefillConfig(chunk_tokens=4),
+        strict=RECOVERS,
+    )
+    return replace(plan, **more)  # type: ignore[arg-type]
+
+
+def _one(kind: str, on: str, count: int = 1, delay_s: float = 0.0, lasts_s: float = 0.1) -> Plan:
+    return _plan(faults=(Fault(kind, on, count=count, delay_s=delay_s, lasts_s=lasts_s),))
+
+
+SCENARIOS: dict[str, tuple[str, Plan]] = {
+    "undisturbed": ("One request, one handoff in four chunks.", _plan()),
+    "next_turn_moves_less": (
+        "The second request shares three blocks with the first: only what is new travels.",
+        _plan(_ask("a", 1, 2), _ask("b", 1, 2, 3, 4, 5, at_s=0.05)),
+    ),
+    "first_token_is_all": ("An answer of one token ends while its blocks still land.", _plan(_ask("a", 1, max_tokens=1))),
+    "refused_and_offered_again": (
+        "Two workers, each with room for one: the third request waits for a report that shows room.",
+        _plan(
+            *(_ask(name, at, max_tokens=6) for at, name in enumerate("abc", 1)),
+            blocks={"prefill": 8, "decode": 5},
+        ),
+    ),
+    "prefill_dies_before_it_offers": (
+        "A prefill worker dies with the prompt in hand.",
+        _one("crash prefill", "StartPrefill", delay_s=0.001),
+    ),
+    "prefill_dies_between_chunks": ("It dies after its second offer.", _one("crash prefill", "Offer", 2)),
+    "prefill_dies_after_the_first_token": ("It dies when all is said.", _one("crash prefill", "FirstToken", delay_s=0.0002)),
+    "decode_dies_while_it_copies": (
+        "The reader dies: the prefill worker lets its blocks go on proof of death.",
+        _one("crash decode", "copy", 2),
+    ),
+    "decode_dies_while_it_decodes": ("The answer is under way.", _one("crash decode", "Landed", 4, delay_s=0.004)),
+    "stream_cut_in_the_handoff": ("Both live, the stream between them breaks.", _one("cut handoff", "copy", 2)),
+    "corrupted_block": ("A bit flips in a copy: the attempt fails, the answer does not.", _one("corrupt", "StartPrefill")),
+    "misdirected_blocks": (
+        "Two blocks of an offer change places, bytes intact: the digest is bound to the identity.",
+        _plan(
+            _ask("a", 1, 2),
+            faults=(Fault("misdirect", "StartPrefill"),),
+            prefill=PrefillConfig(chunk_tokens=16),
+        ),
+    ),
+    "failed_copy": ("A receive cannot be posted: a second try.", _one("recv_fails", "StartPrefill")),
+    "failed_send": ("A send cannot be posted: the prefill worker gives up.", _one("send_fails", "StartPrefill")),
+    "duplicate_offer": ("An offer comes twice.", _one("duplicate", "FirstToken", delay_s=0.001)),
+    "offers_out_of_order": ("An offer of one request is overtaken by another's.", _plan(
+        _ask("a", 1, 2), _ask("b"), faults=(Fault("reorder", "StartPrefill"),), workers={"prefill": 1, "decode": 1},
+    )),
+    "zombie_decode_worker": (
+        "Stopped for three seconds, then resumed: its blocks stay quarantined meanwhile, nothing of it is believed.",
+        _one("freeze decode", "copy", 2, lasts_s=3.0),
+    ),
+    "partition_in_the_handoff": ("Nothing gets through for 300 ms.", _one("partition handoff", "copy", 1, lasts_s=0.3)),
+    "client_leaves_in_the_handoff": (
+        "A cancel stops the copies before the blocks are let go.",
+        _plan(replace(_ask("a", 1, 2), cancel_s=0.005)),
+    ),
+    "deadline_in_the_handoff": ("The time is over.", _plan(replace(_ask("a", 1, 2), deadline_s=0.006))),
+    "stop_string": ("The router finds a stop string after two tokens.", _plan(replace(_ask("a", 1, 2, max_tokens=8), stop_after=2))),
+    "router_dies": ("Every worker ends what it did for it.", _one("crash router", "copy", 2)),
+    "one_handoff_at_a_time": (
+        "A worker with one open handoff says no to a second.",
+        _plan(_ask("a", 1), _ask("b", 2), workers={"prefill": 1, "decode": 1}, decode=DecodeConfig(max_handoffs=1)),
+    ),
+}
