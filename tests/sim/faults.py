@@ -71,7 +71,7 @@ class Faults:
         self.effective: Counter[str] = Counter()
         self.until = 0.0
         self._seen: Counter[str] = Counter()
-        self._held: dict[tuple[int, int], tuple[bytes, set[Handoff]]] = {}
+        self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
         self._waiting = [fault for fault in faults if fault.on != "time"]
         for fault in faults:
             if fault.on == "time":
@@ -120,7 +120,7 @@ class Faults:
             if process is None or process.frozen:
                 return
             during = world.has_handoffs(process)
-            self._strikes(fault, during)
+            self.strikes(fault, during)
             if what == "crash":
                 world.kill(process)
                 world.clock.at(fault.lasts_s, lambda: world.boot(process.name, process.role))
@@ -134,7 +134,7 @@ class Faults:
         stream = rng.choice(near or streams)
         during = world.has_handoffs(stream.server) or world.has_handoffs(stream.client)
         if what == "cut":
-            self._strikes(fault, during)
+            self.strikes(fault, during)
             stream.cut("the connection was reset")
         else:
             held = stream.under_way
@@ -147,9 +147,9 @@ class Faults:
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
         if max(held, stream.under_way):
-            self._strikes(fault, during)
+            self.strikes(fault, during)
 
-    def _strikes(self, fault: Fault, during_handoff: bool) -> None:
+    def strikes(self, fault: Fault, during_handoff: bool = True) -> None:
         fault.struck = True
         self.struck[fault.kind] += 1
         if during_handoff:
@@ -160,14 +160,13 @@ class Faults:
 
     # ---- single records and transfers
 
-    def takes(self, kind: str, name: Handoff) -> bool:
-        """Is a fault of this kind armed? Then it strikes here."""
+    def takes(self, kind: str, name: Handoff) -> Fault | None:
+        """An armed fault of this kind, for the caller to carry out and then to report as `strikes`."""
         for fault in self.faults:
             if fault.armed and fault.kind == kind:
                 fault.armed = False
-                self._strikes(fault, True)
-                return True
-        return False
+                return fault
+        return None
 
     def meddle(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
         """What really travels in place of a frame."""
@@ -186,7 +185,10 @@ class Faults:
         if held is None:
             return frames
         names = {getattr(record, "handoff", None) for record in records}
-        return [held[0], *frames] if names & held[1] else [*frames, held[0]]
+        if names & held[1] or not frames:
+            return [held[0], *frames]
+        self.strikes(held[2])
+        return [*frames, held[0]]
 
     def _change(
         self, stream: Stream, lane: int, data: bytes, records: list[Record]
@@ -200,15 +202,16 @@ class Faults:
                     continue
                 data = encode(changed)
             fault.armed = False
-            self._strikes(fault, True)
+            if fault.kind in ("misdirect", "drop"):
+                self.strikes(fault)
             match fault.kind:
                 case "duplicate":
-                    again = partial(self._again, stream, lane, data)
+                    again = partial(self._again, fault, stream, lane, data)
                     late = self._world.plan.strict or not any(isinstance(r, StartPrefill) for r in records)
                     self._world.clock.at(fault.delay_s if late else 0.0, again)
                 case "reorder":
                     names = {getattr(record, "handoff", None) for record in records}
-                    self._held[stream.number, lane] = (data, names)  # type: ignore[assignment]
+                    self._held[stream.number, lane] = (data, names, fault)
                     self._world.clock.at(0.01, lambda: self._let_go(stream, lane))
                     return []
                 case "drop":
@@ -216,8 +219,9 @@ class Faults:
                     return []
         return [data]
 
-    def _again(self, stream: Stream, lane: int, data: bytes) -> None:
+    def _again(self, fault: Fault, stream: Stream, lane: int, data: bytes) -> None:
         if stream.open:
+            self.strikes(fault)
             stream.inject(lane, data)
 
     def _let_go(self, stream: Stream, lane: int) -> None:

@@ -15,6 +15,7 @@ from engine.kv.block_pool import BlockState
 from engine.messages import Endpoint, Handoff
 from engine.types import Incarnation
 from tests.sim.clock import Violation
+from tests.sim.faults import Fault
 from tests.sim.shadow import ShadowKV
 from transfer.commands import (
     CancelRecv,
@@ -82,7 +83,7 @@ class _Recv:
     done: int = 0
     half: int = 0
     cancelled: bool = False
-    flip: bool = False
+    flip: Fault | None = None
 
 
 class SimMover:
@@ -172,7 +173,10 @@ class SimMover:
     def _post_send(self, command: PostSend) -> None:
         name, seq = command.move.handoff, command.move.seq
         world, memory = self._world, self._memory
-        if command.peer not in self._routes or world.faults.takes("send_fails", name):
+        fault = world.faults.takes("send_fails", name)
+        if fault is not None:
+            world.faults.strikes(fault)
+        if command.peer not in self._routes or fault is not None:
             self._tell(Sent(name, seq, "TransferError: cannot be posted", 0.0))
             return
         for block in command.blocks:
@@ -190,7 +194,10 @@ class SimMover:
 
     def _post_recv(self, command: PostRecv) -> None:
         name, seq = command.move.handoff, command.move.seq
-        if command.peer not in self._routes or self._world.faults.takes("recv_fails", name):
+        fault = self._world.faults.takes("recv_fails", name)
+        if fault is not None:
+            self._world.faults.strikes(fault)
+        if command.peer not in self._routes or fault is not None:
             self._tell(Received(name, seq, "TransferError: cannot be posted", 0.0, 0))
             return
         recv = _Recv(
@@ -315,8 +322,9 @@ class SimMover:
         mine.rows[block.target][first:last] = rows[source if self._remote else at][first:last]
         recv.half ^= 1
         if recv.half == 0:
-            if recv.flip and at == 0:
+            if recv.flip is not None and at == 0:
                 mine.rows[block.target][0] ^= 1
+                self._world.faults.strikes(recv.flip)
             recv.done += 1
         if recv.done == len(command.blocks):
             queue.remove(recv)

@@ -127,6 +127,7 @@ class Stream:
     def _closed(self, lane: int, why: str) -> None:
         session, self.sessions[lane] = self.sessions[lane], None
         if session is not None:
+            self._wire.on_told(self, lane, why)
             session.closed(why)
 
 
@@ -138,6 +139,7 @@ class Wire:
         self.streams: list[Stream] = []
         self.meddle: Meddle | None = None
         self.trace: Callable[[Stream, int, bytes], None] | None = None
+        self.on_told: Callable[[Stream, int, str], None] = lambda stream, lane, why: None
         self.on_cut: Callable[[Stream], None] = lambda stream: None
         self._partitions: dict[frozenset[str], float] = {}
         self._servers: dict[str, tuple[Process, dict[str, Accept]]] = {}

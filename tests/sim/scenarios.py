@@ -48,27 +48,54 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         "The second request shares three blocks with the first: only what is new travels.",
         _plan(_ask("a", 1, 2), _ask("b", 1, 2, 3, 4, 5, at_s=0.05)),
     ),
-    "first_token_is_all": ("An answer of one token ends while its blocks still land.", _plan(_ask("a", 1, max_tokens=1))),
-    "refused_and_offered_again": (
+    "first_token_is_all": (
+        "An answer of one token ends while its blocks still land.",
+        _plan(_ask("a", 1, max_tokens=1)),
+    ),
+    "waits_for_room": (
         "Two workers, each with room for one: the third request waits for a report that shows room.",
         _plan(
             *(_ask(name, at, max_tokens=6) for at, name in enumerate("abc", 1)),
             blocks={"prefill": 8, "decode": 5},
         ),
     ),
+    "refused_and_offered_again": (
+        "A worker with one open handoff says no to a second; the router offers it again.",
+        _plan(
+            _ask("a", 1),
+            _ask("b", 2),
+            workers={"prefill": 1, "decode": 1},
+            decode=DecodeConfig(max_handoffs=1),
+        ),
+    ),
     "prefill_dies_before_it_offers": (
         "A prefill worker dies with the prompt in hand.",
         _one("crash prefill", "StartPrefill", delay_s=0.001),
     ),
-    "prefill_dies_between_chunks": ("It dies after its second offer.", _one("crash prefill", "Offer", 2)),
-    "prefill_dies_after_the_first_token": ("It dies when all is said.", _one("crash prefill", "FirstToken", delay_s=0.0002)),
+    "prefill_dies_between_chunks": (
+        "It dies after its second offer.",
+        _one("crash prefill", "Offer", 2),
+    ),
+    "prefill_dies_after_the_first_token": (
+        "It dies when all is said.",
+        _one("crash prefill", "FirstToken", delay_s=0.0002),
+    ),
     "decode_dies_while_it_copies": (
         "The reader dies: the prefill worker lets its blocks go on proof of death.",
         _one("crash decode", "copy", 2),
     ),
-    "decode_dies_while_it_decodes": ("The answer is under way.", _one("crash decode", "Landed", 4, delay_s=0.004)),
-    "stream_cut_in_the_handoff": ("Both live, the stream between them breaks.", _one("cut handoff", "copy", 2)),
-    "corrupted_block": ("A bit flips in a copy: the attempt fails, the answer does not.", _one("corrupt", "StartPrefill")),
+    "decode_dies_while_it_decodes": (
+        "The answer is under way.",
+        _one("crash decode", "Landed", 4, delay_s=0.004),
+    ),
+    "stream_cut_in_the_handoff": (
+        "Both live, the stream between them breaks.",
+        _one("cut handoff", "copy", 2),
+    ),
+    "corrupted_block": (
+        "A bit flips in a copy: the attempt fails, the answer does not.",
+        _one("corrupt", "StartPrefill"),
+    ),
     "misdirected_blocks": (
         "Two blocks of an offer change places, bytes intact: the digest is bound to the identity.",
         _plan(
@@ -78,25 +105,42 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         ),
     ),
     "failed_copy": ("A receive cannot be posted: a second try.", _one("recv_fails", "StartPrefill")),
-    "failed_send": ("A send cannot be posted: the prefill worker gives up.", _one("send_fails", "StartPrefill")),
-    "duplicate_offer": ("An offer comes twice.", _one("duplicate", "FirstToken", delay_s=0.001)),
-    "offers_out_of_order": ("An offer of one request is overtaken by another's.", _plan(
-        _ask("a", 1, 2), _ask("b"), faults=(Fault("reorder", "StartPrefill"),), workers={"prefill": 1, "decode": 1},
-    )),
+    "failed_send": (
+        "A send cannot be posted: the prefill worker gives up.",
+        _one("send_fails", "StartPrefill"),
+    ),
+    "duplicate_offer": ("A record comes twice.", _one("duplicate", "Offer", 2, delay_s=0.001)),
+    "offers_out_of_order": (
+        "An offer of one request is overtaken by another's.",
+        _plan(
+            _ask("a", 1, 2),
+            _ask("b"),
+            faults=(Fault("reorder", "Offer", count=1),),
+            workers={"prefill": 1, "decode": 1},
+        ),
+    ),
     "zombie_decode_worker": (
-        "Stopped for three seconds, then resumed: its blocks stay quarantined meanwhile, nothing of it is believed.",
+        "Stopped for three seconds, then resumed: nothing that it says of its old work is believed.",
         _one("freeze decode", "copy", 2, lasts_s=3.0),
     ),
-    "partition_in_the_handoff": ("Nothing gets through for 300 ms.", _one("partition handoff", "copy", 1, lasts_s=0.3)),
+    "partition_in_the_handoff": (
+        "Nothing gets through for 300 ms.",
+        _one("partition handoff", "copy", 1, lasts_s=0.3),
+    ),
     "client_leaves_in_the_handoff": (
         "A cancel stops the copies before the blocks are let go.",
-        _plan(replace(_ask("a", 1, 2), cancel_s=0.005)),
+        _plan(replace(_ask("a", 1, 2), cancel_s=0.012)),
     ),
-    "deadline_in_the_handoff": ("The time is over.", _plan(replace(_ask("a", 1, 2), deadline_s=0.006))),
-    "stop_string": ("The router finds a stop string after two tokens.", _plan(replace(_ask("a", 1, 2, max_tokens=8), stop_after=2))),
-    "router_dies": ("Every worker ends what it did for it.", _one("crash router", "copy", 2)),
-    "one_handoff_at_a_time": (
-        "A worker with one open handoff says no to a second.",
-        _plan(_ask("a", 1), _ask("b", 2), workers={"prefill": 1, "decode": 1}, decode=DecodeConfig(max_handoffs=1)),
+    "deadline_in_the_handoff": (
+        "The time is over.",
+        _plan(replace(_ask("a", 1, 2), deadline_s=0.013)),
+    ),
+    "stop_string": (
+        "The router finds a stop string after two tokens.",
+        _plan(replace(_ask("a", 1, 2, max_tokens=8), stop_after=2)),
+    ),
+    "router_dies": (
+        "Every worker ends what it did for it.",
+        _one("crash router", "copy", 2),
     ),
 }

@@ -49,17 +49,34 @@ def tell(world: World) -> list[str]:
             if text:
                 say(f"{sender} > {receiver}", text)
 
+    def told(stream: Stream, lane: int, why: str) -> None:
+        me, other = (stream.server, stream.client) if lane == 0 else (stream.client, stream.server)
+        say(me.name, f"hears that its stream with {other.name} is over: {why}")
+
     world.say = say
     world.wire.trace = heard
+    world.wire.on_told = told
     try:
         world.run()
         for client in world.clients:
             lines.append(f"  {client.name}: {client.outcome}, tokens {client.tokens_}")
-        lines.append("  at rest: every pool is free + cached")
+        lines += _pools(world)
     except Violation as violation:
         world.failure = str(violation)
         say("BROKEN", world.failure)
     return lines
+
+
+def _pools(world: World) -> list[str]:
+    lines = []
+    for process in world.live.values():
+        if process.role == "router":
+            continue
+        counts = world.memories[process.pid].pool.counts()
+        held = {state: n for state, n in counts.items() if n and state not in ("free", "cached")}
+        if held:
+            lines.append(f"  {process.name} still holds {held}")
+    return lines or ["  at rest: every pool is free + cached"]
 
 
 def records_of(stream: Stream, lane: int, data: bytes) -> Sequence[Record]:

@@ -239,6 +239,8 @@ class World:
 
     def ended(self, client: Client) -> None:
         self.note(f"client: {client.outcome}")
+        if self.say is not None:
+            self.say("client", f"{client.name} ends: {client.outcome}")
 
     def _collect(self, process: Process) -> None:
         scheduler = self.workers[process.pid]._scheduler
