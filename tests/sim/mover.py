@@ -310,9 +310,9 @@ class SimMover:
         if self._remote:
             self._pinned(memory, source, generation, f"is read by {self._process}")
         state = mine.pool.state(block.target)
-        if state not in (BlockState.RESERVED, BlockState.QUARANTINED) or (
-            mine.generations[block.target] != recv.targets[at]
-        ):
+        shared = mine.pool.refs(block.target) != 1 or mine.manager.cache.holds(block.target)
+        held = state in (BlockState.RESERVED, BlockState.QUARANTINED, BlockState.ACTIVE)
+        if not held or shared or mine.generations[block.target] != recv.targets[at]:
             raise Violation(
                 f"{self._process}: a copy for {command.move.handoff.request} writes to block "
                 f"{block.target}, which is {state} by now"

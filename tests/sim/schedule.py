@@ -33,7 +33,7 @@ WEIGHTS = {
 }
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy")
 MIN_OVERLAP = 4
-RECOVERS = False
+RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
 
 

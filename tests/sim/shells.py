@@ -202,6 +202,9 @@ class _Loud(logging.Handler):
             raise cause
         if cause is None and "cannot be reached" in record.msg:
             return  # a peer that died while its memory was being mapped: nobody's bug
+        if cause is None and "poisonous" in record.msg:
+            _world.note("refused as poisonous")
+            return
         if not _world.plan.strict and "speaks before its hello" in record.msg and _world.breaks:
             _world.note("dropped: a stream that was replaced")
             return
