@@ -63,6 +63,9 @@ class Client:
     def accepted(self, now: float) -> None:
         self.began = True
 
+    def interrupted(self, now: float) -> None:
+        self.world.note("placed again after a loss")
+
     def tokens(self, ids: list[int], now: float) -> int | None:
         if self.outcome:
             raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")
