@@ -98,7 +98,7 @@ class Handoffs:
         request.state, request.handoff = State.HANDOFF, handoff
         request.first, request.transport = None, peer.transport
         self._open[handoff] = request
-        self._kv.extend(request.lease, len(request.tokens))
+        self._kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
             record = msgspec.structs.replace(record, tokens=list(request.tokens))

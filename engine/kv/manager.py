@@ -107,8 +107,9 @@ class KVCacheManager:
             path=list(match.nodes),
         )
 
-    def extend(self, lease: Lease, tokens: int) -> None:
-        """Blocks for `tokens` tokens, out of the lease's promise. Raises ValueError beyond it."""
+    def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
+        """Blocks for `tokens` tokens, out of the lease's promise; `migrating`: their content is to land. Raises
+        ValueError beyond the promise."""
         missing = self.blocks_for(tokens) - len(lease.blocks)
         if missing <= 0:
             return
@@ -116,7 +117,8 @@ class KVCacheManager:
             raise ValueError(f"{missing} blocks wanted, {lease.promised} promised")
         lease.promised -= missing
         self._promised -= missing
-        lease.blocks += self._allocate(missing, BlockState.ACTIVE)
+        state = BlockState.RESERVED if migrating else BlockState.ACTIVE
+        lease.blocks += self._allocate(missing, state)
 
     def copied(self, lease: Lease) -> None:
         """The lease's copies have been made: their sources are let go."""

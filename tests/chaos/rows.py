@@ -60,42 +60,42 @@ EXACT, UNAVAILABLE = (Ending.EXACT,), (Ending.UNAVAILABLE,)
 EITHER = (*EXACT, *UNAVAILABLE)
 """It depends on which of two messages comes first."""
 
-COLLATERAL = EITHER
+COLLATERAL = EXACT
 """How a request may end that happens to share a worker with the one that is hit."""
 
 ROWS = (
-    Row(Moment.ASKED, Fault.KILL, PREFILL, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
+    Row(Moment.ASKED, Fault.KILL, PREFILL, EXACT),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
     Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=2),
-    Row(Moment.ASKED, Fault.KILL, DECODE, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.KILL, DECODE, UNAVAILABLE),
-    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=1),
-    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=6),
-    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=ANSWER_TOKENS - 2),
-    Row(Moment.ASKED, Fault.KILL, BOTH, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.KILL, BOTH, UNAVAILABLE),
-    Row(Moment.TOKEN, Fault.KILL, BOTH, UNAVAILABLE, token=4),
-    Row(Moment.SENDING, Fault.FREEZE, PREFILL, UNAVAILABLE, settles=False),
+    Row(Moment.ASKED, Fault.KILL, DECODE, EXACT),
+    Row(Moment.SENDING, Fault.KILL, DECODE, EXACT),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=1),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=6),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=ANSWER_TOKENS - 2),
+    Row(Moment.ASKED, Fault.KILL, BOTH, EXACT),
+    Row(Moment.SENDING, Fault.KILL, BOTH, EXACT),
+    Row(Moment.TOKEN, Fault.KILL, BOTH, EXACT, token=4),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT),
     Row(Moment.TOKEN, Fault.FREEZE, PREFILL, EXACT, token=2),
-    Row(Moment.SENDING, Fault.FREEZE, DECODE, EITHER, settles=False),
-    Row(Moment.TOKEN, Fault.FREEZE, DECODE, EXACT, token=4, settles=False),
-    Row(Moment.SENDING, Fault.CUT, PREFILL, UNAVAILABLE, settles=False),
-    Row(Moment.TOKEN, Fault.CUT, PREFILL, EXACT, token=2, settles=False),
-    Row(Moment.SENDING, Fault.CUT, DECODE, UNAVAILABLE),
-    Row(Moment.TOKEN, Fault.CUT, DECODE, UNAVAILABLE, token=4),
+    Row(Moment.SENDING, Fault.FREEZE, DECODE, EXACT),
+    Row(Moment.TOKEN, Fault.FREEZE, DECODE, EXACT, token=4),
+    Row(Moment.SENDING, Fault.CUT, PREFILL, EXACT),
+    Row(Moment.TOKEN, Fault.CUT, PREFILL, EXACT, token=2),
+    Row(Moment.SENDING, Fault.CUT, DECODE, EXACT),
+    Row(Moment.TOKEN, Fault.CUT, DECODE, EXACT, token=4),
     Row(Moment.SENDING, Fault.STUTTER, PREFILL, EXACT),
     Row(Moment.TOKEN, Fault.STUTTER, DECODE, EXACT, token=2),
 )
 
 TCP_ROWS = (
-    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.KILL, DECODE, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.FREEZE, PREFILL, UNAVAILABLE),
-    Row(Moment.SENDING, Fault.CUT, PREFILL, UNAVAILABLE, settles=False),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
+    Row(Moment.SENDING, Fault.KILL, DECODE, EXACT),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT),
+    Row(Moment.SENDING, Fault.CUT, PREFILL, EXACT),
 )
 
 RAY_ROWS = (
-    Row(Moment.SENDING, Fault.KILL, PREFILL, UNAVAILABLE),
-    Row(Moment.TOKEN, Fault.KILL, DECODE, UNAVAILABLE, token=4),
+    Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
+    Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=4),
     Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=2),
 )
