@@ -49,11 +49,12 @@ class Frame:
 
 
 class Pipe:
-    """tcp: the bytes of one direction of one pair of processes."""
+    """tcp: what one process sends another. It waits at the sender until the receiver dials, at its first receive."""
 
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque()
         self.open = True
+        self.dialled = False
 
 
 class SimTransport:
@@ -107,6 +108,8 @@ class SimMover:
         self._routes: dict[Incarnation, ShadowKV] = {}
         self._sends: deque[_Send] = deque()
         self._recvs: dict[Incarnation, deque[_Recv]] = {}
+        self._outgoing: dict[Incarnation, Pipe] = {}
+        self._incoming: dict[Incarnation, Pipe] = {}
         self._armed = False
         self.speed = 1.0
         world.movers[self._process.pid] = self
@@ -156,8 +159,10 @@ class SimMover:
                 memory = self._world.memories.get(endpoint.details["pid"])
                 if memory is None or not memory.process.alive:
                     self._tell(Unreachable(peer, "its process is gone"))
-                else:
-                    self._routes[peer] = memory
+                    return
+                self._hang_up(peer)
+                self._routes[peer] = memory
+                self._outgoing[peer] = Pipe()
             case Disconnect(peer):
                 self._disconnect(peer)
             case PostSend():
@@ -166,7 +171,7 @@ class SimMover:
                 self._post_recv(command)
             case PostScrap(peer):
                 if not self._remote and peer in self._routes:
-                    self._recvs.setdefault(peer, deque()).append(_Recv(command, [], self._pipe(peer)))
+                    self._recvs.setdefault(peer, deque()).append(_Recv(command, [], self._dial(peer)))
             case CancelRecv(handoff, seq):
                 self._cancel(handoff, seq)
 
@@ -186,7 +191,7 @@ class SimMover:
         )
         pipe = frame = None
         if not self._remote:
-            pipe = world.pipe(self._process, self._routes[command.peer].process)
+            pipe = self._outgoing[command.peer]
             frame = Frame(name, seq)
             pipe.frames.append(frame)
         self._sends.append(_Send(command, pipe, frame))
@@ -203,7 +208,7 @@ class SimMover:
         recv = _Recv(
             command,
             [self._memory.generations[b.target] for b in command.blocks],
-            self._pipe(command.peer),
+            self._dial(command.peer),
         )
         recv.flip = self._world.faults.takes("corrupt", name)
         self._recvs.setdefault(command.peer, deque()).append(recv)
@@ -222,7 +227,7 @@ class SimMover:
                     return
 
     def _disconnect(self, peer: Incarnation) -> None:
-        memory = self._routes.pop(peer, None)
+        self._routes.pop(peer, None)
         for recv in self._recvs.pop(peer, ()):
             if not recv.cancelled:
                 self._end_recv(recv, "disconnected")
@@ -230,30 +235,77 @@ class SimMover:
             self._sends.remove(send)
             move = send.command.move
             self._tell(Sent(move.handoff, move.seq, "disconnected", 0.0))
-        if memory is not None and not self._remote:
-            self._world.close_pipes(self._process, memory.process)
+        self._hang_up(peer)
+
+    # ---- connections (tcp)
+
+    def _hang_up(self, peer: Incarnation) -> None:
+        for pipes in (self._outgoing, self._incoming):
+            pipe = pipes.pop(peer, None)
+            if pipe is not None:
+                pipe.open = False
+                self._world.wake(peer)
+
+    def _dial(self, peer: Incarnation) -> Pipe | None:
+        """The pipe to receive from `peer` over; dialled now, if there is none yet."""
+        if self._remote:
+            return None
+        pipe = self._incoming.get(peer)
+        if pipe is None:
+            sender = self._world.movers[self._routes[peer].process.pid]
+            pipe = self._incoming[peer] = sender.admit(Incarnation(self._process.incarnation))
+            self._world.wake(peer)
+        return pipe
+
+    def admit(self, dialer: Incarnation) -> Pipe:
+        """Somebody has dialled: what waits for it goes out. Who dials again gets a new pipe, the old one breaks."""
+        pipe = self._outgoing.get(dialer)
+        if pipe is not None and pipe.dialled:
+            pipe.open = False
+            pipe = self._outgoing[dialer] = Pipe()
+        if pipe is None:
+            pipe = Pipe()
+            pipe.open = False
+        pipe.open &= self._process.alive
+        pipe.dialled = True
+        return pipe
+
+    def die(self) -> None:
+        """The process is gone, and its sockets with it."""
+        for pipe in (*self._outgoing.values(), *self._incoming.values()):
+            pipe.open = False
 
     # ---- sending
 
     def _push(self) -> bool:
-        send = self._sends[0]
-        move, frame = send.command.move, send.frame
+        """One block further on each pipe; True if there was anything to do."""
+        worked = False
+        busy: set[int] = set()
+        for send in list(self._sends):
+            if id(send.pipe) not in busy:
+                busy.add(id(send.pipe) if send.pipe is not None else -1)
+                worked |= self._push_one(send)
+        return worked
+
+    def _push_one(self, send: _Send) -> bool:
+        move, frame, pipe = send.command.move, send.frame, send.pipe
         error = ""
-        if send.pipe is not None and frame is not None:
-            if not send.pipe.open:
+        if pipe is not None and frame is not None:
+            if not pipe.open:
                 error = "ConnectionResetError"
-            elif len(frame.blocks) < len(move.local):
-                block = send.command.blocks[len(frame.blocks)]
-                self._pinned(self._memory, block.source, block.generation, "is being sent")
-                frame.blocks.append(list(self._memory.rows[block.source]))
-                self._world.wake_other_end(send.command.peer)
-                return True
+            elif not pipe.dialled:
+                return False
             else:
+                self._world.wake(send.command.peer)
+                if len(frame.blocks) < len(move.local):
+                    block = send.command.blocks[len(frame.blocks)]
+                    self._pinned(self._memory, block.source, block.generation, "is being sent")
+                    frame.blocks.append(list(self._memory.rows[block.source]))
+                    return True
                 frame.vouched = True
-                self._world.wake_other_end(send.command.peer)
-        self._sends.popleft()
+        self._sends.remove(send)
         self._tell(Sent(move.handoff, move.seq, error, 0.0))
-        return bool(self._sends)
+        return True
 
     # ---- receiving
 
@@ -289,9 +341,6 @@ class SimMover:
         if recv.done == len(move.local) and recv not in queue:
             pipe.frames.popleft()
         return fits
-
-    def _pipe(self, peer: Incarnation) -> Pipe | None:
-        return None if self._remote else self._world.pipe(self._routes[peer].process, self._process)
 
     def _lost(self, queue: deque[_Recv], why: str) -> None:
         for recv in queue:

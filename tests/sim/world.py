@@ -21,7 +21,7 @@ from tests.sim import shells
 from tests.sim.clock import Clock, Process, Violation
 from tests.sim.faults import Fault, Faults
 from tests.sim.front import Client, Front
-from tests.sim.mover import Pipe, SimMover
+from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
 from tests.sim.shadow import ShadowKV
 
@@ -86,7 +86,6 @@ class World:
         self.overlap = 0
         self.breaks = 0
         self.failure = ""
-        self._pipes: dict[tuple[int, int], Pipe] = {}
         self._asked = 0
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
@@ -125,9 +124,8 @@ class World:
         process.kill()
         for stream in self.wire.of(process):
             stream.cut("the process died")
-        for (one, other), pipe in self._pipes.items():
-            if process.pid in (one, other):
-                pipe.open = False
+        if process.pid in self.movers:
+            self.movers[process.pid].die()
         if process.role == "router":
             for client in self.clients:
                 client.router_lost()
@@ -173,23 +171,8 @@ class World:
             return any(self.has_handoffs(p) for p in self.live.values() if p.role != "router")
         return process.alive and bool(self.handoffs(process))
 
-    # ---- tcp pipes
-
-    def pipe(self, source: Process, target: Process) -> Pipe:
-        pipe = self._pipes.get((source.pid, target.pid))
-        if pipe is None:
-            pipe = self._pipes[source.pid, target.pid] = Pipe()
-            pipe.open = source.alive and target.alive
-        return pipe
-
-    def close_pipes(self, one: Process, other: Process) -> None:
-        for key in ((one.pid, other.pid), (other.pid, one.pid)):
-            pipe = self._pipes.pop(key, None)
-            if pipe is not None:
-                pipe.open = False
-        self.wake_other_end(other.incarnation)
-
-    def wake_other_end(self, peer: int) -> None:
+    def wake(self, peer: int) -> None:
+        """There is something to do for the transfer thread of this life."""
         for process in self.live.values():
             if process.incarnation == peer and process.pid in self.movers:
                 self.movers[process.pid].wake()
