@@ -326,9 +326,7 @@ class Router:
         worker = self.registry.get(name)
         self.registry.leave(name)
         for call in list(self._calls.values()):
-            # Nobody dies of a request that it never took.
-            took = call.decode == name and call.state is not State.OFFERED
-            life = call.decode_life if took else None
+            life = call.decode_life if call.decode == name else None
             if worker is not None and worker.life in call.failed_prefills:
                 life = worker.life
             if life is not None and life != back:
