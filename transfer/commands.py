@@ -81,7 +81,14 @@ class CancelRecv(Item, frozen=True):
     seq: int
 
 
-MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRecv
+class CancelSend(Item, frozen=True):
+    """The receiver reads no more: do not wait for it to take the bytes. `Sent` follows, as cancelled."""
+
+    handoff: Handoff
+    seq: int
+
+
+MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRecv | CancelSend
 
 
 # ---- to the scheduler and its shell

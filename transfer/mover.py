@@ -18,6 +18,7 @@ from engine.types import Incarnation
 from transfer.bell import Bell
 from transfer.commands import (
     CancelRecv,
+    CancelSend,
     Connect,
     Disconnect,
     IncomingBlock,
@@ -71,6 +72,7 @@ class Mover:
         self._routes: dict[Incarnation, Transport] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, float]] = {}
+        self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
 
@@ -153,6 +155,10 @@ class Mover:
                 key = self._tickets.get((command.handoff, command.seq))
                 if key is not None:
                     self._transports[key[0]].cancel(key[1])
+            case CancelSend():
+                key = self._posted.get((command.handoff, command.seq))
+                if key is not None:
+                    self._transports[key[0]].cancel(key[1])
             case Connect():
                 self._connect(command)
             case Disconnect():
@@ -187,6 +193,7 @@ class Mover:
         )
         ticket = transport.send(command.peer, move)
         self._sends[transport.name, ticket] = (command, started_s)
+        self._posted[move.handoff, move.seq] = (transport.name, ticket)
         self._on_event(Posted(move.handoff, move.seq, digests))
 
     def _recv(self, command: PostRecv) -> None:
@@ -207,6 +214,7 @@ class Mover:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
         if key in self._sends:
             send, started_s = self._sends.pop(key)
+            del self._posted[send.move.handoff, send.move.seq]
             seconds = time.perf_counter() - started_s
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
-from transfer.commands import Broken, Command, Disconnect, Emit, OutgoingBlock, PostSend, Settled
+from transfer.commands import (
+    Broken,
+    CancelSend,
+    Command,
+    Disconnect,
+    Emit,
+    OutgoingBlock,
+    PostSend,
+    Settled,
+)
 from transfer.migration import SENDER_TABLE, HandoffError, S
 from transfer.transport import Move
 
@@ -105,7 +114,12 @@ class KVSender:
         if sending.state is S.STOPPED:
             return self._drop("stop: duplicate")
         self._move(message.handoff, sending, "stop")
-        return self._settle(message.handoff, sending)
+        cancels: list[Command] = []
+        if not sending.reads_remotely:
+            # A receiver that has stopped may never come for the bytes: the send would wait for ever.
+            busy = (seq for seq, chunk in enumerate(sending.chunks) if chunk.sending)
+            cancels += [CancelSend(message.handoff, seq) for seq in busy]
+        return cancels + self._settle(message.handoff, sending)
 
     def close(self, handoff: Handoff) -> list[Command]:
         """There will be no further offers: all were made, or this side gives up."""

@@ -10,6 +10,7 @@ from transfer.commands import (
     Arrived,
     Broken,
     CancelRecv,
+    CancelSend,
     Disconnect,
     Emit,
     ExpectedBlock,
@@ -92,7 +93,7 @@ def test_a_close_waits_for_the_last_landed() -> None:
 def test_a_stop_waits_for_own_sends() -> None:
     """Guards against unpinning blocks that the transfer thread still hashes or writes to a socket."""
     sender = sender_with(0, reads_remotely=False, sent=False)
-    assert sender.stop(Stop(H)) == []
+    assert sender.stop(Stop(H)) == [CancelSend(H, 0)]
     assert sender.sent(H, 0, "") == [Settled(H)]
 
 
@@ -102,7 +103,7 @@ def test_a_chunk_posted_after_stop(reads_remotely: bool) -> None:
     sender = KVSender()
     sender.open(H, reads_remotely)
     sender.offer(H, [block(0)])
-    assert sender.stop(Stop(H)) == []
+    assert sender.stop(Stop(H)) == ([] if reads_remotely else [CancelSend(H, 0)])
     announced = sender.posted(H, 0, [1000])
     assert announced == ([] if reads_remotely else [Emit(DECODE, offer(0, 0))])
     assert sender.sent(H, 0, "") == [Settled(H)]
@@ -297,3 +298,15 @@ def test_repr_tells_the_state() -> None:
     receiver.expect(H, expected(0, 1))
     receiver.offer(offer(0, 0))
     assert repr(receiver) == "KVReceiver(r/1.1:open(landed 0 of 2 blocks, receiving [0]))"
+
+
+def test_a_pushed_send_is_withdrawn_when_the_receiver_stops() -> None:
+    """Guards a leak: a receiver that stopped before it dialled never takes the bytes, and the send never ends."""
+    for remote in (True, False):
+        sender = KVSender()
+        sender.open(H, reads_remotely=remote)
+        sender.offer(H, [block(0)])
+        sender.posted(H, 0, (1,))
+        commands = sender.stop(Stop(H))
+        assert commands == ([] if remote else [CancelSend(H, 0)])
+        assert sender.sent(H, 0, "" if remote else "cancelled") == [Settled(H)]

@@ -17,6 +17,7 @@ from transfer.commands import (
     Arrived,
     Broken,
     CancelRecv,
+    CancelSend,
     Command,
     Disconnect,
     Emit,
@@ -80,7 +81,7 @@ class World:
                     self.reserved.remove(handoff)
                 case Broken(handoff=handoff):
                     self.broken.add(handoff)
-                case Disconnect() | PostScrap():
+                case Disconnect() | PostScrap() | CancelSend():
                     pass
                 case _:
                     raise AssertionError(command)
