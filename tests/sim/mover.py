@@ -202,6 +202,8 @@ class SimMover:
         fault = self._world.faults.takes("recv_fails", name)
         if fault is not None:
             self._world.faults.strikes(fault)
+            if command.peer in self._routes and (pipe := self._dial(command.peer)) is not None:
+                pipe.open = False  # over tcp a receive fails with its connection
         if command.peer not in self._routes or fault is not None:
             self._tell(Received(name, seq, "TransferError: cannot be posted", 0.0, 0))
             return
