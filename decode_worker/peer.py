@@ -17,6 +17,7 @@ from engine.messages import (
     PeerAddress,
     PrefillToDecode,
     Record,
+    Stop,
     decode_from_prefill_frame,
     encode,
 )
@@ -51,9 +52,16 @@ class PeerGone:
 class PeerLink:
     """One stream to one prefill worker; `incarnation` is known once its hello has come. Identity is by object."""
 
-    def __init__(self, address: PeerAddress, send: Send, put: Callable[[object], None]) -> None:
+    def __init__(
+        self,
+        address: PeerAddress,
+        send: Send,
+        put: Callable[[object], None],
+        claimed: list[Handoff],
+    ) -> None:
         self.address = address
         self.send = send
+        self.claimed = claimed
         self.incarnation: Incarnation | None = None
         self._put = put
 
@@ -73,30 +81,31 @@ class Peers:
         hello: Hello,
         put: Callable[[object], None],
         reach: Callable[[Incarnation, Hello], None],
+        unfinished: Callable[[], list[Handoff]],
     ) -> None:
         self._rpc = rpc
         self._hello = hello
         self._put = put
         self._reach = reach
+        self._unfinished = unfinished
         self._links: dict[Incarnation, PeerLink] = {}
         self._opening: set[PeerAddress] = set()
         self._lost: dict[PeerAddress, int] = {}
         self._streams = 0
 
-    def connect(self, address: PeerAddress, unfinished: list[Handoff]) -> None:
-        """Open a stream, unless one is open or being opened. Its outcome comes as an item: PeerFrame or PeerGone.
-        `unfinished`: the handoffs that this worker still reads for."""
+    def connect(self, address: PeerAddress) -> None:
+        """Open a stream, unless one is open or being opened. Its outcome comes as an item: PeerFrame or PeerGone. The
+        hello says which handoffs this worker still reads for."""
         if address in self._opening or any(k.address == address for k in self._links.values()):
             return
         self._opening.add(address)
         self._streams += 1
-        hello = msgspec.structs.replace(
-            self._hello, stream=self._streams, unfinished=unfinished
-        )
+        claimed = self._unfinished()
+        hello = msgspec.structs.replace(self._hello, stream=self._streams, unfinished=claimed)
 
         def accept(send: Send) -> PeerLink:
             send(encode([hello]))
-            return PeerLink(address, send, self._put)
+            return PeerLink(address, send, self._put, claimed)
 
         self._rpc.connect(address.address, METHOD, accept)
 
@@ -137,6 +146,10 @@ class Peers:
         self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
         self._reach(link.incarnation, hello)
+        # What ended between our hello and the answer could not be told; it is claimed no longer.
+        ended = set(link.claimed) - set(self._unfinished())
+        if ended:
+            link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
         return [PeerUp(link.incarnation, link.address, hello.endpoints[0].transport)]
 
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
@@ -150,14 +163,14 @@ class Peers:
         self._lost[link.address] = 0
         return [PeerDown(link.address, link.incarnation, why)]
 
-    def redial(self, unfinished: list[Handoff]) -> None:
+    def redial(self) -> None:
         """Try to reach lost peers again; call every `REDIAL_S`."""
         for address, tries in list(self._lost.items()):
             if tries >= MAX_REDIALS:
                 del self._lost[address]
             else:
                 self._lost[address] = tries + 1
-                self.connect(address, unfinished)
+                self.connect(address)
 
     def drop(self, peer: Incarnation, why: str) -> list[Event]:
         """Its memory cannot be reached: as good as gone."""

@@ -131,7 +131,13 @@ class DecodeWorker:
             layout=device.layout.describe(),
             endpoints=[transport.describe() for transport in self._transports.values()],
         )
-        self._peers = Peers(self._rpc, hello, self._thread.put, self._reach)
+        self._peers = Peers(
+            self._rpc,
+            hello,
+            self._thread.put,
+            self._reach,
+            lambda: self._scheduler.receiver.unfinished,
+        )
         self._mover.start()
         self._thread.start()
         return self.info
@@ -173,7 +179,7 @@ class DecodeWorker:
             self._auditor.idle()
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
-            self._peers.redial(self._scheduler.receiver.unfinished)
+            self._peers.redial()
         self._count()
         interval = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval:
@@ -222,7 +228,7 @@ class DecodeWorker:
                 case Emit(peer, record):
                     to_peers.setdefault(peer, []).append(record)
                 case ConnectPeer(address):
-                    self._peers.connect(address, self._scheduler.receiver.unfinished)
+                    self._peers.connect(address)
                 case _ if isinstance(command, MoverCommand):
                     self._copying += isinstance(command, PostRecv)
                     self._mover.submit(command)

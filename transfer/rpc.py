@@ -80,9 +80,14 @@ class _Outbox:
         except RuntimeError:  # the loop has ended, and with it every stream
             log.debug("a frame was dropped: the loop has ended")
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        while (data := await self._queue.get()) is not None:
-            yield data
+    def __aiter__(self) -> "_Outbox":
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await self._queue.get()
+        if data is None:
+            raise StopAsyncIteration
+        return data
 
 
 class RpcLoop:
@@ -153,7 +158,7 @@ class RpcLoop:
 
             reader = asyncio.ensure_future(read())
             try:
-                async for data in outbox.frames():
+                async for data in outbox:
                     yield data
             except asyncio.CancelledError:
                 why = "the stream was cancelled"
@@ -169,7 +174,7 @@ class RpcLoop:
             outbox = _Outbox(self._loop)
             session = accept(outbox.send)
             try:
-                async for data in outbox.frames():
+                async for data in outbox:
                     yield data
             finally:
                 session.closed("the watcher left")
@@ -191,7 +196,7 @@ class RpcLoop:
         why = "the other end closed the stream"
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         try:
-            stream = channel.stream_stream(method)(outbox.frames())
+            stream = channel.stream_stream(method)(outbox)
             async for data in stream:
                 session.frame(data)
         except grpc.aio.AioRpcError as error:

@@ -58,7 +58,7 @@ class Row:
 PREFILL, DECODE, BOTH = ("prefill",), ("decode",), ("prefill", "decode")
 EXACT, UNAVAILABLE = (Ending.EXACT,), (Ending.UNAVAILABLE,)
 EITHER = (*EXACT, *UNAVAILABLE)
-"""It depends on which of two messages comes first."""
+"""Two workers are lost while they hold it: it may be refused as poisonous."""
 
 COLLATERAL = EXACT
 """How a request may end that happens to share a worker with the one that is hit."""
@@ -72,7 +72,7 @@ ROWS = (
     Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=1),
     Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=6),
     Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=ANSWER_TOKENS - 2),
-    Row(Moment.ASKED, Fault.KILL, BOTH, EXACT),
+    Row(Moment.ASKED, Fault.KILL, BOTH, EITHER),
     Row(Moment.SENDING, Fault.KILL, BOTH, EXACT),
     Row(Moment.TOKEN, Fault.KILL, BOTH, EXACT, token=4),
     Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT),
