@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from decode_worker.events import Tell
+from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
@@ -57,27 +58,24 @@ def cancel_between_prefill_and_decode() -> list[Patch]:
         between = request.state is State.HANDOFF and request.first is not None and not request.arrived
         if not between or reason is not FinishReason.CANCELLED:
             return end(self, request, reason, now, *rest, **more)
-        commands = self._tell_end(request, reason, now, None)
-        request.state = State.ENDING
-        self._let_go(request)
-        return commands
+        self.handoffs.done(request)
+        request.state = State.READY
+        return end(self, request, reason, now, *rest, **more)
 
     return [(DecodeScheduler, "_end", hasty)]
 
 
 def double_free_on_retry() -> list[Patch]:
-    """A second try frees the first try's blocks once more, when they have new owners."""
-    fenced = DecodeScheduler._fenced
+    """What a failed try had reserved is freed before the next try, and with the request once more."""
+    fenced = Handoffs._fenced
 
-    def twice(self: Any, request: Any, now: float) -> Any:
-        lease, retries = request.lease, request.state is State.RETRY
-        commands = fenced(self, request, now)
-        if retries and lease.released:
-            lease.released = False
-            self.kv.release(lease)
-        return commands
+    def twice(self: Any, request: Any, landed: Any, now: float) -> Any:
+        if not request.abandoned and request.state is not State.ENDING:
+            for block in request.lease.blocks[request.have_blocks :]:
+                self._kv.pool.release(block, False)
+        return fenced(self, request, landed, now)
 
-    return [(DecodeScheduler, "_fenced", twice)]
+    return [(Handoffs, "_fenced", twice)]
 
 
 def stale_name_accepted() -> list[Patch]:

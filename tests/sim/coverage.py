@@ -34,7 +34,13 @@ STATES = (
     "stop string found",
     "zombie: frozen beyond keepalive",
 )
-RECOVERY_STATES = ("NeedPrefill",)
+RECOVERY_STATES = (
+    "NeedPrefill",
+    "interrupted, and placed again",
+    "prefilled by the decode worker",
+    "refused as poisonous",
+    "router dropped: stale",
+)
 """Only where recovery is expected (`strict`)."""
 
 

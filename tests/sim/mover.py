@@ -8,14 +8,15 @@ that it was when the receive was posted.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.kv.block_pool import BlockState
-from engine.messages import Endpoint, Handoff
+from engine.messages import Handoff
 from engine.types import Incarnation
 from tests.sim.clock import Violation
 from tests.sim.faults import Fault
+from tests.sim.pipes import Frame, Pipe, SimTransport
 from tests.sim.shadow import ShadowKV
 from transfer.commands import (
     CancelRecv,
@@ -36,37 +37,6 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 PAUSE_S = (0.00002, 0.0004)
-
-
-@dataclass(slots=True, eq=False)
-class Frame:
-    """tcp: one chunk on its way: rows by block, complete once vouched for."""
-
-    name: Handoff
-    seq: int
-    blocks: list[list[int]] = field(default_factory=list)
-    vouched: bool | None = None
-
-
-class Pipe:
-    """tcp: what one process sends another. It waits at the sender until the receiver dials, at its first receive."""
-
-    def __init__(self) -> None:
-        self.frames: deque[Frame] = deque()
-        self.open = True
-        self.dialled = False
-
-
-class SimTransport:
-    """The part of `transfer.transport.Transport` that a worker sees outside of its transfer thread."""
-
-    def __init__(self, name: str, memory: ShadowKV) -> None:
-        self.name = name
-        self.reads_remotely = name == "shm"
-        self._memory = memory
-
-    def describe(self) -> Endpoint:
-        return Endpoint(transport=self.name, details={"pid": self._memory.process.pid})
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +172,8 @@ class SimMover:
         fault = self._world.faults.takes("recv_fails", name)
         if fault is not None:
             self._world.faults.strikes(fault)
+            if command.peer in self._routes and (pipe := self._dial(command.peer)) is not None:
+                pipe.open = False  # over tcp a receive fails with its connection
         if command.peer not in self._routes or fault is not None:
             self._tell(Received(name, seq, "TransferError: cannot be posted", 0.0, 0))
             return

@@ -6,8 +6,8 @@ from decode_worker.config import DecodeConfig
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.faults import Fault
+from tests.sim.plan import Ask, Plan
 from tests.sim.schedule import RECOVERS
-from tests.sim.world import Ask, Plan
 
 STEM = list(range(10, 22))
 

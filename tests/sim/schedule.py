@@ -9,8 +9,9 @@ from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.clock import Violation
 from tests.sim.faults import KINDS, Fault
+from tests.sim.plan import Ask, Plan
 from tests.sim.shadow import VOCAB
-from tests.sim.world import Ask, Plan, World
+from tests.sim.world import World
 
 WEIGHTS = {
     "crash prefill": 6,

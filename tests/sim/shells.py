@@ -28,8 +28,9 @@ import transfer.rpc
 from engine.loop import Shell
 from tests.sim import shadow
 from tests.sim.clock import Process, Violation
-from tests.sim.mover import SimMover, SimTransport
+from tests.sim.mover import SimMover
 from tests.sim.network import Accept
+from tests.sim.pipes import SimTransport
 
 if TYPE_CHECKING:
     from tests.sim.world import World

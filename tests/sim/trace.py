@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from engine.messages import (
     Accepted,
     Cancel,
@@ -14,6 +12,7 @@ from engine.messages import (
     Hello,
     Landed,
     Load,
+    NeedPrefill,
     Offer,
     Place,
     PrefillFailed,
@@ -22,6 +21,7 @@ from engine.messages import (
     StartPrefill,
     Stop,
     Tokens,
+    UsePrefill,
     WorkerInfo,
     decode_decode_frame,
     decode_from_prefill_frame,
@@ -133,10 +133,11 @@ def describe(record: Record) -> str:
             return f"cancel {request}/{placement}: {reason.value}"
         case Finish(request, placement, kept):
             return f"finish {request}/{placement}: {kept} tokens kept"
-    fields = {
-        key: getattr(value, "name", value) for key, value in msgspec.structs.asdict(record).items()
-    }
-    return f"{type(record).__name__} {fields}"
+        case NeedPrefill(request, placement, failed):
+            return f"{request}/{placement} needs another prefill worker than {failed}"
+        case UsePrefill(request, placement, prefill):
+            return f"{request}/{placement}: use {prefill.name if prefill else 'none, prefill it yourself'}"
+    return type(record).__name__
 
 
 def _name(handoff: Handoff) -> str:

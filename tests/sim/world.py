@@ -2,11 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from decode_worker.config import DecodeConfig
 from engine.messages import (
     Handoff,
     Load,
@@ -14,15 +12,13 @@ from engine.messages import (
     Record,
     StartPrefill,
 )
-from engine.types import RequestRecord
-from prefill_worker.config import PrefillConfig
-from router.config import RouterConfig
 from tests.sim import shells
 from tests.sim.clock import Clock, Process, Violation
-from tests.sim.faults import Fault, Faults
+from tests.sim.faults import Faults
 from tests.sim.front import Client, Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
+from tests.sim.plan import Ask, Plan
 from tests.sim.shadow import ShadowKV
 
 BOOT_S = 0.05
@@ -30,38 +26,6 @@ PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
 ROLES = ("prefill", "decode")
-
-
-@dataclass(slots=True)
-class Ask:
-    """One request of a plan. Times count from the moment the cluster is up."""
-
-    record: RequestRecord
-    at_s: float
-    deadline_s: float | None = None
-    cancel_s: float | None = None
-    stop_after: int | None = None
-
-
-@dataclass(slots=True)
-class Plan:
-    """All that a run depends on, besides the seed of its own generator."""
-
-    seed: int
-    asks: list[Ask]
-    faults: list[Fault] = field(default_factory=list)
-    workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
-    blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
-    block_size: int = 4
-    context_tokens: int = 256
-    transport: str = "shm"
-    slow_copies: float = 0.0
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
-    prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=8))
-    router: RouterConfig = field(default_factory=RouterConfig)
-    strict: bool = True
-    """No request may end as UNAVAILABLE while the router lives and some decode worker does."""
-    disarm_s: float = 1.5
 
 
 class World:
@@ -248,6 +212,8 @@ class World:
         counts = scheduler.kv.pool.counts()
         if counts["quarantined"]:
             self.notes["blocks quarantined"] += 1
+        if getattr(scheduler, "_local", None):
+            self.notes["prefilled by the decode worker"] += 1
         if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
             self.notes["prompt waits for blocks"] += 1
 

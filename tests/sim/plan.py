@@ -1,0 +1,41 @@
+"""What a run depends on: the cluster, the requests and the faults. Plain data."""
+
+from dataclasses import dataclass, field
+
+from decode_worker.config import DecodeConfig
+from engine.types import RequestRecord
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from tests.sim.faults import Fault
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request of a plan. Times count from the moment the cluster is up."""
+
+    record: RequestRecord
+    at_s: float
+    deadline_s: float | None = None
+    cancel_s: float | None = None
+    stop_after: int | None = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that a run depends on, besides the seed of its own generator."""
+
+    seed: int
+    asks: list[Ask]
+    faults: list[Fault] = field(default_factory=list)
+    workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
+    blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
+    block_size: int = 4
+    context_tokens: int = 256
+    transport: str = "shm"
+    slow_copies: float = 0.0
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=8))
+    router: RouterConfig = field(default_factory=RouterConfig)
+    strict: bool = True
+    """No request may end as UNAVAILABLE while the router lives and some decode worker does."""
+    disarm_s: float = 1.5
