@@ -326,7 +326,10 @@ class Router:
         worker = self.registry.get(name)
         self.registry.leave(name)
         for call in list(self._calls.values()):
-            life = call.decode_life if call.decode == name else None
+            # Nobody is taken to have died of a request that it never accepted: a router that was itself frozen hears
+            # of all its broken streams one by one, and offers the same request to each in turn.
+            took = call.decode == name and call.state is not State.OFFERED
+            life = call.decode_life if took else None
             if worker is not None and worker.life in call.failed_prefills:
                 life = worker.life
             if life is not None and life != back:
