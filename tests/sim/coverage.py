@@ -31,6 +31,7 @@ STATES = (
     "second try of a handoff",
     "sender dropped landed: duplicate",
     "sender dropped stop: unknown handoff",
+    "send withdrawn",
     "stop string found",
     "zombie: frozen beyond keepalive",
 )

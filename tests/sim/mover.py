@@ -20,6 +20,7 @@ from tests.sim.pipes import Frame, Pipe, SimTransport
 from tests.sim.shadow import ShadowKV
 from transfer.commands import (
     CancelRecv,
+    CancelSend,
     Connect,
     Disconnect,
     MoverCommand,
@@ -112,7 +113,7 @@ class SimMover:
 
     def _turn(self) -> None:
         self._armed = False
-        if not any(queue and queue[0].half for queue in self._recvs.values()):
+        if not any(queue and queue[0].half for queue in self._recvs.values()) or not self._remote:
             while self._commands:
                 self._execute(self._commands.popleft())
         worked = self._push() if self._sends else False
@@ -144,6 +145,10 @@ class SimMover:
                     self._recvs.setdefault(peer, deque()).append(_Recv(command, [], self._dial(peer)))
             case CancelRecv(handoff, seq):
                 self._cancel(handoff, seq)
+            case CancelSend(handoff, seq):
+                self._withdraw(handoff, seq)
+            case _:
+                raise TypeError(f"not a command for the transfer thread: {command!r}")
 
     def _post_send(self, command: PostSend) -> None:
         name, seq = command.move.handoff, command.move.seq
@@ -197,6 +202,19 @@ class SimMover:
                     if self._remote:
                         queue.remove(recv)
                     return
+
+    def _withdraw(self, name: Handoff, seq: int) -> None:
+        """tcp: what is left of the frame is padding now, and nobody vouches for it."""
+        for send in list(self._sends):
+            move, frame = send.command.move, send.frame
+            if (move.handoff, move.seq) == (name, seq) and frame is not None:
+                missing = len(move.local) - len(frame.blocks)
+                frame.blocks += [[0] * self._memory.block_size] * missing
+                frame.vouched = False
+                self._sends.remove(send)
+                self._world.note("send withdrawn")
+                self._world.wake(send.command.peer)
+                self._tell(Sent(name, seq, "cancelled", 0.0))
 
     def _disconnect(self, peer: Incarnation) -> None:
         self._routes.pop(peer, None)
@@ -309,6 +327,13 @@ class SimMover:
             return True
         if recv.done >= len(frame.blocks):
             return False
+        if recv.done + 1 == len(move.local) and recv.half and not frame.vouched:
+            if frame.vouched is None:
+                return False
+            pipe.frames.popleft()
+            queue.popleft()
+            self._end_recv(recv, "the sender withdrew the chunk")
+            return True
         fits = self._copy(queue, recv, memory, frame.blocks)
         if recv.done == len(move.local) and recv not in queue:
             pipe.frames.popleft()
