@@ -160,7 +160,12 @@ class Router:
                 heapq.heappop(self._line)
                 continue
             if not self._offer(call, now, out):
-                return
+                # It may have come while no worker was known; now that some are, it may be too large for each.
+                fault = self._placer.impossible(call.record)
+                if fault is None:
+                    return
+                self._forget(call)
+                out.append(Fail(request, fault, FinishReason.REJECTED))
             heapq.heappop(self._line)
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> bool:

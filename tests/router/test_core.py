@@ -119,6 +119,16 @@ def test_too_large_for_every_worker_fails_at_once() -> None:
     assert (failed.fault.code, failed.fault.field) == ("OUT_OF_RANGE", "max_tokens")
 
 
+def test_too_large_is_noticed_when_workers_come_back() -> None:
+    """Guards the head of the line: asked while no worker was there, it would wait, and hold up all others, for ever."""
+    bench = Bench(blocks=3)
+    bench.do(Lost("d0"))
+    assert not any(isinstance(command, Fail) for command in bench.submit(A))
+    (failed,) = bench.join("d0", "decode", 9, blocks=3)
+    assert isinstance(failed, Fail) and failed.fault.code == "OUT_OF_RANGE"
+    assert bench.router.open == 0
+
+
 def test_full_line_and_no_workers() -> None:
     """Guards against an unbounded line, and against waiting for workers that never come."""
     bench = Bench(max_waiting=1, blocks=4)
