@@ -28,7 +28,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
-from engine.types import Incarnation
+from engine.types import Incarnation, host_port
 from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
@@ -44,7 +44,7 @@ from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
-from transfer.rpc import RpcLoop, Send, dialable, join
+from transfer.rpc import RpcLoop, Send, dialable
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class DecodeWorker:
             name=self.name,
             role="decode",
             incarnation=self._incarnation,
-            address=join(self._host, port),
+            address=host_port(self._host, port),
             model=device.model,
             fingerprint=device.fingerprint,
             block_size=device.layout.block_size,
@@ -124,7 +124,7 @@ class DecodeWorker:
             context_tokens=device.context_tokens,
             pid=os.getpid(),
             host=host_id(),
-            metrics_address=join(self._host, self._metrics.serve(self._host)),
+            metrics_address=host_port(self._host, self._metrics.serve(self._host)),
         )
         hello = Hello(
             info=self.info,

@@ -1,4 +1,4 @@
-"""The vocabulary every package shares: ids, sampling parameters and the request record. No logic, no torch."""
+"""The vocabulary every package shares: ids, addresses, sampling parameters and the request record. No torch."""
 
 from enum import StrEnum
 from typing import NewType
@@ -9,6 +9,11 @@ RequestId = NewType("RequestId", str)
 BlockId = NewType("BlockId", int)
 Incarnation = NewType("Incarnation", int)
 """A random 64-bit number drawn when a process starts: two lives of one worker name never share it."""
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class FinishReason(StrEnum):

@@ -23,7 +23,7 @@ from engine.messages import (
     decode_to_prefill_frame,
     encode,
 )
-from engine.types import Incarnation
+from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
 from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from prefill_worker.scheduler import Event, PrefillScheduler
@@ -44,7 +44,7 @@ from transfer.commands import (
 from transfer.liveness import ProcessWatch, host_id
 from transfer.mover import Mover
 from transfer.registry import choose, open_transports
-from transfer.rpc import RpcLoop, dialable, join
+from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class PrefillWorker:
             name=self.name,
             role="prefill",
             incarnation=self._incarnation,
-            address=join(self._host, port),
+            address=host_port(self._host, port),
             model=device.model,
             fingerprint=device.fingerprint,
             block_size=device.layout.block_size,
@@ -123,7 +123,7 @@ class PrefillWorker:
             context_tokens=device.context_tokens,
             pid=os.getpid(),
             host=host_id(),
-            metrics_address=join(self._host, self._metrics.serve(self._host)),
+            metrics_address=host_port(self._host, self._metrics.serve(self._host)),
         )
         self._mover.start()
         self._thread.start()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.messages import PeerAddress
+from engine.types import host_port
 from router.config import RouterConfig
 from router.core import Router
 from router.dispatch import Links
@@ -80,7 +81,7 @@ class RouterApp:
         port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes)
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
         http = await self._http.start() if self._http is not None else ""
-        return RouterAddresses(f"{config.host}:{port}", http)
+        return RouterAddresses(host_port(config.host, port), http)
 
     async def set_workers(
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
@@ -140,9 +141,9 @@ class _Http:
             self._socket.bind((config.host, config.http_port))
         except OSError as error:
             self._socket.close()
-            where = f"{config.host}:{config.http_port}"
+            where = host_port(config.host, config.http_port)
             raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
-        self._address = f"{config.host}:{self._socket.getsockname()[1]}"
+        self._address = host_port(config.host, self._socket.getsockname()[1])
         settings = uvicorn.Config(
             app,
             log_config=None,

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from engine.types import FieldError
+from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
 from router.api import ApiError, GenerateCall, GenerateEvent
 from router.convert import call_from_proto, event_to_proto
@@ -56,7 +56,7 @@ class Service:
         )
         self._register(server)
         try:
-            port = server.add_insecure_port(f"{host}:{port}")
+            port = server.add_insecure_port(host_port(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
         await server.start()

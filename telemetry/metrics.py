@@ -26,6 +26,7 @@ BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
 DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
 TRANSPORTS = ("loopback", "shm", "tcp")
+ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
 DROPPED_KINDS = ("duplicate", "invalid", "late", "unknown")
 
 # fmt: off
@@ -82,7 +83,7 @@ class RouterMetrics:
             "router_actual_hit_tokens_total", "Prefix tokens that were reused."
         )[()]
         self._dropped = families.counter(
-            "dropped_records_total", "Records ignored, by kind.", kind=DROPPED_KINDS
+            "dropped_records_total", "Records ignored, by kind.", kind=ROUTER_DROPPED_KINDS
         )
 
     def request(

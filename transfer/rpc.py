@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from engine.types import host_port
+
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -53,11 +55,6 @@ class Session(Protocol):
 
 
 Accept = Callable[[Send], Session]
-
-
-def join(host: str, port: int) -> str:
-    """`host:port`, with the brackets that IPv6 needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def dialable(host: str) -> str:
@@ -138,7 +135,7 @@ class RpcLoop:
             handlers[method] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
-            bound = server.add_insecure_port(join(host, port))
+            bound = server.add_insecure_port(host_port(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
