@@ -19,6 +19,16 @@ STAGES = (
 )
 """The nine stages of a request's life, in order. What none of them covers is reported as `unattributed`."""
 
+SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""What a sampling value may be, ends included: at the router's border and at the worker's."""
+
 
 def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None:
     """The worker's border: whatever a router let through, no record may upset a step.
@@ -48,14 +58,7 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
         raise FieldError("seed", "must be an unsigned 64-bit number")
     if not 0 <= record.sample_index < 1 << 32:
         raise FieldError("sample_index", "must be an unsigned 32-bit number")
-    for name, low, high in (
-        ("temperature", 0.0, 1e3),
-        ("top_p", 1e-9, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 1e-3, 1e3),
-        ("presence_penalty", -1e3, 1e3),
-        ("frequency_penalty", -1e3, 1e3),
-    ):
+    for name, (low, high) in SAMPLING_RANGES.items():
         value = getattr(params, name)
         if not math.isfinite(value) or not low <= value <= high:
             raise FieldError(name, f"must be a number in {low:g} .. {high:g}")

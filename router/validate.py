@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
+from engine.plan import SAMPLING_RANGES
 from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
 from router.api import GenerateCall
 from router.config import RouterConfig
@@ -69,13 +70,9 @@ def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raise FieldError unless every sampling value is finite and within its range."""
-    _number("temperature", sampling.temperature, 0.0, 2.0)
+    for name, (low, high) in SAMPLING_RANGES.items():
+        _number(name, getattr(sampling, name), low, high)
     _count("top_k", sampling.top_k, 0, MAX_COUNT)
-    _number("top_p", sampling.top_p, 0.0, 1.0, above=True)
-    _number("min_p", sampling.min_p, 0.0, 1.0)
-    _number("repetition_penalty", sampling.repetition_penalty, 0.0, 2.0, above=True)
-    _number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
 
 
 def to_record(
@@ -197,11 +194,9 @@ def _check_text(field: str, text: str) -> int:
         raise FieldError(field, f"is not valid Unicode at character {error.start}") from error
 
 
-def _number(field: str, value: float, low: float, high: float, above: bool = False) -> None:
-    in_range = math.isfinite(value) and (low < value if above else low <= value) and value <= high
-    if not in_range:
-        least = "above" if above else "at least"
-        raise FieldError(field, f"is {value}, must be {least} {low:g} and at most {high:g}")
+def _number(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise FieldError(field, f"is {value}, must be at least {low:g} and at most {high:g}")
 
 
 def _count(field: str, value: int, low: int, high: int) -> None:
