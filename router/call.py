@@ -55,7 +55,9 @@ class Call:
     believed_decode_blocks: int = 0
     emitted: list[int] = field(default_factory=list)
     losses: int = 0
-    """Placements that ended because their decode worker was lost."""
+    """Placements that ended because the decode worker that had accepted them was lost."""
+    unheard: int = 0
+    """Placements whose worker was lost before it said anything to them."""
     victims: set[Life] = field(default_factory=set)
     """Workers that were lost while they held this request; one that turns out to live is taken out again."""
     failed_prefills: set[Life] = field(default_factory=set)

@@ -352,7 +352,10 @@ class Router:
             self._forget(call)
             out.append(complete(call, FinishReason.STOP, unreported(call)))
             return
-        call.losses += 1
+        if state is State.OFFERED:
+            call.unheard += 1
+        else:
+            call.losses += 1
         match judge(call, self._config, self._stop_ids, self._budget, now):
             case Again():
                 if state is State.RUNNING:

@@ -183,6 +183,8 @@ class Front:
         self.process.later(TICK_S, self._tick)
 
     def check(self) -> None:
+        if not self.world.is_checked():
+            return
         try:
             self.core.check()
         except Violation:
