@@ -14,11 +14,13 @@ from engine.messages import (
     Ended,
     Finish,
     Load,
+    OrphansTold,
     PeerAddress,
     Place,
     Record,
     Refused,
     RequestStats,
+    RouterHello,
     Tokens,
     WorkerInfo,
     decode_router_frame,
@@ -161,6 +163,9 @@ class FakeWorkers:
         async def read() -> None:
             async for frame in frames:
                 for record in decode_router_frame(frame):
+                    if isinstance(record, RouterHello):
+                        self._outbox.put_nowait(OrphansTold())
+                        continue
                     self.got.append(record)
                     self._take(record)
 
