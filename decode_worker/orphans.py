@@ -70,6 +70,10 @@ class Orphans:
         """The newest stream of a router, or NOBODY."""
         return next(reversed(self._routers), NOBODY)
 
+    def is_alone(self, link: int) -> bool:
+        """Whether no other router is attached, so that nothing more can be left by one."""
+        return set(self._routers.values()) == {self._routers[link]}
+
     def leave(self, request: Request, now: float) -> None:
         """The request's router is gone."""
         request.link = NOBODY

@@ -180,7 +180,7 @@ class DecodeScheduler:
         former = [r for r in self._requests.values() if r.router == router and r.link != link]
         commands = self._end_all(former, FinishReason.CANCELLED, now)
         self.orphans.joined(link, router)
-        return [*commands, *self._hand_over(link, now), Tell(link, OrphansTold())]
+        return commands + self._hand_over(link, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
         """The router on `link` gets what belonged to routers that are gone."""
@@ -193,6 +193,8 @@ class DecodeScheduler:
         for one in self.orphans.adopt_ended(link):
             commands.append(Tell(link, orphan(one.request, one.tokens, now)))
             commands.append(Tell(link, one.ended))
+        if self.orphans.is_alone(link):
+            commands.append(Tell(link, OrphansTold()))
         return commands
 
     # taking a request

@@ -18,7 +18,7 @@ WEIGHTS = {
     "crash decode": 6,
     "freeze prefill": 4,
     "freeze decode": 5,
-    "crash router": 1,
+    "crash router": 3,
     "freeze router": 1,
     "cut handoff": 6,
     "cut router": 3,
@@ -47,13 +47,17 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     return Plan(
         seed=rng.getrandbits(32),
         asks=asks,
-        faults=[_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))],
+        faults=_faults(rng),
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={"prefill": most + rng.randint(0, 3), "decode": most + rng.randint(0, 4)},
         block_size=size,
         transport=rng.choice(("shm", "shm", "tcp")),
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
-        decode=DecodeConfig(max_batch=rng.choice((2, 8)), max_handoffs=rng.choice((2, 16))),
+        decode=DecodeConfig(
+            max_batch=rng.choice((2, 8)),
+            max_handoffs=rng.choice((2, 16)),
+            orphan_s=rng.choice((30.0, 30.0, 0.05)),
+        ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
     )
@@ -75,6 +79,7 @@ def _asks(rng: Random, size: int) -> list[Ask]:
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 0, 1)),
             namespace=rng.choice((b"", b"", b"", b"tenant")),
+            context=rng.choice((b"", b"resumable")),
         )
         asks.append(
             Ask(
@@ -88,11 +93,28 @@ def _asks(rng: Random, size: int) -> list[Ask]:
     return asks
 
 
+def _faults(rng: Random) -> list[Fault]:
+    faults = [_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+    if rng.random() < 0.04:
+        # The router dies while it thinks a decode worker lost: two workers may hold one request.
+        one = faults[0]
+        kind = rng.choice(("cut router", "freeze decode", "partition router"))
+        lasts_s = rng.uniform(2.0, 4.0) if kind != "cut router" else 0.05
+        delay_s = rng.uniform(0.002, 0.06) + (2.0 if kind != "cut router" else 0.0)
+        return [
+            Fault(kind, "Landed", one.count, lasts_s=lasts_s),
+            Fault("crash router", "Landed", one.count, delay_s=delay_s),
+        ]
+    return faults
+
+
 def _fault(rng: Random) -> Fault:
     kind = rng.choices(KINDS, [WEIGHTS[k] for k in KINDS])[0]
     lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
     if rng.random() < 0.25 and kind.partition(" ")[0] in ("freeze", "partition"):
         lasts = rng.uniform(2.0, 4.0)
+    if kind == "crash router" and rng.random() < 0.5:
+        lasts = rng.uniform(0.0, 0.004)  # back while its requests still run
     if rng.random() < 0.15:
         return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
     on = rng.choice(ON)
