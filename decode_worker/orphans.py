@@ -2,8 +2,9 @@
 
 A resumable request whose router's stream has ended is an orphan: it runs on until the next router is told of it, or its
 time is over. One that ended while its router lived is remembered as long, without blocks, since its router may
-die before the client has read the end. A router that comes back as the same incarnation gets neither: it never lost its
-side, and has placed its requests again.
+die before the client has read the end. A router that comes back as the same incarnation gets none that it had placed
+here: it never lost its side, and has placed them again. What it was handed over it is told once more, since it may not
+have heard; it refuses what it knows.
 """
 
 from collections import OrderedDict
@@ -58,17 +59,14 @@ class Orphans:
         """A router has said who it is."""
         self._routers[link] = router
 
-    def left(self, link: int) -> None:
-        self._routers.pop(link, None)
+    def left(self, link: int) -> int:
+        """The stream has ended. Returns the newest one that remains; NOBODY without any, or if it was no router's."""
+        was = self._routers.pop(link, None)
+        return NOBODY if was is None else next(reversed(self._routers), NOBODY)
 
     def router(self, link: int) -> Incarnation:
         """Whose stream this is."""
         return self._routers.get(link, NO_ROUTER)
-
-    @property
-    def heir(self) -> int:
-        """The newest stream of a router, or NOBODY."""
-        return next(reversed(self._routers), NOBODY)
 
     def is_alone(self, link: int) -> bool:
         """Whether no other router is attached, so that nothing more can be left by one."""
@@ -105,17 +103,25 @@ class Orphans:
 
     def adopt(self, request: Request, link: int) -> bool:
         """The router on `link` takes an orphan; False if it was handed on too often."""
-        if request.handovers >= MAX_HANDOVERS:
-            return False
-        request.handovers += 1
-        request.link, request.router = link, self._routers[link]
+        router = self._routers[link]
+        if request.router != router:
+            if request.handovers >= MAX_HANDOVERS:
+                return False
+            request.handovers += 1
+        request.link, request.router = link, router
         request.orphan_until = float("inf")
         return True
 
     def adopt_ended(self, link: int) -> list[Remembered]:
-        """What the router on `link` is to be told of requests that have ended: those of routers that are gone."""
+        """What the router on `link` is to be told of requests that have ended: those of routers that are gone, and
+        those that it was told of on a stream that is gone."""
         attached = set(self._routers.values())
-        told = [one for one in self._ended.values() if one.request.router not in attached]
+        told = [
+            one
+            for one in self._ended.values()
+            if one.request.router not in attached
+            or (one.request.handovers and one.request.link not in self._routers)
+        ]
         return [one for one in told if self.adopt(one.request, link)]
 
     def check(self) -> None:

@@ -162,25 +162,27 @@ class DecodeScheduler:
 
     def _router_lost(self, link: int, now: float) -> list[Command]:
         """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
-        self.orphans.left(link)
+        heir = self.orphans.left(link)
         lost = [r for r in self._requests.values() if r.link == link]
-        commands = self._end_all(
-            [r for r in lost if not r.record.context], FinishReason.CANCELLED, now
-        )
-        for request in lost:
-            if request.record.context:
-                self.orphans.leave(request, now)
-                if request.state is State.ASKING:
-                    self._prefill_here(request, now)
-        heir = self.orphans.heir
+        over = [r for r in lost if not r.record.context]
+        commands = self._end_all(over, FinishReason.CANCELLED, now)
+        self._orphan([r for r in lost if r.record.context], now)
         return commands if heir == NOBODY else commands + self._hand_over(heir, now)
 
     def _router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
         """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
         former = [r for r in self._requests.values() if r.router == router and r.link != link]
-        commands = self._end_all(former, FinishReason.CANCELLED, now)
+        placed = [r for r in former if not r.handovers]
+        commands = self._end_all(placed, FinishReason.CANCELLED, now)
+        self._orphan([r for r in former if r.handovers], now)
         self.orphans.joined(link, router)
         return commands + self._hand_over(link, now)
+
+    def _orphan(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self.orphans.leave(request, now)
+            if request.state is State.ASKING:
+                self._prefill_here(request, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
         """The router on `link` gets what belonged to routers that are gone."""

@@ -209,8 +209,7 @@ class World:
         """A client came back for a request that the new router does not know."""
         self.note("client lost its request")
         keeper = client.kept_by
-        alone = sum(self.faults.struck.values()) == 1
-        if keeper is not None and keeper.alive and alone and self.plan.decode.orphan_s > PATIENCE_S:
+        if keeper is not None and keeper.alive and self.plan.decode.orphan_s > PATIENCE_S:
             raise Violation(f"{client.name}: {keeper} ran it, and the new router knows nothing of it")
 
     def _may_fail(self) -> bool:
