@@ -56,7 +56,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         decode=DecodeConfig(
             max_batch=rng.choice((2, 8)),
             max_handoffs=rng.choice((2, 16)),
-            orphan_s=rng.choice((30.0, 30.0, 0.05)),
+            orphan_s=rng.choice((30.0, 30.0, 0.004)),
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
@@ -95,15 +95,15 @@ def _asks(rng: Random, size: int) -> list[Ask]:
 
 def _faults(rng: Random) -> list[Fault]:
     faults = [_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
-    if rng.random() < 0.04:
-        # The router dies while it thinks a decode worker lost: two workers may hold one request.
-        one = faults[0]
-        kind = rng.choice(("cut router", "freeze decode", "partition router"))
-        lasts_s = rng.uniform(2.0, 4.0) if kind != "cut router" else 0.05
-        delay_s = rng.uniform(0.002, 0.06) + (2.0 if kind != "cut router" else 0.0)
+    if rng.random() < 0.06:
+        # The router dies while it takes a decode worker for lost: two workers may hold one request.
+        kind = rng.choice(("cut router", "cut router", "freeze decode", "partition router"))
+        is_cut = kind == "cut router"
+        lasts_s = 0.05 if is_cut else rng.uniform(2.0, 4.0)
+        delay_s = rng.uniform(0.004, 0.035) if is_cut else rng.uniform(1.0, 2.1)
         return [
-            Fault(kind, "Landed", one.count, lasts_s=lasts_s),
-            Fault("crash router", "Landed", one.count, delay_s=delay_s),
+            Fault(kind, "Landed", faults[0].count, lasts_s=lasts_s),
+            Fault("crash router", "Landed", faults[0].count, delay_s=delay_s, lasts_s=0.002),
         ]
     return faults
 
