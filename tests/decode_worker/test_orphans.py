@@ -66,7 +66,12 @@ class Bench:
         return told(self.do(RouterLost(link)))
 
     def place(
-        self, link: int, name: RequestId = R, context: bytes = SECRET, prefill: PeerAddress = HERE, **more: object
+        self,
+        link: int,
+        name: RequestId = R,
+        context: bytes = SECRET,
+        prefill: PeerAddress = HERE,
+        **more: object,
     ) -> list[tuple[int, Record]]:
         record = RequestRecord(
             request=name,
@@ -160,7 +165,9 @@ def test_a_router_that_is_dead_may_be_taken_for_alive() -> None:
     """Guards against a new router that is told that there is nothing, while the old one's stream is not closed yet."""
     bench = Bench()
     running(bench)
-    assert bench.hear(2, RouterHello(B)) == [], "taken from a router that may live, or called complete"
+    assert bench.hear(2, RouterHello(B)) == [], (
+        "taken from a router that may live, or called complete"
+    )
     assert bench.step() == [(1, Tokens(R, 3, 3, [103]))]
     (_, orphan), last = bench.lose(1)
     assert isinstance(orphan, Orphan) and orphan.tokens == [100, 101, 102, 103]
@@ -179,7 +186,9 @@ def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
     first = bench.hear(2, RouterHello(B))
     bench.lose(2)
     again = bench.hear(3, RouterHello(B))
-    names = [[r.record.request for _, r in said if isinstance(r, Orphan)] for said in (first, again)]
+    names = [
+        [r.record.request for _, r in said if isinstance(r, Orphan)] for said in (first, again)
+    ]
     assert sorted(names[0]) == sorted(names[1]) == ["ended", "r"]
     assert bench.hear(3, RouterHello(B)) == [(3, OrphansTold())], "told twice on one stream"
 
@@ -231,7 +240,9 @@ def test_an_end_that_nobody_may_have_read_is_told(alive: bool) -> None:
         bench.lose(1)
     (_, orphan), (_, ended), last = bench.hear(2, RouterHello(B))
     assert isinstance(orphan, Orphan) and orphan.tokens == list(range(100, 108))
-    assert isinstance(ended, Ended) and ended.stats.output_tokens == 8 and last == (2, OrphansTold())
+    assert (
+        isinstance(ended, Ended) and ended.stats.output_tokens == 8 and last == (2, OrphansTold())
+    )
     bench.tick(KEEP_S)
     bench.lose(2)
     assert bench.hear(3, RouterHello(C)) == [(3, OrphansTold())], "remembered for ever"
@@ -311,7 +322,14 @@ def test_prefill_workers_and_reprs_do_not_see_the_context() -> None:
     bench.place(1, prefill=peer)
     (command,) = bench.do(PeerUp(Incarnation(5), peer, "shm"))
     assert isinstance(command, Emit) and isinstance(command.record, StartPrefill)
-    assert command.record.record.context == b"" and command.record.record.tokens == [1, 2, 3, 4, 5, 6]
+    assert command.record.record.context == b"" and command.record.record.tokens == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     (request,) = bench.scheduler._requests.values()
     assert request.record.context == SECRET
     assert repr(request.record) == "RequestRecord(r: 6 prompt tokens, 0 emitted, at most 8)"
