@@ -5,12 +5,15 @@ client has read. Until the router has settled the higher placement wins, and not
 adopted goes on, since a client may have read it.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection
 
 from engine.messages import Orphan
 from engine.types import RequestId
 
+NEVER = sys.maxsize
+"""A placement that no report is above."""
 MAX_KNOWN = 16_384
 """Adopted requests whose placement is known, the newest ones."""
 
@@ -50,6 +53,11 @@ class Adoptions:
     def knows(self, request: RequestId) -> bool:
         """Whether it was adopted, and not long ago."""
         return request in self._placements
+
+    def close(self, request: RequestId) -> None:
+        """Nobody wants it any more: no report of it is taken."""
+        if request in self._placements:
+            self._placements[request] = NEVER
 
     def takes(self, orphan: Orphan, now: float) -> bool:
         """Whether this report is the one to go on with; if so it is, from now on."""

@@ -316,8 +316,7 @@ class Router:
         assert home is not None, f"{worker} reports {request} and is not connected"
         known = self._calls.get(request)
         is_mine = known is not None and not self._adoptions.knows(request)
-        is_over = known is not None and known.state is State.CLOSING
-        if is_mine or is_over or not self._adoptions.takes(orphan, now):
+        if is_mine or not self._adoptions.takes(orphan, now):
             if known is not None:
                 known.highest = max(known.highest, orphan.placement)
             cancel = Cancel(request, orphan.placement, FinishReason.CANCELLED)
@@ -362,6 +361,7 @@ class Router:
         call = self._calls.get(request)
         if call is None or call.state is State.CLOSING:
             return
+        self._adoptions.close(request)
         was_waiting = call.state is State.WAITING
         fault = DEADLINE if reason is FinishReason.DEADLINE else LEFT
         self._answer(call, fault, reason, out)

@@ -1,8 +1,9 @@
 """Faults of every kind, mixed at random under load, for as long as you like: `python -m tests.chaos.soak`.
 
 Clients ask without pause, greedy and seeded, short and long, some leave early, half of them come back after a broken
-connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is killed. The report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if
-a token was wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
+connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is killed. The
+report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if a token was
+wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
 """
 
 import argparse
