@@ -142,6 +142,7 @@ def test_router_and_decode_worker_die_together(ground: Ground, answers: Answers)
         ask.wait_tokens(AT_TOKEN)
     name = ground.busy("decode")
     pids = {who: ground.pid(who) for who in (name, "router")}
+    faults.freeze(pids["router"])  # or it would hear of the other death, and place the request again
     for pid in pids.values():
         faults.kill(pid)
     for ask, prompt in zip(asked, PROMPTS, strict=True):
