@@ -107,6 +107,8 @@ def problem(key: str, value: object) -> str | None:
         return f"{value} is not a finite number"
     if value < 0:
         return f"{value} is negative"
+    if key.endswith(".digest_sample") and value > 1:
+        return f"{value} is more than all: a share is at most 1"
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"
     return None

@@ -96,13 +96,12 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
-    for name in ("dtype", "block_size"):
-        ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
-        if values[ours] != values[theirs]:
-            raise ConfigError(
-                f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
-                f"is {values[theirs]!r}: both pools must agree"
-            )
+    ours, theirs = "prefill.engine.dtype", "decode.engine.dtype"
+    if values[ours] != values[theirs]:
+        raise ConfigError(
+            f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
+            f"is {values[theirs]!r}: both pools must agree"
+        )
     settings = tuple(Setting(key, values[key], origins[key]) for key in known)
     return Resolved(build(values), settings)
 

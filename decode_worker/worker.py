@@ -32,7 +32,6 @@ from engine.types import Incarnation, host_port
 from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
-    Connect,
     Emit,
     MoverCommand,
     MoverDied,
@@ -100,7 +99,6 @@ class DecodeWorker:
             self._transports,
             device.kv,
             device.layout,
-            self._config.transfer.verify_digests,
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
@@ -130,12 +128,13 @@ class DecodeWorker:
             info=self.info,
             layout=device.layout.describe(),
             endpoints=[transport.describe() for transport in self._transports.values()],
+            digest_share=self._config.transfer.digest_share,
         )
         self._peers = Peers(
             self._rpc,
             hello,
             self._thread.put,
-            self._reach,
+            self._mover.submit,
             lambda: self._scheduler.receiver.unfinished,
         )
         self._mover.start()
@@ -154,9 +153,6 @@ class DecodeWorker:
         self._rpc.stop(min(grace_s, 0.5))
         while self._closers:
             self._closers.pop()()
-
-    def _reach(self, peer: Incarnation, hello: Hello) -> None:
-        self._mover.submit(Connect(peer, hello.endpoints[0]))
 
     # what the engine thread calls
 

@@ -11,7 +11,6 @@ from engine.config import EngineConfig
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.paged import PagedKV
-from engine.model.config import ModelConfig
 from engine.model.llama import load_model
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One pool and what runs over it. `fingerprint` covers weights, dtype and layout: peers must agree on it."""
+    """One pool and what runs over it. `fingerprint` covers weights and dtype: peers must agree on it."""
 
     model: str
     layout: KVLayout
@@ -65,12 +64,8 @@ def open_device(config: EngineConfig) -> Device:
         blocks=blocks,
         kv=kv,
         runner=ModelRunner(model, kv, TorchAttention(shape.heads)),
-        fingerprint=fingerprint(shape, layout),
+        fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
     )
-
-
-def fingerprint(model: ModelConfig, layout: KVLayout) -> str:
-    return f"{model.fingerprint}/{layout.dtype}/{layout.block_size}x{layout.kv_heads}x{layout.head_dim}"

@@ -7,7 +7,10 @@ tree, and whoever does not know a namespace can neither name nor probe its block
 below the root depends on it.
 
 Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its
-input, so a partly filled block never shares an identity with a full one.
+input, so a partly filled block never shares an identity with a full one. The block size enters
+through the cuts alone: a worker names another's blocks by cutting the tokens at the other's borders,
+and where the identities of two sizes coincide (a full block and one partly filled to the same
+token, both first in their sequence), so do their rows.
 """
 
 import sys
@@ -26,8 +29,7 @@ _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
     """The parent of every first block: 16 bytes that depend on all three arguments.
 
-    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights, dtype and
-    KV layout.
+    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights and dtype.
     """
     if len(namespace) > _KEY_BYTES:
         namespace = blake2b(namespace, person=_NAMESPACE).digest()

@@ -27,7 +27,7 @@ class WorkerInfo(Record, kw_only=True):
     incarnation: Incarnation
     address: str  # host:port of its gRPC server
     model: str
-    fingerprint: str  # weights, dtype and KV layout: peers must agree on it
+    fingerprint: str  # weights and dtype: peers must agree on it
     block_size: int
     blocks: int
     context_tokens: int
@@ -199,6 +199,8 @@ class Hello(Record, kw_only=True):
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1
     digest: str = "xxh3-64"
+    digest_share: float = 1.0
+    """The share of blocks that shall have a digest, 0 to 1; the larger of both hellos holds."""
 
 
 class StartPrefill(Record, kw_only=True):

@@ -43,6 +43,7 @@ from transfer.commands import (
 )
 from transfer.liveness import ProcessWatch, host_id
 from transfer.mover import Mover
+from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose, open_transports
 from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
@@ -99,7 +100,6 @@ class PrefillWorker:
             self._transports,
             device.kv,
             device.layout,
-            self._config.transfer.verify_digests,
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
@@ -206,7 +206,7 @@ class PrefillWorker:
         return events
 
     def _hello(self, link: Link, hello: Hello) -> list[Event]:
-        """Answer with this worker's own hello. The decode worker compares the two and leaves if they do not fit."""
+        """Answer with this worker's own hello. Both sides compare the two; a decode worker that does not fit leaves."""
         peer = hello.info.incarnation
         known = self._links.get(peer)
         if known is not None and known.stream > hello.stream:
@@ -214,6 +214,18 @@ class PrefillWorker:
             return []
         name = choose(self._config.transfer, self.info.host, hello.info.host)
         transport = self._transports[name]
+        answer = Hello(
+            info=self.info,
+            layout=self._device.layout.describe(),
+            endpoints=[transport.describe()],
+            digest_share=self._config.transfer.digest_share,
+        )
+        try:
+            agreement = negotiate(answer, hello)
+        except NegotiationError as error:
+            log.error("decode worker %s is refused: %s", hello.info.name, error)
+            link.send(encode([answer]))
+            return []
         if known is not None:
             # The end of the older stream has not been heard of yet. What was said on it may be lost.
             known.send(None)
@@ -222,21 +234,11 @@ class PrefillWorker:
         self._links[peer] = link
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
-                self._mover.submit(Connect(peer, endpoint))
+                self._mover.submit(Connect(peer, endpoint, agreement))
         if hello.info.host == self.info.host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
-        link.send(
-            encode(
-                [
-                    Hello(
-                        info=self.info,
-                        layout=self._device.layout.describe(),
-                        endpoints=[transport.describe()],
-                    )
-                ]
-            )
-        )
+        link.send(encode([answer]))
         return [PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))]
 
     def _link_lost(self, link: Link, why: str) -> list[Event]:

@@ -260,7 +260,7 @@ class Router:
         decode = self.registry.get(call.decode)
         assert decode is not None
         view = self._placer.choose_prefill(
-            call.record, call.chain(call.key), decode, call.failed_prefills, now
+            call.record, call.chain, decode, call.failed_prefills, now
         )
         peer = self._beliefs.replace_prefill(call, view)
         out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))

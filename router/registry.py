@@ -14,7 +14,8 @@ from engine.types import Incarnation, RequestId
 Life = tuple[str, Incarnation]
 """One life of a worker: a name that comes back as another process is another life."""
 ModelKey = tuple[str, int]
-"""Fingerprint and block size: workers that share it understand each other's blocks."""
+"""Fingerprint and block size: what the identities of a worker's blocks depend on. Workers of one fingerprint can hand
+blocks over to each other, whatever their size."""
 
 
 @dataclass(slots=True)

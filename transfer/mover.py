@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
@@ -33,11 +34,14 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
-from transfer.digest import binding, block_digest
+from transfer.digest import Tally, binding, block_digest, is_sampled
+from transfer.landing import InPlace, Repacked
+from transfer.negotiation import unit
 from transfer.transport import (
     Completion,
     KVMemory,
     Outcome,
+    Span,
     Ticket,
     TransferError,
     Transport,
@@ -46,10 +50,20 @@ from transfer.transport import (
 _Key = tuple[str, Ticket]  # transport name, ticket
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How blocks go to a peer and come from it. `outgoing` and `incoming` are the forms in which they travel."""
+
+    transport: Transport
+    outgoing: KVLayout
+    incoming: KVLayout
+    digest_share: float
+
+
 class Mover:
     """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one.
 
-    `verify` switches digests on: without it the sender offers zeros and the receiver compares nothing.
+    For a block without a digest, by the agreement with a peer, the sender offers 0 and the receiver compares nothing.
     """
 
     def __init__(
@@ -57,21 +71,20 @@ class Mover:
         transports: Mapping[str, Transport],
         memory: KVMemory,
         layout: KVLayout,
-        verify: bool,
         on_event: Callable[[MoverEvent], None],
     ) -> None:
         self._transports = dict(transports)
         self._memory = memory
         self._layout = layout
-        self._verify = verify
+        self.digests = Tally()
         self._on_event = on_event
         self._commands: deque[MoverCommand] = deque()
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._routes: dict[Incarnation, Transport] = {}
+        self._routes: dict[Incarnation, _Route] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
-        self._recvs: dict[_Key, tuple[PostRecv, float]] = {}
+        self._recvs: dict[_Key, tuple[PostRecv, InPlace | Repacked, int, float]] = {}
         self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
@@ -147,10 +160,10 @@ class Mover:
                     )
             case PostScrap():
                 # A peer that is gone has nothing to drain.
-                transport = self._routes.get(command.peer)
-                if transport is not None:
-                    ticket = transport.recv(command.peer, command.move)
-                    self._scraps.add((transport.name, ticket))
+                route = self._routes.get(command.peer)
+                if route is not None:
+                    ticket = route.transport.recv(command.peer, command.move, None)
+                    self._scraps.add((route.transport.name, ticket))
             case CancelRecv():
                 key = self._tickets.get((command.handoff, command.seq))
                 if key is not None:
@@ -162,53 +175,76 @@ class Mover:
             case Connect():
                 self._connect(command)
             case Disconnect():
-                transport = self._routes.pop(command.peer, None)
-                if transport is not None:
-                    transport.disconnect(command.peer)
+                route = self._routes.pop(command.peer, None)
+                if route is not None:
+                    route.transport.disconnect(command.peer)
 
     def _connect(self, command: Connect) -> None:
-        name = command.endpoint.transport
+        name, theirs = command.endpoint.transport, command.agreement.layout
         try:
             transport = self._transports[name]
-            transport.connect(command.peer, command.endpoint)
-        except (KeyError, TransferError) as error:
+            outgoing, incoming = unit(self._layout, theirs), unit(theirs, self._layout)
+            sent, received = _span(outgoing, self._layout), _span(incoming, theirs)
+            transport.connect(command.peer, command.endpoint, sent, received)
+        except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
             return
-        self._routes[command.peer] = transport
+        share = command.agreement.digest_share
+        self._routes[command.peer] = _Route(transport, outgoing, incoming, share)
 
     def _send(self, command: PostSend) -> None:
         move = command.move
         started_s = time.perf_counter()
-        transport = self._route(command.peer)
-        digests = tuple(
-            block_digest(
-                self._memory.block(block.source),
-                self._layout,
-                block.tokens,
-                binding(block.identity, block.generation, move.handoff),
-            )
-            if self._verify
-            else 0
-            for block in command.blocks
-        )
+        route = self._route(command.peer)
+        transport, span = route.transport, _span(route.outgoing, self._layout)
+        digests = []
+        for block in command.blocks:
+            bound = binding(block.identity, block.generation, move.handoff)
+            if not is_sampled(bound, route.digest_share):
+                digests.append(0)
+                continue
+            view = self._memory.block(block.source)[span.offset : span.offset + span.nbytes]
+            digests.append(block_digest(view, route.outgoing, block.tokens, bound))
+            self.digests.made += 1
         ticket = transport.send(command.peer, move)
         self._sends[transport.name, ticket] = (command, started_s)
         self._posted[move.handoff, move.seq] = (transport.name, ticket)
-        self._on_event(Posted(move.handoff, move.seq, digests))
+        self._on_event(Posted(move.handoff, move.seq, tuple(digests)))
 
     def _recv(self, command: PostRecv) -> None:
         started_s = time.perf_counter()
-        transport = self._route(command.peer)
-        ticket = transport.recv(command.peer, command.move)
-        key = (transport.name, ticket)
-        self._recvs[key] = (command, started_s)
+        route, blocks = self._route(command.peer), command.blocks
+        form, handoff, share = route.incoming, command.move.handoff, route.digest_share
+
+        def check(view: memoryview, block: IncomingBlock) -> bool:
+            return self._has_its_digest(view, form, block, handoff, share)
+
+        landing: InPlace | Repacked
+        if form == self._layout:
+            landing = InPlace(self._memory, blocks, check)
+        else:
+            landing = Repacked(self._memory, blocks, check, form, self._layout)
+        ticket = route.transport.recv(command.peer, command.move, landing)
+        key = (route.transport.name, ticket)
+        self._recvs[key] = (command, landing, len(blocks) * form.block_bytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
 
-    def _route(self, peer: Incarnation) -> Transport:
-        transport = self._routes.get(peer)
-        if transport is None:
+    def _route(self, peer: Incarnation) -> _Route:
+        route = self._routes.get(peer)
+        if route is None:
             raise TransferError(f"{peer} is not connected")
-        return transport
+        return route
+
+    def _has_its_digest(
+        self, view: memoryview, form: KVLayout, block: IncomingBlock, handoff: Handoff, share: float
+    ) -> bool:
+        bound = binding(block.identity, block.generation, handoff)
+        if not is_sampled(bound, share):
+            return True
+        fits = block_digest(view, form, block.tokens, bound) == block.digest
+        self.digests.verified += 1
+        self.digests.mismatched += not fits
+        return fits
 
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
@@ -218,26 +254,21 @@ class Mover:
             seconds = time.perf_counter() - started_s
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:
-            recv, started_s = self._recvs.pop(key)
+            recv, landing, nbytes, started_s = self._recvs.pop(key)
             del self._tickets[recv.move.handoff, recv.move.seq]
-            if not error and self._verify:
-                error = self._compare(recv)
+            if not error and landing.wrong:
+                error = f"digest mismatch in {landing.wrong} of {len(recv.blocks)} blocks"
             seconds = time.perf_counter() - started_s
-            nbytes = 0 if error else len(recv.blocks) * self._layout.block_bytes
+            nbytes = 0 if error else nbytes
             self._on_event(Received(recv.move.handoff, recv.move.seq, error, seconds, nbytes))
         else:
             self._scraps.remove(key)
 
-    def _compare(self, recv: PostRecv) -> str:
-        wrong = [block for block in recv.blocks if self._digest(recv, block) != block.digest]
-        if not wrong:
-            return ""
-        return f"digest mismatch in {len(wrong)} of {len(recv.blocks)} blocks"
 
-    def _digest(self, recv: PostRecv, block: IncomingBlock) -> int:
-        bound_to = binding(block.identity, block.generation, recv.move.handoff)
-        view = self._memory.block(block.target)
-        return block_digest(view, self._layout, block.tokens, bound_to)
+def _span(form: KVLayout, layout: KVLayout) -> Span:
+    """The bytes of a block of `layout` that hold the heads of `form`."""
+    offset = (form.first_head - layout.first_head) * layout.head_bytes
+    return Span(offset, form.block_bytes, layout.block_bytes)
 
 
 def _describe(error: BaseException) -> str:

@@ -51,11 +51,12 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
         if value is None:
             continue
         extra = []
-        for name in ("dtype", "block_size"):
-            if key.endswith(f"engine.{name}"):
-                # Both pools must agree on these.
-                extra = ["--set", f"prefill.engine.{name}={value}"]
-                extra += ["--set", f"decode.engine.{name}={value}"]
+        if key.endswith("engine.dtype"):
+            # Both pools must agree on it.
+            extra = ["--set", f"prefill.engine.dtype={value}"]
+            extra += ["--set", f"decode.engine.dtype={value}"]
+        if key.endswith(".digest_sample"):
+            value = "0.5"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")
         by_variable = resolved(*extra, **{variable: value})
@@ -75,9 +76,24 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
         (["--set", "stop_grace_s=nan"], {}, "stop_grace_s .*not a finite number"),
         (["--set", "prefill.engine.model_dir=/x"], {}, "unknown setting 'prefill.engine.model_dir"),
         (
-            ["--set", "decode.engine.block_size=32"],
+            ["--set", "decode.engine.dtype=float16"],
             {},
-            r"prefill.engine.block_size \(default\) is 16 but decode.engine.block_size",
+            r"prefill.engine.dtype \(default\) is 'float32' but decode.engine.dtype",
+        ),
+        (
+            ["--set", "prefill.transfer.digests=some"],
+            {},
+            r"prefill.transfer.digests .*'some' is not one of all, sampled, off",
+        ),
+        (
+            ["--set", "decode.transfer.digest_sample=1.5"],
+            {},
+            r"decode.transfer.digest_sample .*1.5 is more than all: a share is at most 1",
+        ),
+        (
+            ["--set", "decode.transfer.digest_sample=0"],
+            {},
+            r"decode.transfer.digest_sample .*0 is too small",
         ),
         (
             ["--set", "prefill.engine.dtype=int3"],

@@ -171,7 +171,7 @@ def test_a_bad_chunk_is_a_failed_attempt_never_a_wrong_token(kind: FaultKind) ->
 
 def test_the_fake_model_notices_blocks_that_changed_places() -> None:
     """Guards the guard: without digests, a misplaced block must become a wrong token, or these tests prove nothing."""
-    cluster = Colocated(_device(), _device(), verify_digests=False)
+    cluster = Colocated(_device(), _device(), digest_share=0.0)
     record = _record("r", list(range(30)))
     cluster.hub.faults.append(Fault(FaultKind.SWAP))
     (answer,) = cluster.run([record])

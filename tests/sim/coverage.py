@@ -16,6 +16,7 @@ STATES = (
     "client: DEADLINE_EXCEEDED",
     "client: complete (length)",
     "client: complete (stop)",
+    "converted",
     "copy on write",
     "digest mismatch",
     "killed while copying",

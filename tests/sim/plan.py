@@ -29,7 +29,7 @@ class Plan:
     faults: list[Fault] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
     blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
-    block_size: int = 4
+    block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
     context_tokens: int = 256
     transport: str = "shm"
     slow_copies: float = 0.0

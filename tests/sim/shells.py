@@ -147,7 +147,8 @@ class NullMetrics:
 
 def _open_device(config: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
-    opened = shadow.device(process, plan.blocks[process.role], plan.block_size, plan.context_tokens)
+    blocks, size = plan.blocks[process.role], plan.block_size[process.role]
+    opened = shadow.device(process, blocks, size, plan.context_tokens)
     _world.memories[process.pid] = opened.kv
     return opened
 

@@ -11,9 +11,10 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import whole
 from transfer.config import TransferConfig
 from transfer.registry import open_transport
-from transfer.transport import Move
+from transfer.transport import Move, Span
 
 
 class Worker:
@@ -25,9 +26,11 @@ class Worker:
         self.pool = PagedKV(KVLayout(**layout), blocks)
         self.transport = open_transport(kind, self.pool, self.me, TransferConfig())
 
-    def connect(self, peer: int, details: dict[str, Any]) -> None:
+    def connect(self, peer: int, details: dict[str, Any], span: list[int] | None) -> None:
         endpoint = Endpoint(transport=self.kind, details=details)
-        self.transport.connect(Incarnation(peer), endpoint)
+        every = whole(self.pool.layout)
+        sent = Span(*span) if span else every
+        self.transport.connect(Incarnation(peer), endpoint, sent, every)
 
     def fill(self, seeds: list[tuple[BlockId, int]]) -> None:
         for block, seed in seeds:

@@ -117,7 +117,7 @@ def test_a_second_life_of_the_connection(rig: Any, pattern: Any) -> None:
 def reconnect(rig: Any, peer: Any) -> None:
     from engine.messages import Endpoint
 
-    rig.transport.connect(peer.me, Endpoint(transport=rig.kind, details=peer.details))
+    rig.connect(peer.me, Endpoint(transport=rig.kind, details=peer.details))
     peer.connect(2**64 - 5, dict(rig.transport.describe().details))
 
 
@@ -160,7 +160,7 @@ def test_a_foreign_endpoint_is_refused(rig: Any) -> None:
         details["block_bytes"] += 8
     for wrong in (details, {"nonsense": 1} if rig.kind != "loopback" else details):
         with pytest.raises(TransferError):
-            rig.transport.connect(4711, Endpoint(transport=rig.kind, details=wrong))
+            rig.connect(4711, Endpoint(transport=rig.kind, details=wrong))
 
 
 def test_wakes_a_waiting_thread(rig: Any) -> None:
