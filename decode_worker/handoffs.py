@@ -10,6 +10,7 @@ history by then: the next attempt's prompt includes it, and it is never drawn ag
 belong to the scheduler, which may release one only after `Landed` or `Freed`.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,13 +66,15 @@ Result = Command | ConnectPeer | Outcome
 
 
 class Handoffs:
-    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, and what `receiver` owns. Owner: the scheduler."""
+    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, what is counted, and what `receiver` owns. Owner: the
+    scheduler."""
 
     def __init__(
         self, kv: KVCacheManager, receiver: KVReceiver, incarnation: Incarnation, fingerprint: str
     ) -> None:
         self.receiver = receiver
         self.migrated: list[Migrated] = []
+        self.dropped: Counter[str] = Counter()
         self._kv = kv
         self._incarnation = incarnation
         self._fingerprint = fingerprint
@@ -177,7 +180,12 @@ class Handoffs:
     def first_token(self, message: FirstToken) -> Request | None:
         """The request whose first token this is, or None if it comes late or twice."""
         request = self._open.get(message.handoff)
-        if request is None or request.state is not State.HANDOFF or request.first is not None:
+        if request is None:
+            self.dropped["first token: unknown handoff"] += 1
+            return None
+        if request.state is not State.HANDOFF or request.first is not None:
+            why = "stopped" if request.first is None else "duplicate"
+            self.dropped[f"first token: {why}"] += 1
             return None
         request.first = message
         return request
@@ -186,10 +194,12 @@ class Handoffs:
         """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
+            self.dropped["prefill failed: unknown handoff"] += 1
             return []
         if request.state is State.ENDING:
             return self.abandon(request, now)
         if request.state is not State.HANDOFF:
+            self.dropped["prefill failed: stopped"] += 1
             return []
         if message.fault.code in CALLERS_FAULT:
             return [Hopeless(request, message.fault)]

@@ -255,6 +255,10 @@ class DecodeWorker:
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         self._metrics.blocks(self._scheduler.kv.pool.counts())
+        for dropped in (self._scheduler.receiver.dropped, self._scheduler.handoffs.dropped):
+            self._metrics.handoffs_dropped("receiver", dropped)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
         data = encode([self._load(self._scheduler.kv.take_evicted())])
         for send in self._routers.values():
             send(data)

@@ -285,6 +285,11 @@ class PrefillWorker:
     def _report(self, now: float) -> None:
         self._reported_at = now
         self._metrics.blocks(self._scheduler.kv.pool.counts())
+        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
+        for since in self._scheduler.take_quarantined():
+            self._metrics.quarantined(now - since)
         load = self._load(self._scheduler.kv.take_evicted())
         if self._watchers:
             data = encode([load])

@@ -131,6 +131,7 @@ class LoopbackTransport:
 
     name = "loopback"
     reads_remotely = True
+    scrapped_bytes = 0  # what nobody wants is not read
 
     def __init__(self, memory: KVMemory, incarnation: Incarnation, hub: LoopbackHub) -> None:
         self._hub = hub

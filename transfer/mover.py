@@ -117,6 +117,11 @@ class Mover:
         """Transfers posted and not ended, scrap included."""
         return len(self._sends) + len(self._recvs) + len(self._scraps)
 
+    @property
+    def scrapped_bytes(self) -> int:
+        """Bytes that came too late and landed nowhere, since the start; to be asked before `stop`."""
+        return sum(transport.scrapped_bytes for transport in self._transports.values())
+
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()

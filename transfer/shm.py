@@ -79,6 +79,7 @@ class ShmTransport:
 
     name = "shm"
     reads_remotely = True
+    scrapped_bytes = 0  # what nobody wants is not read
 
     def __init__(self, memory: KVMemory) -> None:
         if memory.fd < 0:

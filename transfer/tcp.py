@@ -80,6 +80,7 @@ class TcpTransport:
         self._peers: dict[Incarnation, _Peer] = {}
         self._completions: list[Completion] = []
         self._last_ticket = 0
+        self.scrapped_bytes = 0
         self._selector = selectors.EpollSelector()
         self._bell = Bell()
         try:
@@ -255,11 +256,14 @@ class TcpTransport:
     def _read(self, peer: _Peer, sock: socket.socket) -> None:
         if peer.incoming.sock is not sock:
             return
+        before = peer.incoming.scrapped_bytes
         try:
             self._finish(peer.incoming.read())
         except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"connection lost: {error}")
             return
+        finally:
+            self.scrapped_bytes += peer.incoming.scrapped_bytes - before
         self._watch_incoming(peer)
 
     # ---- both

@@ -96,6 +96,9 @@ class Transport(Protocol):
     receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is the
     proof."""
 
+    scrapped_bytes: int
+    """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only grows."""
+
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
 

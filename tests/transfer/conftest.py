@@ -47,12 +47,12 @@ class LocalPeer:
         self.completions: list[Completion] = []
 
     def connect(
-        self, peer: Incarnation, details: dict[str, object], span: Span | None = None
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
     ) -> None:
-        """`span` of each block is sent; all, if there is none."""
+        """`spans` of each block are sent and received; all, if there are none."""
         every = whole(self.pool.layout)
         endpoint = Endpoint(transport=self.kind, details=details)
-        self.transport.connect(peer, endpoint, span or every, every)
+        self.transport.connect(peer, endpoint, *(spans or (every, every)))
 
     def fill(self, seeds: dict[int, int]) -> None:
         for block, seed in seeds.items():
@@ -119,9 +119,9 @@ class ProcessPeer:
         return found
 
     def connect(
-        self, peer: Incarnation, details: dict[str, object], span: Span | None = None
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
     ) -> None:
-        self._ask("connect", peer, details, msgspec.structs.astuple(span) if span else None)
+        self._ask("connect", peer, details, [msgspec.structs.astuple(s) for s in spans or ()])
 
     def fill(self, seeds: dict[int, int]) -> None:
         self._ask("fill", list(seeds.items()))
@@ -177,7 +177,7 @@ class Rig:
         self.peers.append(peer)
         span = span or whole(layout)
         self.connect(me, Endpoint(transport=self.kind, details=peer.details), span)
-        peer.connect(RECEIVER, dict(self.transport.describe().details), span)
+        peer.connect(RECEIVER, dict(self.transport.describe().details), (span, whole(self.layout)))
         return peer
 
     def connect(self, peer: int, endpoint: Endpoint, span: Span | None = None) -> None:

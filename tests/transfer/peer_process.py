@@ -26,11 +26,10 @@ class Worker:
         self.pool = PagedKV(KVLayout(**layout), blocks)
         self.transport = open_transport(kind, self.pool, self.me, TransferConfig())
 
-    def connect(self, peer: int, details: dict[str, Any], span: list[int] | None) -> None:
+    def connect(self, peer: int, details: dict[str, Any], spans: list[list[int]]) -> None:
         endpoint = Endpoint(transport=self.kind, details=details)
-        every = whole(self.pool.layout)
-        sent = Span(*span) if span else every
-        self.transport.connect(Incarnation(peer), endpoint, sent, every)
+        sent, received = [Span(*span) for span in spans] or [whole(self.pool.layout)] * 2
+        self.transport.connect(Incarnation(peer), endpoint, sent, received)
 
     def fill(self, seeds: list[tuple[BlockId, int]]) -> None:
         for block, seed in seeds:

@@ -102,6 +102,38 @@ def test_wrong_bytes_are_caught(make_pair: Callable[..., Pair], fault: Fault) ->
     assert fault.applied == 1 and not blind.same(0)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_both_sides_take_the_same_sample(make_pair: Callable[..., Pair], share: float) -> None:
+    """Guards against a receiver that looks for a digest which the sender did not make, and the other way round."""
+    pair = make_pair(digest_share=share)
+    pair.start(30)
+    for first in range(0, 30, 3):
+        pair.offer(first, first + 1, first + 2)
+    pair.until(lambda: Arrived(H) in pair.told)
+    made, verified = pair.prefill.mover.digests.made, pair.decode.mover.digests.verified
+    assert made == verified and (made == 30 * share or 5 < made < 25)
+    assert pair.decode.mover.digests.mismatched == 0
+
+
+def test_a_sample_catches_what_is_in_it_and_nothing_else(make_pair: Callable[..., Pair]) -> None:
+    """What `sampled` promises, and what not: a spoiled block passes where it is not in the sample."""
+    caught, passed = 0, 0
+    for attempt in range(24):
+        pair = make_pair(digest_share=0.5)
+        fault = Fault(FaultKind.CORRUPT)
+        pair.hub.faults.append(fault)
+        name = Handoff(RequestId("r"), 1, attempt, DECODE, PREFILL)
+        pair.start(1, handoff=name)
+        pair.offer(0, handoff=name)
+        pair.until(lambda pair=pair: bool(pair.told))  # type: ignore[misc]
+        assert fault.applied == 1, "the fault did not take effect"
+        made = pair.prefill.mover.digests.made
+        assert isinstance(pair.told[0], Broken if made else Arrived)
+        assert pair.decode.mover.digests.mismatched == made
+        caught, passed = caught + made, passed + 1 - made
+    assert caught and passed
+
+
 def test_bytes_behind_the_valid_rows_do_not_count(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.hub.faults.append(Fault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)))
