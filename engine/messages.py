@@ -204,7 +204,7 @@ class Hello(Record, kw_only=True):
 
 
 class StartPrefill(Record, kw_only=True):
-    """Prefill `record`; blocks `[have_tokens // block_size, ..)` of its prompt are wanted."""
+    """Prefill `record`; of its prompt, the prefill worker's blocks `[have_tokens // block_size, ..)` are wanted."""
 
     handoff: Handoff
     record: RequestRecord
@@ -228,7 +228,8 @@ DecodeToPrefill = Hello | StartPrefill | Landed | Stop
 
 
 class BlockOffer(msgspec.Struct, frozen=True):
-    """One finished block: `index` is its position in the sequence, `generation` the source block's at the time."""
+    """One finished block: `index` is its position in the sequence as the sender cuts it, `generation` the source block's
+    at the time."""
 
     source: BlockId
     generation: int
