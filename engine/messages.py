@@ -228,8 +228,8 @@ DecodeToPrefill = Hello | StartPrefill | Landed | Stop
 
 
 class BlockOffer(msgspec.Struct, frozen=True):
-    """One finished block: `index` is its position in the sequence as the sender cuts it, `generation` the source block's
-    at the time."""
+    """One finished block: `index` is its position in the sequence, in blocks of the sender, `generation` the source
+    block's at the time."""
 
     source: BlockId
     generation: int

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
@@ -22,7 +21,6 @@ from transfer.commands import (
     CancelSend,
     Connect,
     Disconnect,
-    IncomingBlock,
     MoverCommand,
     MoverDied,
     MoverEvent,
@@ -34,14 +32,13 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
-from transfer.digest import Tally, binding, block_digest, is_sampled
+from transfer.digest import Tally
 from transfer.landing import InPlace, Repacked
-from transfer.negotiation import unit
+from transfer.route import Route
 from transfer.transport import (
     Completion,
     KVMemory,
     Outcome,
-    Span,
     Ticket,
     TransferError,
     Transport,
@@ -50,21 +47,8 @@ from transfer.transport import (
 _Key = tuple[str, Ticket]  # transport name, ticket
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """How blocks go to a peer and come from it. `outgoing` and `incoming` are the forms in which they travel."""
-
-    transport: Transport
-    outgoing: KVLayout
-    incoming: KVLayout
-    digest_share: float
-
-
 class Mover:
-    """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one.
-
-    For a block without a digest, by the agreement with a peer, the sender offers 0 and the receiver compares nothing.
-    """
+    """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one."""
 
     def __init__(
         self,
@@ -82,7 +66,7 @@ class Mover:
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._routes: dict[Incarnation, _Route] = {}
+        self._routes: dict[Incarnation, Route] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, InPlace | Repacked, int, float]] = {}
         self._posted: dict[tuple[Handoff, int], _Key] = {}
@@ -185,71 +169,40 @@ class Mover:
                     route.transport.disconnect(command.peer)
 
     def _connect(self, command: Connect) -> None:
-        name, theirs = command.endpoint.transport, command.agreement.layout
+        name = command.endpoint.transport
         try:
             transport = self._transports[name]
-            outgoing, incoming = unit(self._layout, theirs), unit(theirs, self._layout)
-            sent, received = _span(outgoing, self._layout), _span(incoming, theirs)
-            transport.connect(command.peer, command.endpoint, sent, received)
+            route = Route(transport, self._memory, self._layout, command.agreement, self.digests)
+            transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
             return
-        share = command.agreement.digest_share
-        self._routes[command.peer] = _Route(transport, outgoing, incoming, share)
+        self._routes[command.peer] = route
 
     def _send(self, command: PostSend) -> None:
         move = command.move
         started_s = time.perf_counter()
         route = self._route(command.peer)
-        transport, span = route.transport, _span(route.outgoing, self._layout)
-        digests = []
-        for block in command.blocks:
-            bound = binding(block.identity, block.generation, move.handoff)
-            if not is_sampled(bound, route.digest_share):
-                digests.append(0)
-                continue
-            view = self._memory.block(block.source)[span.offset : span.offset + span.nbytes]
-            digests.append(block_digest(view, route.outgoing, block.tokens, bound))
-            self.digests.made += 1
-        ticket = transport.send(command.peer, move)
-        self._sends[transport.name, ticket] = (command, started_s)
-        self._posted[move.handoff, move.seq] = (transport.name, ticket)
-        self._on_event(Posted(move.handoff, move.seq, tuple(digests)))
+        digests = route.digests(command)
+        key = (route.transport.name, route.transport.send(command.peer, move))
+        self._sends[key] = (command, started_s)
+        self._posted[move.handoff, move.seq] = key
+        self._on_event(Posted(move.handoff, move.seq, digests))
 
     def _recv(self, command: PostRecv) -> None:
         started_s = time.perf_counter()
-        route, blocks = self._route(command.peer), command.blocks
-        form, handoff, share = route.incoming, command.move.handoff, route.digest_share
-
-        def check(view: memoryview, block: IncomingBlock) -> bool:
-            return self._has_its_digest(view, form, block, handoff, share)
-
-        landing: InPlace | Repacked
-        if form == self._layout:
-            landing = InPlace(self._memory, blocks, check)
-        else:
-            landing = Repacked(self._memory, blocks, check, form, self._layout)
-        ticket = route.transport.recv(command.peer, command.move, landing)
-        key = (route.transport.name, ticket)
-        self._recvs[key] = (command, landing, len(blocks) * form.block_bytes, started_s)
+        route = self._route(command.peer)
+        landing = route.landing(command)
+        key = (route.transport.name, route.transport.recv(command.peer, command.move, landing))
+        nbytes = len(command.blocks) * route.incoming.block_bytes
+        self._recvs[key] = (command, landing, nbytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
 
-    def _route(self, peer: Incarnation) -> _Route:
+    def _route(self, peer: Incarnation) -> Route:
         route = self._routes.get(peer)
         if route is None:
             raise TransferError(f"{peer} is not connected")
         return route
-
-    def _has_its_digest(
-        self, view: memoryview, form: KVLayout, block: IncomingBlock, handoff: Handoff, share: float
-    ) -> bool:
-        bound = binding(block.identity, block.generation, handoff)
-        if not is_sampled(bound, share):
-            return True
-        fits = block_digest(view, form, block.tokens, bound) == block.digest
-        self.digests.verified += 1
-        self.digests.mismatched += not fits
-        return fits
 
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
@@ -268,12 +221,6 @@ class Mover:
             self._on_event(Received(recv.move.handoff, recv.move.seq, error, seconds, nbytes))
         else:
             self._scraps.remove(key)
-
-
-def _span(form: KVLayout, layout: KVLayout) -> Span:
-    """The bytes of a block of `layout` that hold the heads of `form`."""
-    offset = (form.first_head - layout.first_head) * layout.head_bytes
-    return Span(offset, form.block_bytes, layout.block_bytes)
 
 
 def _describe(error: BaseException) -> str:

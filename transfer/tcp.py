@@ -42,16 +42,7 @@ class TcpDetails(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = (
-        "address",
-        "family",
-        "greeting",
-        "incoming",
-        "lost",
-        "outgoing",
-        "received",
-        "sent",
-    )
+    __slots__ = ("address", "family", "greeting", "incoming", "lost", "outgoing", "received", "sent")
 
     def __init__(
         self, family: int, address: tuple[str, int], greeting: bytes, sent: Span, received: Span
