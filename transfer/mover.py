@@ -69,6 +69,8 @@ class Mover:
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._busy = False
+        self._calls = 0
         self._routes: dict[Incarnation, Transport] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, float]] = {}
@@ -104,6 +106,11 @@ class Mover:
         """Transfers posted and not ended, scrap included."""
         return len(self._sends) + len(self._recvs) + len(self._scraps)
 
+    @property
+    def beat(self) -> int | None:
+        """Changes with every command and transport that the thread comes back from; None while it waits for work."""
+        return self._calls if self._busy else None
+
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()
@@ -111,10 +118,12 @@ class Mover:
         while self._commands:
             worked = True
             self._execute(self._commands.popleft())
+            self._calls += 1
         for name, transport in self._transports.items():
             for completion in transport.poll(0.0):
                 worked = True
                 self._ended((name, completion.ticket), completion)
+            self._calls += 1
         return worked
 
     def _main(self) -> None:
@@ -124,7 +133,9 @@ class Mover:
             poller.register(transport.fileno(), select.POLLIN)
         try:
             while not self._stopping:
+                self._busy = False
                 poller.poll()
+                self._busy = True
                 self.run_once()
         except Exception:
             self._on_event(MoverDied(traceback.format_exc()))

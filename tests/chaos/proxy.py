@@ -7,8 +7,11 @@ import contextlib
 import socket
 import threading
 
+import msgspec
+
 from cluster.spec import Child, ChildReady, ChildSpec, Launcher
 from engine.messages import PeerAddress
+from router.escalation import Verdict
 
 
 class Proxy:
@@ -126,7 +129,7 @@ class _ProxiedChild:
         self._launcher.direct[up.name] = up
         if old is not None:
             old.close()
-        return ChildReady(name=up.name, pid=up.pid, address=proxy.address)
+        return msgspec.structs.replace(up, address=proxy.address)
 
     def failure(self) -> str | None:
         return self._child.failure()
@@ -136,6 +139,12 @@ class _ProxiedChild:
 
     def ready(self) -> bool:
         return self._child.ready()
+
+    def condemned(self) -> list[Verdict]:
+        return self._child.condemned()
+
+    def kill(self) -> None:
+        self._child.kill()
 
     def stop(self, grace_s: float) -> None:
         self._child.stop(grace_s)
