@@ -100,13 +100,15 @@ class ProxiedLauncher:
         self._inner = inner
         self.proxies: dict[str, Proxy] = {}
         self.direct: dict[str, ChildReady] = {}
+        self.accused: list[Verdict] = []
+        """What the router is made to say of workers, beside what it says itself."""
 
     def open(self) -> None:
         self._inner.open()
 
     def launch(self, spec: ChildSpec) -> Child:
         child = self._inner.launch(spec)
-        return child if spec.kind == "router" else _ProxiedChild(child, self)
+        return _ProxiedChild(child, self)
 
     def close(self) -> None:
         for proxy in self.proxies.values():
@@ -122,8 +124,8 @@ class _ProxiedChild:
 
     def started_within(self, timeout_s: float) -> ChildReady | None:
         up = self._child.started_within(timeout_s)
-        if up is None:
-            return None
+        if up is None or self.spec.kind == "router":
+            return up
         old = self._launcher.proxies.get(up.name)
         proxy = self._launcher.proxies[up.name] = Proxy(up.address)
         self._launcher.direct[up.name] = up
@@ -141,7 +143,7 @@ class _ProxiedChild:
         return self._child.ready()
 
     def condemned(self) -> list[Verdict]:
-        return self._child.condemned()
+        return self._child.condemned() + self._launcher.accused
 
     def kill(self) -> None:
         self._child.kill()
