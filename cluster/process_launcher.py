@@ -38,8 +38,8 @@ class ProcessChild:
         self._failed = ""
         self._started: queue.Queue[ChildReady | None] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
-        self._condemned: list[Verdict] | None = []
-        """None while it is being asked."""
+        self._condemned: list[Verdict] | None = None
+        """None while it cannot be asked: before it is up, and while an answer is due."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cluster.child", spec.name],
             stdin=subprocess.PIPE,
@@ -135,6 +135,7 @@ class ProcessChild:
         for line in pipe if pipe is not None else ():
             report = decode_report(line)
             if isinstance(report, Started):
+                self._condemned = []
                 self._started.put(report.ready)
             elif isinstance(report, Failed):
                 self._failed = report.reason

@@ -86,14 +86,20 @@ class RayChild:
         return bool(self._get(self._actor.ready.remote(), ANSWER_TIMEOUT_S, "answer"))
 
     def condemned(self) -> list[Verdict]:
-        asked, found = self._asked, []
-        if asked is not None:
-            done, _ = self._ray.wait([asked], timeout=0)
+        if self._wait is None:
+            return []
+        found: list[Verdict] = []
+        if self._asked is not None:
+            done, _ = self._ray.wait([self._asked], timeout=0)
             if not done:
                 return []
-            found = self._get(asked, ANSWER_TIMEOUT_S, "answer")
+            try:
+                found = self._ray.get(self._asked)
+            except self._ray.exceptions.RayError as error:
+                # Its death is `failure`'s to tell.
+                logging.getLogger(__name__).debug("%s: %s", self.spec.name, _cause(error))
         self._asked = self._actor.condemned.remote()
-        return list(found)
+        return found
 
     def kill(self) -> None:
         # Not by Ray, which asks the process to end itself: a stopped one does not.
