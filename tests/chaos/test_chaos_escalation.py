@@ -18,7 +18,7 @@ from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, Serving, sen
 pytestmark = pytest.mark.chaos
 
 ESCALATE_S, HUNG_S, STUCK_S = 1.5, 5.0, 2.0
-MARGIN_S = 3.0
+MARGIN_S = 4.0
 """For reports, ticks and polls on two busy cores, beside what the timers say."""
 KEEPALIVE_S = 2.0
 
@@ -58,15 +58,15 @@ def test_a_reader_frozen_for_ever_is_killed_and_its_blocks_come_back(
     faults.freeze(pid)
     frozen_s = time.monotonic()
     kept = 0
-    while faults.process_state(pid) == "T":
+    while not kept and faults.process_state(pid) == "T":
         load = ground.load(serving.prefill)
-        kept = max(kept, load.quarantined_blocks if load else 0)
-        assert time.monotonic() - frozen_s < KEEPALIVE_S + ESCALATE_S + MARGIN_S, "it was not killed"
+        kept = load.quarantined_blocks if load else 0
         time.sleep(0.01)
     assert kept, "no block was in quarantine"
+    faults.killed_within(pid, KEEPALIVE_S + ESCALATE_S + MARGIN_S)
     assert time.monotonic() - frozen_s > ESCALATE_S, "killed without being waited for"
-    ground.probe(serving.prefill).wait_quiet(MARGIN_S)
     ask.join(END_S)
+    ground.probe(serving.prefill).wait_quiet(MARGIN_S)
     assert reference.judge(ask, "victim", mode) is Ending.EXACT, ask.error
     ground.replaced(serving.decode, pid)
     ground.settle(SETTLE_S)
@@ -77,7 +77,8 @@ def test_a_frozen_worker_that_nobody_reads_for_is_replaced_too(ground: Ground) -
     ground.settle(SETTLE_S)
     pid = ground.pid("prefill-1")
     faults.freeze(pid)
-    ground.replaced("prefill-1", pid, KEEPALIVE_S + HUNG_S + 2 * MARGIN_S)
+    faults.killed_within(pid, KEEPALIVE_S + HUNG_S + MARGIN_S)
+    ground.replaced("prefill-1", pid)
     ground.settle(SETTLE_S)
 
 
@@ -102,10 +103,11 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_go_on(
         grpc.channel_ready_future(channel).result(2.0)
     time.sleep(1.0)
     assert not ask.over and faults.process_state(pid) not in ("", "Z", "T")
-    ground.replaced(name, pid)
+    faults.killed_within(pid, HUNG_S + MARGIN_S)
+    assert time.monotonic() - hung_s > HUNG_S - 0.5, "killed without being waited for"
     ask.join(END_S)
     assert reference.judge(ask, "victim", "seeded") is Ending.EXACT, ask.error
-    assert HUNG_S - 0.5 < ask.ended_s - hung_s < HUNG_S + 2 * MARGIN_S
+    ground.replaced(name, pid)
     assert {other: ground.pid(other) for other in others} == others, "an innocent was killed"
     ground.settle(SETTLE_S)
 
@@ -141,7 +143,7 @@ def test_a_transfer_thread_that_hangs_ends_its_own_worker(model_dir: Path, folde
         assert (folder / "hung").read_text() == str(ground.pid("decode-0"))
         (folder / "hung").unlink()
         while not ground.gave_up:
-            assert time.monotonic() - hung_s < STUCK_S + 2 * MARGIN_S, "it goes on"
+            assert time.monotonic() - hung_s < STUCK_S + MARGIN_S, "it goes on"
             time.sleep(0.02)
         assert time.monotonic() - hung_s > STUCK_S
         assert "the transfer thread is stuck in one call" in ground.gave_up
