@@ -7,7 +7,8 @@ A worker's slot (`prefill-0`) outlives its processes; each new one draws a new i
     any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. The router hears of a death before the replacement exists: the dead
+been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
+then has died like any other. The router hears of a death before the replacement exists: the dead
 worker's port may soon be somebody else's.
 """
 
@@ -18,6 +19,7 @@ import msgspec
 
 from cluster.spec import ChildReady
 from engine.messages import PeerAddress
+from engine.types import Incarnation
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +51,20 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Accused:
+    """The router has given up a life of a worker. Said again until its process has ended."""
+
+    name: str
+    incarnation: Incarnation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Tick
+Event = Up | Ended | Accused | Tick
 
 
 # commands
@@ -64,6 +75,14 @@ class Discard:
     """Stop and reap whatever is left of this worker's process: of it nothing may live on beside its replacement."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End this worker's process by its pid, whatever state it is in; answered by Ended."""
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,7 @@ class GiveUp:
     reason: str
 
 
-Command = Discard | Launch | Announce | GiveUp
+Command = Discard | Kill | Launch | Announce | GiveUp
 
 
 class State(StrEnum):
@@ -99,12 +118,15 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker. `due_s`: when the pause ends, or by when its process must be up."""
+    """One worker. `due_s`: when the pause ends, or by when its process must be up. `accused`: why the life that is up
+    is being killed."""
 
     kind: str
     address: PeerAddress
+    incarnation: Incarnation
     state: State = State.UP
     due_s: float = 0.0
+    accused: str = ""
     deaths: list[float] = field(default_factory=list)
 
 
@@ -123,7 +145,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._router = router
         self._slots = {
-            name: _Slot(kind, PeerAddress(name, ready.address))
+            name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
             for name, (kind, ready) in workers.items()
         }
 
@@ -134,6 +156,8 @@ class Supervisor:
                 return self._up(ready)
             case Ended(name, why):
                 return self._ended(name, why, now)
+            case Accused():
+                return self._accused(event)
             case Tick():
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
@@ -150,7 +174,18 @@ class Supervisor:
         if slot is None or slot.state is not State.STARTING:
             return []
         slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
+        slot.incarnation, slot.accused = ready.incarnation, ""
         return [self.announcement()]
+
+    def _accused(self, event: Accused) -> list[Command]:
+        """Kill the life that is meant, once, and no newer one."""
+        slot = self._slots.get(event.name)
+        if slot is None or slot.state is not State.UP or slot.incarnation != event.incarnation:
+            return []
+        if slot.accused:
+            return []
+        slot.accused = event.why
+        return [Kill(event.name, event.why)]
 
     def _ended(self, name: str, why: str, now: float) -> list[Command]:
         if name == self._router:
@@ -159,6 +194,8 @@ class Supervisor:
         if slot is None or slot.state is State.PAUSING:
             return []
         was_up = slot.state is State.UP
+        if was_up and slot.accused:
+            why = f"{why} ({slot.accused})"
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)

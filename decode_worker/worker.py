@@ -44,6 +44,7 @@ from transfer.mover import Mover
 from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, Send, dialable
+from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class DecodeWorker:
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
+        self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = self._redialled_at = 0.0
         self._report_now = False
         self._s_per_step = 0.0
@@ -173,6 +175,8 @@ class DecodeWorker:
             self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
         else:
             self._auditor.idle()
+        if self._watchdog.is_stuck(self._mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial()

@@ -51,6 +51,7 @@ class Load(Record, kw_only=True):
     s_per_token: float = 0.0  # prefill: measured; decode: seconds per step
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
+    silent: list[Incarnation] = []  # lost readers for whom blocks have been in quarantine for `escalate_s`
 
 
 # router -> decode worker

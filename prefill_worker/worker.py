@@ -47,6 +47,8 @@ from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose, open_transports
 from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
+from transfer.silence import Silence
+from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class PrefillWorker:
         self._lost: dict[Incarnation, ProcessWatch] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._watchers: list[Link] = []
+        self._silence = Silence(config.transfer.escalate_s)
+        self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
@@ -165,6 +169,8 @@ class PrefillWorker:
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
         else:
             self._auditor.idle()
+        if self._watchdog.is_stuck(self._mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         return plan is not None
@@ -310,4 +316,5 @@ class PrefillWorker:
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_token,
             evicted=evicted,
+            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

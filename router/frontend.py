@@ -21,7 +21,7 @@ from router.events import Complete
 from router.hub import Hub
 from router.observer import Observer
 from router.output import Detokenizer, Output
-from router.resume import Kept, Resumables
+from router.resume import Kept, Resumables, unknown_token
 from router.stream import Reader, Stream
 from router.timing import Timeline
 from router.validate import UnknownModelError, check_call, namespace, to_record
@@ -92,7 +92,7 @@ class Frontend:
         timeline.submitted(self._clock())
         token = secrets.token_urlsafe(16) if call.resumable else ""
         stream = Stream(
-            Started(record.request, self._text.name, record.prompt_tokens, token),
+            Started(record.request, self._text.name, record.prompt_tokens, token, call.form),
             Output(self._text.detokenizer(), call.stop),
             timeline,
             self._observer,
@@ -112,8 +112,7 @@ class Frontend:
         """
         kept = self._resumables.find(token)
         if kept is None:
-            message = "resume_token: is unknown, or came too late"
-            raise ApiError("NOT_FOUND", message, "resume_token")
+            raise unknown_token()
         reader = kept.stream.read_on(next_index, text_bytes)
         self._resumables.attached(token)
         async with aclosing(self._serve(token, kept, reader)) as events:

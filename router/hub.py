@@ -20,6 +20,7 @@ from router.events import (
     Dropped,
     Event,
     Fail,
+    GiveUp,
     Heard,
     Interrupted,
     Joined,
@@ -60,6 +61,7 @@ class Sink(Protocol):
 
 
 Send = Callable[[str, RouterRecord], None]
+Sever = Callable[[str], None]
 
 
 class Hub:
@@ -71,6 +73,7 @@ class Hub:
         self._observer = observer
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
+        self._sever: Sever = _stays
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self._core!r})"
@@ -79,9 +82,10 @@ class Hub:
     def core(self) -> Router:
         return self._core
 
-    def connect(self, send: Send) -> None:
-        """From now on records for workers go through `send`, which must not block."""
+    def connect(self, send: Send, sever: Sever | None = None) -> None:
+        """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
         self._send = send
+        self._sever = sever or _stays
 
     def ready(self) -> bool:
         """Whether a prefill and a decode worker are alive."""
@@ -179,6 +183,9 @@ class Hub:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
             case Dropped():
                 self._observer.dropped(command.kind)
+            case GiveUp(verdict):
+                log.warning("worker %s is given up: %s", verdict.name, verdict.why)
+                self._sever(verdict.name)
 
     def _interrupted(self, command: Interrupted, now: float) -> None:
         log.warning(
@@ -212,6 +219,10 @@ class Hub:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
             self._handle(Left(request))
+
+
+def _stays(worker: str) -> None:
+    """Without links to workers there is no stream to end."""
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

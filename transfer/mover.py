@@ -66,6 +66,8 @@ class Mover:
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._busy = False
+        self._calls = 0
         self._routes: dict[Incarnation, Route] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, InPlace | Repacked, int, float]] = {}
@@ -106,6 +108,11 @@ class Mover:
         """Bytes that came too late and landed nowhere, since the start; to be asked before `stop`."""
         return sum(transport.scrapped_bytes for transport in self._transports.values())
 
+    @property
+    def beat(self) -> int | None:
+        """Changes with every command and transport that the thread comes back from; None while it waits for work."""
+        return self._calls if self._busy else None
+
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()
@@ -113,10 +120,12 @@ class Mover:
         while self._commands:
             worked = True
             self._execute(self._commands.popleft())
+            self._calls += 1
         for name, transport in self._transports.items():
             for completion in transport.poll(0.0):
                 worked = True
                 self._ended((name, completion.ticket), completion)
+            self._calls += 1
         return worked
 
     def _main(self) -> None:
@@ -126,7 +135,9 @@ class Mover:
             poller.register(transport.fileno(), select.POLLIN)
         try:
             while not self._stopping:
+                self._busy = False
                 poller.poll()
+                self._busy = True
                 self.run_once()
         except Exception:
             self._on_event(MoverDied(traceback.format_exc()))

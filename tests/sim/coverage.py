@@ -12,6 +12,7 @@ STATES = (
     "blocks quarantined",
     "bytes to scrap",
     "cache evicted",
+    "given up, and killed",
     "client: CANCELLED",
     "client: DEADLINE_EXCEEDED",
     "client: complete (length)",

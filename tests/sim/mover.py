@@ -89,6 +89,7 @@ class SimMover:
         self._incoming: dict[Incarnation, Pipe] = {}
         self._armed = False
         self.speed = 1.0
+        self.beat: int | None = None
         world.movers[self._process.pid] = self
 
     def start(self) -> None:

@@ -61,6 +61,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         decode=DecodeConfig(max_batch=rng.choice((2, 8)), max_handoffs=rng.choice((2, 16))),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
+        escalate_s=rng.choice((0.5, 5.0)),
     )
 
 
