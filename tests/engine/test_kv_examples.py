@@ -116,12 +116,11 @@ def test_a_shared_prefix_outlives_its_fifty_branches() -> None:
 
 
 def test_i_like_to_eat_shares_one_block_and_copies_three_tokens() -> None:
-    words = "I like to eat cheese cake and coffee tea bread".split()
-    at = {word: number for number, word in enumerate(words)}
+    i_like_to_eat, cheese_cake_and = [1, 2, 3, 4], [5, 6, 7]
+    coffee, tea = 8, 9
     kv = KVCacheManager(16, 4, "m")
-    eat = [at[w] for w in "I like to eat cheese cake and coffee".split()]
-    _finish(kv, eat)
-    lease = _lease(kv, [at[w] for w in "I like to eat cheese cake and tea".split()])
+    _finish(kv, [*i_like_to_eat, *cheese_cake_and, coffee])
+    lease = _lease(kv, [*i_like_to_eat, *cheese_cake_and, tea])
     assert lease.cached_tokens == 7 and len(lease.copies) == 1
     assert kv.pool.refs(lease.blocks[0]) == 1 and kv.cache.holds(lease.blocks[0])
     assert lease.copies[0][1] == lease.blocks[1] and not kv.cache.holds(lease.blocks[1])
