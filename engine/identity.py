@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 IDENTITY_BYTES = 16
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
@@ -45,15 +45,20 @@ def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
 
     Raises OverflowError for a token outside 0 .. 2**32 - 1.
     """
+    return extend_packed(parent, _packed(tokens))
+
+
+def extend_packed(parent: bytes, packed: bytes) -> bytes:
+    """The same for tokens that are packed already: four bytes each, little-endian."""
     block = _BLOCK.copy()
-    block.update(parent + _packed(tokens))
+    block.update(parent + packed)
     return block.digest()
 
 
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Identities of a sequence's full blocks, in order; a partly filled last one is left out."""
     packed = _packed(tokens)
-    stride = block_size * _TOKEN_BYTES
+    stride = block_size * TOKEN_BYTES
     identities = []
     parent = root
     new = _BLOCK.copy
