@@ -108,7 +108,7 @@ def _gpu(plan: Plan, asked: Asked, config: ClusterConfig, memory: int) -> Pool:
         memory_bytes=memory,
         reserve_bytes=int(memory * reserve) if isinstance(reserve, Fraction) else reserve,
         weights=plan.weights_bytes,
-        workspace=_workspace(plan, asked, limits, in_place=True),
+        workspace=_workspace(plan, asked, limits, plan.sizes.block_size, in_place=True),
         tail_share=asked.tail or Fraction(0),
     )
 
@@ -119,7 +119,7 @@ def _configured(
     """The pool that a worker of this configuration makes on this machine."""
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(plan.model, plan.kv_dtype, block_size, plan.ranks)
-    workspace = _workspace(plan, asked, limits, in_place=False)
+    workspace = _workspace(plan, asked, limits, block_size, in_place=False)
     return pool_of(
         role,
         sizes,
@@ -131,7 +131,9 @@ def _configured(
     )
 
 
-def _workspace(plan: Plan, asked: Asked, limits: StepLimits, in_place: bool) -> int | None:
+def _workspace(
+    plan: Plan, asked: Asked, limits: StepLimits, block_size: int, in_place: bool
+) -> int | None:
     """As given, or estimated where every size of the model is known."""
     if asked.workspace is not None or plan.model.model is None:
         return asked.workspace
@@ -139,7 +141,7 @@ def _workspace(plan: Plan, asked: Asked, limits: StepLimits, in_place: bool) -> 
     from engine.workspace import estimate_workspace
 
     shape = rank_shape(plan.model.model, plan.ranks)
-    return estimate_workspace(shape, plan.dtype, plan.sizes.block_size, limits, in_place)
+    return estimate_workspace(shape, plan.dtype, block_size, limits, in_place)
 
 
 def _shape(asked: Asked, named: str) -> Shape:

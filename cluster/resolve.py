@@ -94,8 +94,8 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
             raise ConfigError(f"{key} ({origins[key]}): {reason}")
     config = build(values)
     workers = config.prefill_workers + config.decode_workers
-    for key in MEMORY_KEYS:
-        if origins[key] == "default":
+    for key, pool in MEMORY_KEYS.items():
+        if origins[key] == "default" and values[pool] == "auto":
             values[key] = available_bytes() // workers
             origins[key] = f"computed: available memory / {workers} workers"
     for key in THREAD_KEYS:

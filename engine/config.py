@@ -14,8 +14,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
     """Of KV blocks. "auto": what weights, measured workspace and reserve leave of `memory_bytes`."""
     memory_bytes: int = 0
-    """All that this worker may use; `cluster` sets it to the memory available at start / workers on the host. A worker
-    that replaces another is told the same number, whatever the others have filled by then."""
+    """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
+    host. A worker that replaces another is told the same number, whatever the others have filled by then."""
     reserve_bytes: int = 512 * 1024 * 1024
     """Left alone by "auto": interpreter, libraries, frames under way."""
     profile_workspace: bool = False

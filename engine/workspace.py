@@ -118,6 +118,9 @@ def estimate_workspace(
         )
         model = Llama(shape, _weights(shape, kind))
         with counter:
+            # Steps see the pool, through views of it; it is not theirs.
+            kv.tensor.view(-1)
+            before = counter.live
             pieces = [
                 SequenceSlice([0] * count, end - count, _table(end, block_size), True)
                 for count, end in _largest(limits, shape)
@@ -127,7 +130,7 @@ def estimate_workspace(
             logits = model.forward(batch, kv, backend)
             drawing = counter.live + SAMPLER_BYTES * shape.vocab
             del logits
-    return max(counter.peak, drawing)
+    return max(counter.peak, drawing) - before
 
 
 class _InPlace:
