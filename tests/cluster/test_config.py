@@ -139,7 +139,9 @@ def test_memory_is_shared_out_for_pools_that_are_sized_by_it() -> None:
     assert 0 < share < 0.3 * available_bytes()
     assert origin(result, "decode.engine.memory_bytes") == "computed: available memory / 4 workers"
     assert result.config.prefill.engine.memory_bytes == 0
-    given = resolved("--set", "decode.engine.pool_bytes=auto", "--set", "decode.engine.memory_bytes=9")
+    given = resolved(
+        "--set", "decode.engine.pool_bytes=auto", "--set", "decode.engine.memory_bytes=9"
+    )
     assert given.config.decode.engine.memory_bytes == 9
 
 
