@@ -78,7 +78,7 @@ class DecodeWorker:
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine)
+        device = open_device(self._config.engine, self._config.step_limits)
         self._device = device
         self._closers.append(device.kv.close)
         self._scheduler = DecodeScheduler(
@@ -125,6 +125,7 @@ class DecodeWorker:
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
+            memory=device.memory,
         )
         hello = Hello(
             info=self.info,

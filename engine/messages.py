@@ -19,6 +19,14 @@ class Record(msgspec.Struct, frozen=True, tag=True):
 # who a worker is, and how it fares
 
 
+class MemoryUse(msgspec.Struct, frozen=True):
+    """A worker's memory, in bytes. Weights are mapped: one copy for all workers of a host."""
+
+    weights_bytes: int = 0
+    workspace_bytes: int = 0  # of the largest step; 0 where it was not measured
+    kv_bytes: int = 0
+
+
 class WorkerInfo(Record, kw_only=True):
     """What a worker says of itself when somebody connects."""
 
@@ -34,6 +42,7 @@ class WorkerInfo(Record, kw_only=True):
     pid: int
     host: str
     metrics_address: str = ""
+    memory: MemoryUse = MemoryUse()
 
 
 class Load(Record, kw_only=True):

@@ -84,7 +84,7 @@ class PrefillWorker:
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine)
+        device = open_device(self._config.engine, self._config.step_limits)
         self._device: Device = device
         self._closers.append(device.kv.close)
         self._scheduler = PrefillScheduler(
@@ -128,6 +128,7 @@ class PrefillWorker:
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
+            memory=device.memory,
         )
         self._mover.start()
         self._thread.start()

@@ -8,6 +8,7 @@ import pytest
 
 from cluster import cli
 from cluster.config import ConfigError, default_threads, fields
+from cluster.memory import available_bytes
 from cluster.resolve import Resolved, add_flags, resolve
 
 
@@ -144,6 +145,20 @@ def test_threads_are_shared_out_unless_given() -> None:
     assert result.config.prefill.engine.threads == default_threads(2)
     assert "computed" in origin(result, "prefill.engine.threads")
     assert default_threads(10_000) == 1
+
+
+def test_memory_is_shared_out_for_pools_that_are_sized_by_it() -> None:
+    """Guards against two workers that each plan with all of the memory, and against a configuration that differs from
+    call to call where nothing asks for that."""
+    result = resolved("--set", "decode.engine.pool_bytes=auto", "--decode", "3")
+    share = result.config.decode.engine.memory_bytes
+    assert 0 < share < 0.3 * available_bytes()
+    assert origin(result, "decode.engine.memory_bytes") == "computed: available memory / 4 workers"
+    assert result.config.prefill.engine.memory_bytes == 0
+    given = resolved(
+        "--set", "decode.engine.pool_bytes=auto", "--set", "decode.engine.memory_bytes=9"
+    )
+    assert given.config.decode.engine.memory_bytes == 9
 
 
 def test_the_example_file_is_valid() -> None:

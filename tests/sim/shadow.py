@@ -13,7 +13,7 @@ import xxhash
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
-from engine.messages import Handoff
+from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, finish_reason
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestRecord
@@ -158,6 +158,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         context_tokens=context_tokens,
         stop_ids=STOP_IDS,
         manager=manager,
+        memory=MemoryUse(),
     )
 
 
