@@ -19,11 +19,14 @@ from cluster.config import ClusterConfig, with_model_dir
 from cluster.signals import check, shielded
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError
 from cluster.supervisor import (
+    Accused,
     Announce,
     Command,
     Discard,
     Ended,
+    Event,
     GiveUp,
+    Kill,
     Launch,
     State,
     Supervisor,
@@ -236,9 +239,9 @@ class Cluster:
             if reason is not None:
                 raise LaunchError(f"{name}: {reason}")
 
-    def _news(self, supervisor: Supervisor) -> list[Up | Ended | Tick]:
+    def _news(self, supervisor: Supervisor) -> list[Event]:
         """What has happened to the processes since the last look."""
-        news: list[Up | Ended | Tick] = []
+        news: list[Event] = []
         for name, child in list(self._children.items()):
             why = child.failure()
             if why is None and supervisor.state(name) is State.STARTING:
@@ -252,6 +255,8 @@ class Cluster:
                         news.append(Up(up))
             if why is not None:
                 news.append(Ended(name, why))
+            elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
+                news += [Accused(v.name, v.incarnation, v.why) for v in child.condemned()]
         return [*news, Tick()]
 
     def _carry_out(self, commands: list[Command]) -> None:
@@ -262,6 +267,9 @@ class Cluster:
                     log.warning("%s is gone and will be replaced", name)
                     if name in self._children:
                         self._children.pop(name).stop(0.0)
+                case Kill(name, why):
+                    log.error("%s is killed: %s", name, why)
+                    self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
                 case Announce(prefill, decode):

@@ -7,9 +7,9 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
     any --more than `limit` deaths within `window_s`--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. The router hears of a death before the replacement exists: the dead
-worker's port may soon be somebody else's. A router that is up again is told all workers: what it was told before died
-with it.
+been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
+then has died like any other. The router hears of a death before the replacement exists: the dead worker's port may soon
+be somebody else's. A router that is up again is told all workers: what it was told before died with it.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ import msgspec
 
 from cluster.spec import ChildReady
 from engine.messages import PeerAddress
+from engine.types import Incarnation
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +51,20 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Accused:
+    """The router has given up a life of a worker. Said again until its process has ended."""
+
+    name: str
+    incarnation: Incarnation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Tick
+Event = Up | Ended | Accused | Tick
 
 
 # commands
@@ -65,6 +75,14 @@ class Discard:
     """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End this worker's process by its pid, whatever state it is in; answered by Ended."""
+
+    name: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ class GiveUp:
     reason: str
 
 
-Command = Discard | Launch | Announce | GiveUp
+Command = Discard | Kill | Launch | Announce | GiveUp
 
 
 class State(StrEnum):
@@ -100,12 +118,15 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up."""
+    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up. `accused`: why the
+    life that is up is being killed."""
 
     kind: str
     address: PeerAddress
+    incarnation: Incarnation
     state: State = State.UP
     due_s: float = 0.0
+    accused: str = ""
     deaths: list[float] = field(default_factory=list)
 
 
@@ -124,7 +145,7 @@ class Supervisor:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._slots = {
-            name: _Slot(kind, PeerAddress(name, ready.address))
+            name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
 
@@ -135,6 +156,8 @@ class Supervisor:
                 return self._up(ready)
             case Ended(name, why):
                 return self._ended(name, why, now)
+            case Accused():
+                return self._accused(event)
             case Tick():
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
@@ -151,13 +174,26 @@ class Supervisor:
         if slot is None or slot.state is not State.STARTING:
             return []
         slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
+        slot.incarnation, slot.accused = ready.incarnation, ""
         return self._tell()
+
+    def _accused(self, event: Accused) -> list[Command]:
+        """Kill the life that is meant, once, and no newer one."""
+        slot = self._slots.get(event.name)
+        if slot is None or slot.state is not State.UP or slot.incarnation != event.incarnation:
+            return []
+        if slot.accused:
+            return []
+        slot.accused = event.why
+        return [Kill(event.name, event.why)]
 
     def _ended(self, name: str, why: str, now: float) -> list[Command]:
         slot = self._slots.get(name)
         if slot is None or slot.state is State.PAUSING:
             return []
         was_up = slot.state is State.UP
+        if was_up and slot.accused:
+            why = f"{why} ({slot.accused})"
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepLimits
 from transfer.config import TransferConfig
 
 
@@ -17,3 +17,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that one step prefills here when no prefill worker is left."""
     orphan_s: float = 30.0
     """How long a resumable request whose router is gone runs on, and how long an ended one is remembered."""
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return StepLimits(chunk_tokens=self.local_chunk_tokens, batch=self.max_batch)

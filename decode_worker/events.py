@@ -30,11 +30,12 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A prefill worker answered and its memory can be reached."""
+    """A prefill worker answered and its memory can be reached. `block_size` is that of its blocks, in tokens."""
 
     peer: Incarnation
     address: PeerAddress
     transport: str
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)

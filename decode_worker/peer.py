@@ -1,7 +1,7 @@
 """The decode worker's streams to prefill workers: one per peer, opened when a placement first names it.
 
-A stream begins with a hello in either direction. A peer whose model, memory layout, protocol or digest differs is
-refused at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
+A stream begins with a hello in either direction. A peer that does not fit (`transfer.negotiation`) is refused at once
+and by name; otherwise its memory is made known to the transfer thread and the peer is up.
 """
 
 import logging
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from decode_worker.events import FromPeer, PeerDown, PeerUp
+from engine.kv.layout import KVLayout
 from engine.messages import (
     Handoff,
     Hello,
@@ -22,6 +23,8 @@ from engine.messages import (
     encode,
 )
 from engine.types import Incarnation
+from transfer.commands import Connect
+from transfer.negotiation import Agreement, NegotiationError, check_whole, negotiate
 from transfer.rpc import RpcLoop, Send
 
 log = logging.getLogger(__name__)
@@ -80,7 +83,7 @@ class Peers:
         rpc: RpcLoop,
         hello: Hello,
         put: Callable[[object], None],
-        reach: Callable[[Incarnation, Hello], None],
+        reach: Callable[[Connect], None],
         unfinished: Callable[[], list[Handoff]],
     ) -> None:
         self._rpc = rpc
@@ -137,20 +140,23 @@ class Peers:
 
     def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
         self._opening.discard(link.address)
-        problem = mismatch(self._hello, hello)
-        if problem:
-            log.error("prefill worker %s is refused: %s", link.address.name, problem)
+        try:
+            agreement = fit(self._hello, hello)
+        except NegotiationError as error:
+            log.error("prefill worker %s is refused: %s", link.address.name, error)
             link.send(None)
-            return [PeerDown(link.address, None, problem)]
+            return [PeerDown(link.address, None, str(error))]
         link.incarnation = hello.info.incarnation
         self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
-        self._reach(link.incarnation, hello)
+        endpoint = hello.endpoints[0]
+        self._reach(Connect(link.incarnation, endpoint, agreement))
         # What ended between our hello and the answer could not be told; it is claimed no longer.
         ended = set(link.claimed) - set(self._unfinished())
         if ended:
             link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
-        return [PeerUp(link.incarnation, link.address, hello.endpoints[0].transport)]
+        size = agreement.layout.block_size
+        return [PeerUp(link.incarnation, link.address, endpoint.transport, size)]
 
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
         self._opening.discard(link.address)
@@ -181,19 +187,12 @@ class Peers:
         return [PeerDown(link.address, peer, why)]
 
 
-def mismatch(mine: Hello, theirs: Hello) -> str:
-    """Why blocks cannot move between the two, or nothing."""
+def fit(mine: Hello, theirs: Hello) -> Agreement:
+    """How blocks come from a prefill worker to this one. Raises NegotiationError if they cannot."""
     if theirs.info.role != "prefill":
-        return f"it is a {theirs.info.role} worker"
-    for what, a, b in (
-        ("protocol", mine.protocol, theirs.protocol),
-        ("model", mine.info.model, theirs.info.model),
-        ("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint),
-        ("KV layout", mine.layout, theirs.layout),
-        ("digest", mine.digest, theirs.digest),
-    ):
-        if a != b:
-            return f"its {what} is {b}, this worker's is {a}"
+        raise NegotiationError(f"it is a {theirs.info.role} worker")
+    agreement = negotiate(mine, theirs)
+    check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:
-        return "it names no single way to reach its memory"
-    return ""
+        raise NegotiationError("it names no single way to reach its memory")
+    return agreement

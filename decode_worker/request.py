@@ -44,6 +44,8 @@ class Request:
     state: State = State.CONNECTING
     attempt: int = 0
     handoff: Handoff | None = None
+    sender_block_size: int = 0
+    """Tokens in a block of the prefill worker that serves `handoff`."""
     first: FirstToken | None = None
     arrived: bool = False
     """Every block of `tokens` (but the newest one's) is here."""

@@ -65,6 +65,8 @@ class Job:
     chunks: int = 0
     cached_tokens: int = 0
     started: float | None = None
+    quarantined: float | None = None
+    """Since when its receiver is lost, but may still read."""
 
     @property
     def remaining(self) -> int:
@@ -73,7 +75,7 @@ class Job:
 
 class PrefillScheduler:
     """Mutable state, all of it: `_jobs` and its two orders `_waiting` and `_running`, the
-    jobs of the step under way, `_peers`, and what `kv` and `sender` own.
+    jobs of the step under way, `_peers`, what is counted, and what `kv` and `sender` own.
     Owner: the engine thread."""
 
     def __init__(
@@ -100,6 +102,7 @@ class PrefillScheduler:
         self._running: list[Job] = []
         self._stepping: list[Job] = []
         self._steps = 0
+        self._let_go: list[float] = []
 
     # what there is to do
 
@@ -120,6 +123,11 @@ class PrefillScheduler:
     def jobs(self) -> int:
         return len(self._jobs)
 
+    def take_quarantined(self) -> list[float]:
+        """Since when blocks were quarantined that were let go since the last call: one time per handoff."""
+        taken, self._let_go = self._let_go, []
+        return taken
+
     # events
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -138,7 +146,7 @@ class PrefillScheduler:
             case PeerUp():
                 return self._peer_up(event)
             case PeerLost(peer):
-                return self._peer_lost(peer)
+                return self._peer_lost(peer, now)
             case PeerDead(peer):
                 return self._settle(self.sender.peer_dead(peer))
         raise TypeError(f"not an event: {event!r}")
@@ -204,7 +212,7 @@ class PrefillScheduler:
             commands += self._settle(self.sender.close(job.handoff))
         return commands
 
-    def _peer_lost(self, peer: Incarnation) -> list[Command]:
+    def _peer_lost(self, peer: Incarnation, now: float) -> list[Command]:
         self._peers.pop(peer, None)
         for job in [job for job in self._jobs.values() if job.peer == peer]:
             self._retire(job)
@@ -212,6 +220,7 @@ class PrefillScheduler:
         for job in self._jobs.values():
             if job.peer == peer and job.lease is not None:
                 self.kv.quarantine(job.lease)
+                job.quarantined = now if job.quarantined is None else job.quarantined
         return commands
 
     def _retire(self, job: Job) -> None:
@@ -230,6 +239,8 @@ class PrefillScheduler:
                 case Settled(handoff):
                     job = self._jobs.pop(handoff)
                     self._retire(job)
+                    if job.quarantined is not None:
+                        self._let_go.append(job.quarantined)
                     if job.lease is not None:
                         self.kv.release(job.lease)
                 case Broken(handoff, why):

@@ -43,9 +43,12 @@ from transfer.commands import (
 )
 from transfer.liveness import ProcessWatch, host_id
 from transfer.mover import Mover
+from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose, open_transports
 from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
+from transfer.silence import Silence
+from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +76,15 @@ class PrefillWorker:
         self._lost: dict[Incarnation, ProcessWatch] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._watchers: list[Link] = []
+        self._silence = Silence(config.transfer.escalate_s)
+        self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine)
+        device = open_device(self._config.engine, self._config.step_limits)
         self._device: Device = device
         self._closers.append(device.kv.close)
         self._scheduler = PrefillScheduler(
@@ -99,7 +104,6 @@ class PrefillWorker:
             self._transports,
             device.kv,
             device.layout,
-            self._config.transfer.verify_digests,
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
@@ -124,6 +128,7 @@ class PrefillWorker:
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
+            memory=device.memory,
         )
         self._mover.start()
         self._thread.start()
@@ -165,6 +170,8 @@ class PrefillWorker:
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
         else:
             self._auditor.idle()
+        if self._watchdog.is_stuck(self._mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         return plan is not None
@@ -206,7 +213,7 @@ class PrefillWorker:
         return events
 
     def _hello(self, link: Link, hello: Hello) -> list[Event]:
-        """Answer with this worker's own hello. The decode worker compares the two and leaves if they do not fit."""
+        """Answer with this worker's own hello. Both sides compare the two; a decode worker that does not fit leaves."""
         peer = hello.info.incarnation
         known = self._links.get(peer)
         if known is not None and known.stream > hello.stream:
@@ -214,6 +221,18 @@ class PrefillWorker:
             return []
         name = choose(self._config.transfer, self.info.host, hello.info.host)
         transport = self._transports[name]
+        answer = Hello(
+            info=self.info,
+            layout=self._device.layout.describe(),
+            endpoints=[transport.describe()],
+            digest_share=self._config.transfer.digest_share,
+        )
+        try:
+            agreement = negotiate(answer, hello)
+        except NegotiationError as error:
+            log.error("decode worker %s is refused: %s", hello.info.name, error)
+            link.send(encode([answer]))
+            return []
         if known is not None:
             # The end of the older stream has not been heard of yet. What was said on it may be lost.
             known.send(None)
@@ -222,21 +241,11 @@ class PrefillWorker:
         self._links[peer] = link
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
-                self._mover.submit(Connect(peer, endpoint))
+                self._mover.submit(Connect(peer, endpoint, agreement))
         if hello.info.host == self.info.host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
-        link.send(
-            encode(
-                [
-                    Hello(
-                        info=self.info,
-                        layout=self._device.layout.describe(),
-                        endpoints=[transport.describe()],
-                    )
-                ]
-            )
-        )
+        link.send(encode([answer]))
         return [PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))]
 
     def _link_lost(self, link: Link, why: str) -> list[Event]:
@@ -283,6 +292,11 @@ class PrefillWorker:
     def _report(self, now: float) -> None:
         self._reported_at = now
         self._metrics.blocks(self._scheduler.kv.pool.counts())
+        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
+        for since in self._scheduler.take_quarantined():
+            self._metrics.quarantined(now - since)
         load = self._load(self._scheduler.kv.take_evicted())
         if self._watchers:
             data = encode([load])
@@ -303,4 +317,5 @@ class PrefillWorker:
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_token,
             evicted=evicted,
+            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

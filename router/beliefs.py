@@ -28,7 +28,7 @@ class Beliefs:
         if prefill is None:
             call.prefill_life = None
             return LOCAL
-        call.prefill_life = prefill.life
+        call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
         self.registry.dispatched(choice.name, call.record.request, uncached, 0)
         return prefill.peer
@@ -41,7 +41,7 @@ class Beliefs:
             return None
         peer = self.use_prefill(call, choice)
         self.registry.accepted(call.prefill, call.record.request)
-        self.index.insert(call.prefill, call.chain(call.key))
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
         return peer
 
     def accepted(self, call: Call, record: Accepted) -> None:
@@ -51,7 +51,7 @@ class Beliefs:
         if actual_blocks < call.believed_decode_blocks:
             self.index.correct(call.decode, chain, actual_blocks)
         self.index.insert(call.decode, chain)
-        self.index.insert(call.prefill, chain)
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
 
     def adopted(self, call: Call, orphan: Orphan) -> None:
         """A worker holds `call` since before this router knew either."""
@@ -68,8 +68,10 @@ class Beliefs:
         chain = call.chain(call.key)
         size = call.key[1]
         if stats.prefill_cached_tokens < call.believed_prefill_tokens:
-            self.index.correct(call.prefill, chain, stats.prefill_cached_tokens // size)
-            self.index.insert(call.prefill, chain)
+            theirs = call.chain(call.prefill_key)
+            actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
+            self.index.correct(call.prefill, theirs, actual_blocks)
+            self.index.insert(call.prefill, theirs)
         parent = chain[-1] if chain else identity.root(call.record.namespace, call.key[0])
         written = call.tokens[len(chain) * size : -1]
         self.index.insert(call.decode, chain + identity.chain(parent, written, size))

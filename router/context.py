@@ -6,14 +6,18 @@ answer's text follows from the tokens.
 
 import msgspec
 
+from router.form import HttpForm
+
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """`chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn."""
+    """`chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
+    `form` is how the answer is written, where the call came over HTTP."""
 
     token: str
     model: str
     stop: tuple[str, ...] = ()
     chat: tuple[tuple[str, str], ...] = ()
+    form: HttpForm | None = None
 
     def __repr__(self) -> str:
         """Without the caller's text, and without what lets others read the answer."""

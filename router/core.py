@@ -34,6 +34,7 @@ from router.beliefs import Beliefs
 from router.call import Call, State
 from router.config import RouterConfig
 from router.endings import DEADLINE, LEFT, complete, ending, unreported
+from router.escalation import Judge, Verdict
 from router.events import (
     Adopt,
     Begin,
@@ -43,6 +44,7 @@ from router.events import (
     Dropped,
     Event,
     Fail,
+    GiveUp,
     Heard,
     Interrupted,
     Joined,
@@ -88,6 +90,7 @@ class Router:
         self._beliefs = Beliefs(config.worker_silent_s)
         self.registry, self.index = self._beliefs.registry, self._beliefs.index
         self._placer = Placer(policy, self.registry, self.index)
+        self._judge = Judge(self.registry, config.escalate_s, config.worker_hung_s)
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{r}={c.state.value}@{c.placement}" for r, c in self._calls.items())
@@ -106,6 +109,11 @@ class Router:
         """Whether requests of an earlier router that are not known by now will not be."""
         return self._adoptions.is_settled(now)
 
+    @property
+    def condemned(self) -> tuple[Verdict, ...]:
+        """Lives of workers that the supervisor shall end. May be read from any thread."""
+        return self._judge.verdicts
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
         out: list[Command] = []
@@ -122,6 +130,9 @@ class Router:
                 self._adoptions.named(decode)
             case Joined():
                 life = (event.peer.name, event.info.incarnation)
+                if self._judge.is_condemned(life):
+                    out.append(GiveUp(Verdict(*life, "it is back after it was given up")))
+                    return out
                 self._lost(event.peer.name, now, out, back=life)
                 for call in self._calls.values():
                     call.victims.discard(life)
@@ -132,6 +143,7 @@ class Router:
                 self._lost(event.worker, now, out)
                 if event.for_good:
                     self.registry.forget(event.worker)
+                    self._judge.forget(event.worker)
                     self.index.forget(event.worker)
                 self._advance(now, out)
             case Tick():
@@ -213,6 +225,7 @@ class Router:
         if isinstance(record, Load):
             self.registry.report(event.worker, record, now)
             self.index.evict(event.worker, record.evicted)
+            self._give_up(self._judge.accused(event.worker, record.silent, now), now, out)
             self._advance(now, out)
             return
         if isinstance(record, OrphansTold):
@@ -280,7 +293,7 @@ class Router:
         decode = self.registry.get(call.decode)
         assert decode is not None
         view = self._placer.choose_prefill(
-            call.record, call.chain(call.key), decode, call.failed_prefills, now
+            call.record, call.chain, decode, call.failed_prefills, now
         )
         peer = self._beliefs.replace_prefill(call, view)
         out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))
@@ -340,9 +353,9 @@ class Router:
         if call.deadline_s is not None:
             heapq.heappush(self._deadlines, (call.deadline_s, request))
         out.append(Adopt(orphan))
-        if orphan.tokens:
-            call.emitted.extend(orphan.tokens)
-            out.append(Deliver(request, orphan.tokens))
+        call.emitted.extend(orphan.tokens)
+        # One by one, as they came: a front that makes an event of each makes the same events again.
+        out.extend(Deliver(request, [token]) for token in orphan.tokens)
 
     # ---- endings that are not a worker's word
 
@@ -397,6 +410,11 @@ class Router:
             if call.decode == name:
                 self._recover(call, now, out)
 
+    def _give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
+        for verdict in verdicts:
+            self._lost(verdict.name, now, out)
+            out.append(GiveUp(verdict))
+
     def _recover(self, call: Call, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
         request, state = call.record.request, call.state
@@ -429,6 +447,7 @@ class Router:
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
+        self._give_up(self._judge.look(now), now, out)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request = heapq.heappop(self._deadlines)
             self._close(request, FinishReason.DEADLINE, now, out)

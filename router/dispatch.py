@@ -80,18 +80,30 @@ class Outbox:
 class Links:
     """All streams to workers. Lives on the router's event loop."""
 
-    # Mutable state: the task of every wanted worker, and the outbox of every attached one.
+    # Mutable state: the task of every wanted worker, the outbox of every attached one, and tasks that are ending.
 
     def __init__(self, hub: Hub, incarnation: Incarnation) -> None:
         self._hub = hub
         self._hello = RouterHello(incarnation)
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
-        hub.connect(self.send)
+        self._severed: set[asyncio.Task[None]] = set()
+        hub.connect(self.send, self.sever)
 
     def send(self, worker: str, record: RouterRecord) -> None:
         """Queue a record. Raises KeyError if no stream to the worker is open."""
         self._outboxes[worker].put(record)
+
+    def sever(self, worker: str) -> None:
+        """End the stream to a worker that was given up, and dial again in a while: another life may answer then."""
+        for (role, peer), task in list(self._tasks.items()):
+            if peer.name != worker:
+                continue
+            task.cancel()
+            self._severed.add(task)
+            task.add_done_callback(self._severed.discard)
+            again = self._keep(role, peer, after_s=PAUSE_S[1])
+            self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
 
     async def set_workers(
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
@@ -110,8 +122,9 @@ class Links:
         for task in tasks.values():
             await _end(task)
 
-    async def _keep(self, role: str, peer: PeerAddress) -> None:
+    async def _keep(self, role: str, peer: PeerAddress, after_s: float = 0.0) -> None:
         """Hold the stream to one worker open, for ever."""
+        await asyncio.sleep(after_s)
         attempt = self._attach if role == "decode" else self._watch
         pause_s = PAUSE_S[0]
         while True:

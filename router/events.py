@@ -21,6 +21,7 @@ from engine.messages import (
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
+from router.escalation import Verdict
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -159,6 +160,12 @@ class Dropped(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class GiveUp(msgspec.Struct, frozen=True):
+    """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
+
+    verdict: Verdict
+
+
 Command = (
     SendPlace
     | SendCancel
@@ -172,5 +179,6 @@ Command = (
     | Complete
     | Fail
     | Dropped
+    | GiveUp
 )
 """What is to be done."""

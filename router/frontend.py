@@ -24,7 +24,7 @@ from router.events import Complete
 from router.hub import Hub
 from router.observer import Observer
 from router.output import Detokenizer, Output
-from router.resume import Kept, Resumables
+from router.resume import Kept, Resumables, unknown_token
 from router.stream import Reader, Stream
 from router.timing import Timeline
 from router.validate import UnknownModelError, check_call, namespace, to_record
@@ -98,7 +98,7 @@ class Frontend:
         deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
         timeline.submitted(self._clock())
         stream = Stream(
-            Started(record.request, self._text.name, record.prompt_tokens, token),
+            Started(record.request, self._text.name, record.prompt_tokens, token, call.form),
             Output(self._text.detokenizer(), call.stop),
             timeline,
             self._observer,
@@ -121,8 +121,7 @@ class Frontend:
         await self.settled()
         kept = self._resumables.find(token)
         if kept is None:
-            message = "resume_token: is unknown, or came too late"
-            raise ApiError("NOT_FOUND", message, "resume_token")
+            raise unknown_token()
         reader = kept.stream.read_on(next_index, text_bytes)
         self._resumables.attached(token)
         async with aclosing(self._serve(token, kept, reader)) as events:
@@ -150,7 +149,7 @@ class Frontend:
         if context is None or context.model != self._text.name:
             return None
         stream = Stream(
-            Started(record.request, context.model, record.prompt_tokens, context.token),
+            Started(record.request, context.model, record.prompt_tokens, context.token, context.form),
             Output(self._text.detokenizer(), context.stop),
             Timeline.adopted(orphan.age_s, len(orphan.tokens), now),
             self._observer,
@@ -207,9 +206,9 @@ class Frontend:
         """Nothing, for a request that ends with its connection."""
         if not token:
             return b""
-        return pack(
-            Context(token=token, model=self._text.name, stop=call.stop, chat=tuple(_chat(call)))
-        )
+        chat = tuple(_chat(call))
+        name = self._text.name
+        return pack(Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form))
 
     async def _tokenize(self, call: GenerateCall) -> Prompt:
         prompt = call.prompt

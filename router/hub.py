@@ -30,6 +30,7 @@ from router.events import (
     Dropped,
     Event,
     Fail,
+    GiveUp,
     Heard,
     Interrupted,
     Joined,
@@ -71,6 +72,7 @@ class Sink(Protocol):
 
 
 Send = Callable[[str, RouterRecord], None]
+Sever = Callable[[str], None]
 Revive = Callable[[Orphan, float], Sink | None]
 """Makes the client's side of an adopted request, to which its output so far is then given; None if nobody can."""
 
@@ -85,6 +87,7 @@ class Hub:
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
         self._revive: Revive = _nobody
+        self._sever: Sever = _stays
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self._core!r})"
@@ -93,9 +96,10 @@ class Hub:
     def core(self) -> Router:
         return self._core
 
-    def connect(self, send: Send) -> None:
-        """From now on records for workers go through `send`, which must not block."""
+    def connect(self, send: Send, sever: Sever | None = None) -> None:
+        """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
         self._send = send
+        self._sever = sever or _stays
 
     def adopt_with(self, revive: Revive) -> None:
         """From now on requests of an earlier router get their sinks from `revive`."""
@@ -210,6 +214,9 @@ class Hub:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
             case Dropped():
                 self._observer.dropped(command.kind)
+            case GiveUp(verdict):
+                log.warning("worker %s is given up: %s", verdict.name, verdict.why)
+                self._sever(verdict.name)
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request
@@ -256,6 +263,10 @@ class Hub:
 
 def _nobody(orphan: Orphan, now: float) -> None:
     """Without clients' sides there is nobody to go on for."""
+
+
+def _stays(worker: str) -> None:
+    """Without links to workers there is no stream to end."""
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

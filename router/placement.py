@@ -64,7 +64,11 @@ class Placer:
         for key in sorted({w.key for w in decodes}):
             wanted = demand(record, key[1])
             chain = chain_of(key)
-            views = [self._prefill_view(w, chain, wanted) for w in prefills if w.key == key]
+            views = [
+                self._prefill_view(w, chain_of(w.key), wanted)
+                for w in prefills
+                if w.info.fingerprint == key[0]
+            ]
             choice = self._policy.choose(
                 wanted,
                 views or [_LOCAL_VIEW],
@@ -84,7 +88,7 @@ class Placer:
     def choose_prefill(
         self,
         record: RequestRecord,
-        chain: list[bytes],
+        chain_of: ChainOf,
         decode: Worker,
         failed: Container[Life],
         now: float,
@@ -92,11 +96,14 @@ class Placer:
         """The best prefill worker for a request that `decode` holds, none of `failed`; None if no other is live."""
         wanted = demand(record, decode.info.block_size)
         views = [
-            self._prefill_view(w, chain, wanted)
+            self._prefill_view(w, chain_of(w.key), wanted)
             for w in self._registry.live("prefill", now)
-            if w.key == decode.key and w.life not in failed and _holds(w, record)
+            if w.info.fingerprint == decode.info.fingerprint
+            and w.life not in failed
+            and _holds(w, record)
         ]
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, chain)])
+        decodes = [self._decode_view(decode, chain_of(decode.key))]
+        choice = self._policy.choose(wanted, views, decodes)
         return None if choice is None else choice.prefill
 
     def _prefill_view(self, worker: Worker, chain: list[bytes], wanted: Demand) -> PrefillView:

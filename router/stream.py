@@ -7,6 +7,8 @@ stream over; an old one that is still there, on a connection which only it belie
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -135,13 +137,21 @@ class Stream:
         if not 0 <= text_bytes <= len(text):
             raise _bad("text_bytes", f"must lie in 0 to {len(text)}")
         try:
-            rest = text[text_bytes:].decode()
+            text[text_bytes:].decode()
         except UnicodeDecodeError as error:
             raise _bad("text_bytes", "lies inside a character") from error
-        backlog: list[Started | Delta] = [self.started]
-        if rest or next_index < len(ids):
-            backlog.append(Delta(rest, tuple(ids[next_index:])))
-        return backlog
+        return [self.started, *self._behind(next_index, text_bytes)]
+
+    def _behind(self, next_index: int, text_bytes: int) -> Iterator[Delta]:
+        """What was given behind a position, delta by delta as it was given, so that a front which makes one event of
+        each makes the same events again."""
+        for delta in self.deltas:
+            data = delta.text.encode()
+            rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
+            text_bytes = max(text_bytes - len(data), 0)
+            next_index = max(next_index - len(delta.token_ids), 0)
+            if rest.text or rest.token_ids:
+                yield rest
 
     def account(self, end: Complete, now: float) -> Finished:
         """The account of a request that ended well; the same however often it is asked for."""
@@ -178,14 +188,14 @@ class Reader:
     def __init__(
         self,
         stream: Stream,
-        backlog: list[Started | Delta],
+        backlog: Sequence[Started | Delta],
         at: int,
         *,
         is_first: bool,
         position: tuple[int, int] | None = None,
     ) -> None:
         self._stream = stream
-        self._backlog = backlog
+        self._backlog = deque(backlog)
         self._at = at
         self._waits_for_start = is_first
         self._position = position
@@ -202,10 +212,11 @@ class Reader:
             if stream.reader is not self:
                 raise ApiError("CANCELLED", "another connection has resumed this stream")
             if self._position is not None and not stream.is_behind(*self._position):
-                self._backlog, self._at = stream.since(*self._position), len(stream.deltas)
+                self._backlog = deque(stream.since(*self._position))
+                self._at = len(stream.deltas)
                 self._position = None
             if self._backlog:
-                return self._backlog.pop(0)
+                return self._backlog.popleft()
             if self._waits_for_start and stream.begun:
                 self._waits_for_start = False
                 return stream.started

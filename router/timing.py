@@ -35,7 +35,7 @@ class Timeline:
         self.ended_s: float | None = None
         self.gaps_s: list[float] = []
         self._last_token_s: float | None = None
-        self._is_replayed = False
+        self._replayed_tokens = 0
         self._seconds = dict.fromkeys(("admit", "route", "reserve"), 0.0)
         self._in_line_s: float | None = None
         self._offered_s: float | None = None
@@ -44,10 +44,9 @@ class Timeline:
 
     @classmethod
     def adopted(cls, age_s: float, tokens: int, now: float) -> "Timeline":
-        """Of a request that was accepted `age_s` ago. Its `tokens` output tokens come again, together, and are not
-        timed."""
+        """Of a request that was accepted `age_s` ago. Its `tokens` output tokens come again, and are not timed."""
         line = cls(now - age_s)
-        line._is_replayed = tokens > 0
+        line._replayed_tokens = tokens
         return line
 
     def submitted(self, now: float) -> None:
@@ -73,8 +72,9 @@ class Timeline:
 
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together: the gap since the last ones is shared among them."""
-        if self._is_replayed:
-            self._is_replayed, self._last_token_s = False, now
+        if self._replayed_tokens:
+            self._replayed_tokens = max(0, self._replayed_tokens - count)
+            self._last_token_s = now
             return
         if self._last_token_s is None:
             self.first_token_s = now

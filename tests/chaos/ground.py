@@ -13,11 +13,12 @@ from cluster.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.messages import Load
-from engine.types import SamplingParams
+from engine.types import Incarnation, SamplingParams
 from prefill_worker.config import PrefillConfig
 from router.api import ApiError, Delta, Finished, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
+from router.escalation import Verdict
 from tests.chaos import faults
 from tests.chaos.proxy import ProxiedLauncher, Proxy
 from tests.integration.probe import Probe, is_quiet
@@ -114,8 +115,11 @@ class Ground:
         blocks: int = 96,
         factories: dict[str, str] | None = None,
         restarts: int = 100,
+        escalate_s: float = 5.0,
+        hung_s: float = 30.0,
+        stuck_s: float = 10.0,
     ) -> None:
-        transfer = TransferConfig(transport=transport)
+        transfer = TransferConfig(transport=transport, escalate_s=escalate_s, stuck_s=stuck_s)
         engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES)
         config = ClusterConfig(
             launcher="process" if launcher == "process" else "ray",
@@ -124,7 +128,13 @@ class Ground:
             stop_grace_s=1.0,
             log_level="error",
             restart=RestartConfig(limit=restarts, first_pause_s=0.05, longest_pause_s=0.2),
-            router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=30.0),
+            router=RouterConfig(
+                grpc_port=0,
+                http_port=-1,
+                unplaceable_s=30.0,
+                escalate_s=escalate_s,
+                worker_hung_s=hung_s,
+            ),
             prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=32),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
@@ -227,6 +237,10 @@ class Ground:
                 faults.kill(pid)
         for name, pid in pids.items():
             self.replaced(name, pid)
+
+    def accuse(self, name: str, incarnation: Incarnation) -> None:
+        """As if the router had given this life up."""
+        self._launcher.accused = [Verdict(name, incarnation, "a test says so")]
 
     def renew(self) -> list[str]:
         """Replace every worker that still holds blocks, so that what comes next starts from a whole cluster. Returns

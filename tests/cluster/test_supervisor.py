@@ -4,8 +4,10 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +16,13 @@ from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
 from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import (
+    Accused,
     Announce,
     Command,
     Discard,
     Ended,
     GiveUp,
+    Kill,
     Launch,
     RestartConfig,
     State,
@@ -26,14 +30,15 @@ from cluster.supervisor import (
     Tick,
     Up,
 )
+from engine.types import Incarnation
 from tests.cluster.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
 
 POLICY = RestartConfig(limit=3, window_s=100.0, first_pause_s=1.0, longest_pause_s=3.0)
 START_TIMEOUT_S = 20.0
 
 
-def up(name: str, port: int) -> ChildReady:
-    return ChildReady(name=name, pid=1, address=f"h:{port}")
+def up(name: str, port: int, life: int = 1) -> ChildReady:
+    return ChildReady(name=name, pid=1, address=f"h:{port}", incarnation=Incarnation(life))
 
 
 def supervisor(policy: RestartConfig = POLICY) -> Supervisor:
@@ -130,6 +135,35 @@ def test_late_and_repeated_news_change_nothing() -> None:
     assert one.handle(Ended("decode-7", "x"), 0.3) == []
 
 
+def test_who_is_given_up_is_killed_once_and_then_has_died_like_anybody() -> None:
+    """Guards against a silent worker that nobody ends, and against one that is killed again and again."""
+    one = supervisor()
+    accused = Accused("decode-0", Incarnation(1), "prefill-0 and the router cannot reach it")
+    assert one.handle(accused, 1.0) == [Kill("decode-0", accused.why)]
+    assert one.handle(accused, 1.1) == []
+    discard, announce = one.handle(Ended("decode-0", "killed by SIGKILL"), 1.2)
+    assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
+    assert one.handle(accused, 1.3) == []
+    strict = supervisor(RestartConfig(limit=0))
+    strict.handle(accused, 1.0)
+    assert strict.handle(Ended("decode-0", "killed by SIGKILL"), 1.2) == [
+        GiveUp(f"decode-0: killed by SIGKILL ({accused.why})")
+    ]
+
+
+def test_no_newer_life_is_killed_for_an_older_one() -> None:
+    """Guards a replacement that the router accuses late, of what its predecessor did."""
+    one = supervisor()
+    one.handle(Ended("decode-0", "x"), 0.0)
+    old = Accused("decode-0", Incarnation(1), "silent")
+    assert one.handle(old, 0.5) == [] and one.handle(Tick(), 1.0) == [Launch("decode-0")]
+    assert one.handle(old, 1.5) == []
+    one.handle(Up(up("decode-0", 3, life=2)), 2.0)
+    assert one.handle(old, 2.1) == []
+    assert one.handle(Accused("decode-0", Incarnation(2), "silent"), 2.2) == [Kill("decode-0", "silent")]
+    assert one.handle(Accused("decode-7", Incarnation(2), "who?"), 2.3) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     """Guards against two processes for one worker, and against more starts than the limit allows in a window."""
@@ -139,12 +173,16 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     while now < 2000.0:
         now += rng.expovariate(0.5)
         name = rng.choice(list(starts))
-        event = rng.choice([Tick(), Ended(name, "x"), Up(up(name, rng.randrange(9000)))])
+        life = rng.randrange(3)
+        events = [Tick(), Ended(name, "x"), Up(up(name, rng.randrange(9000), life))]
+        event = rng.choice([*events, Accused(name, Incarnation(life), "silent")])
         for command in one.handle(event, now):
             one.check()
             if isinstance(command, GiveUp):
                 return
-            if isinstance(command, Discard):
+            if isinstance(command, Kill):
+                assert command.name in living
+            elif isinstance(command, Discard):
                 assert command.name in living
                 living.remove(command.name)
             elif isinstance(command, Launch):
@@ -213,6 +251,31 @@ def test_a_worker_whose_engine_died_is_replaced() -> None:
         pid = cluster.workers["prefill-0"].pid
         with watched(cluster) as ended:
             assert eventually(replaced(cluster, "prefill-0", pid), 15.0), ended
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the last step of the ladder against processes that obey nobody: a stopped one hears no request to end."""
+    file = tmp_path / "accused"
+    monkeypatch.setenv("ACCUSED_FILE", str(file))
+    accusing = {**FAKES, "router": "tests.cluster.fakes:AccusingRouter"}
+    config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
+    with Cluster(config, make_launcher(launcher), accusing, model_dir="x") as cluster:
+        cluster.start()
+        up = cluster.workers["decode-0"]
+        with watched(cluster) as ended:
+            os.kill(up.pid, signal.SIGSTOP)
+            file.write_text(f"decode-0:{up.incarnation + 1}")
+            time.sleep(1.0)
+            assert not gone(up.pid), "killed for another life"
+            file.write_text(f"decode-0:{up.incarnation}")
+            assert eventually(replaced(cluster, "decode-0", up.pid), 30.0), ended
+            assert gone(up.pid)
+            second = cluster.workers["decode-0"].pid
+            time.sleep(0.5)
+            assert not ended and not gone(second) and cluster.workers["decode-0"].pid == second
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -320,7 +320,7 @@ def test_prefill_workers_and_reprs_do_not_see_the_context() -> None:
     bench = Bench()
     peer = PeerAddress("p0", "p0:1")
     bench.place(1, prefill=peer)
-    (command,) = bench.do(PeerUp(Incarnation(5), peer, "shm"))
+    (command,) = bench.do(PeerUp(Incarnation(5), peer, "shm", 4))
     assert isinstance(command, Emit) and isinstance(command.record, StartPrefill)
     assert command.record.record.context == b"" and command.record.record.tokens == [
         1,

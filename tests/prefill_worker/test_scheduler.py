@@ -211,8 +211,11 @@ def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
     bench.run()
     bench.tell(PeerLost(PEER))
     assert bench.pool["quarantined"] == 7 and bench.scheduler.jobs == 1
+    lost_at, bench.now = bench.now, bench.now + 3.0
+    assert bench.scheduler.take_quarantined() == []
     bench.tell(PeerDead(PEER))
     assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    assert bench.scheduler.take_quarantined() == [lost_at], "how long it took is not known"
     bench.scheduler.check()
 
 

@@ -71,7 +71,9 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
 
-def worker_info(name: str, role: str, incarnation: int = 1, blocks: int = 64) -> WorkerInfo:
+def worker_info(
+    name: str, role: str, incarnation: int = 1, blocks: int = 64, block_size: int = 16
+) -> WorkerInfo:
     return WorkerInfo(
         name=name,
         role=role,
@@ -79,7 +81,7 @@ def worker_info(name: str, role: str, incarnation: int = 1, blocks: int = 64) ->
         address=f"{name}:1",
         model="bytes",
         fingerprint="f",
-        block_size=16,
+        block_size=block_size,
         blocks=blocks,
         context_tokens=512,
         pid=1,

@@ -53,7 +53,7 @@ def test_it_goes_on_behind_what_it_has() -> None:
     """Guards against tokens lost or doubled between two routers, and against a count that fails a good answer."""
     bench = Bench()
     one = orphan(5, 6, 7)
-    assert bench.hear(one) == [Adopt(one), Deliver(A, [5, 6, 7])]
+    assert bench.hear(one) == [Adopt(one), *(Deliver(A, [token]) for token in (5, 6, 7))]
     assert bench.hear(Tokens(A, 3, 2, [7, 8])) == [Dropped("duplicate", 1), Deliver(A, [8])]
     (done,) = bench.hear(ended(placement=3, output_tokens=4))
     assert isinstance(done, Complete) and done.reason is FinishReason.STOP
@@ -104,9 +104,9 @@ def test_losses_before_the_restart_count() -> None:
 
 def test_its_deadline_goes_on() -> None:
     bench = Bench()
-    bench.now = 100.0
+    bench.now = 1.0
     bench.hear(orphan(5, remaining_s=2.0))
-    bench.now = 102.0
+    bench.now = 3.0
     failed, told = bench.do(Tick())
     assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
     assert isinstance(told, SendCancel)
@@ -135,7 +135,7 @@ def test_of_two_reports_the_higher_placement_goes_on(higher_first: bool) -> None
         assert bench.hear(low, "d0") == [cancel("d0", 3)]
     else:
         bench.hear(low, "d0")
-        assert bench.hear(high, "d1") == [cancel("d0", 3), Adopt(high), Deliver(A, [5, 9])]
+        assert bench.hear(high, "d1") == [cancel("d0", 3), Adopt(high), Deliver(A, [5]), Deliver(A, [9])]
     assert bench.hear(Tokens(A, 3, 3, [8]), "d0") == [Dropped("stale", 1)]
     assert bench.hear(ended(placement=3, reason=FinishReason.CANCELLED), "d0") == [
         Dropped("stale", 0)

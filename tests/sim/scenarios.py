@@ -130,6 +130,13 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         "Stopped for three seconds, then resumed: nothing that it says of its old work is believed.",
         _one("freeze decode", "copy", 2, lasts_s=3.0),
     ),
+    "reader_frozen_for_ever": (
+        "Stopped and not resumed: accused by the worker that keeps blocks for it, condemned by the router, and killed.",
+        _plan(
+            faults=(Fault("freeze decode", "copy", count=2, lasts_s=8.0),),
+            escalate_s=1.0,
+        ),
+    ),
     "partition_in_the_handoff": (
         "Nothing gets through for 300 ms.",
         _one("partition handoff", "copy", 1, lasts_s=0.3),

@@ -42,15 +42,20 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     """Everything is drawn from `seed`."""
     rng = Random(seed)
     size = rng.choice((2, 4, 4))
+    sizes = {"prefill": size if rng.random() < 0.75 else rng.choice((2, 3, 6)), "decode": size}
     asks = _asks(rng, size)
-    most = max(-(-(a.record.prompt_tokens + a.record.max_tokens) // size) for a in asks)
+    longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
+    most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     return Plan(
         seed=rng.getrandbits(32),
         asks=asks,
         faults=_faults(rng),
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
-        blocks={"prefill": most + rng.randint(0, 3), "decode": most + rng.randint(0, 4)},
-        block_size=size,
+        blocks={
+            "prefill": most["prefill"] + rng.randint(0, 3),
+            "decode": most["decode"] + rng.randint(0, 4),
+        },
+        block_size=sizes,
         transport=rng.choice(("shm", "shm", "tcp")),
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
         decode=DecodeConfig(
@@ -60,6 +65,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
+        escalate_s=rng.choice((0.5, 5.0)),
     )
 
 

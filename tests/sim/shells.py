@@ -145,9 +145,10 @@ class NullMetrics:
         return lambda *args, **kwargs: None
 
 
-def _open_device(config: object) -> SimpleNamespace:
+def _open_device(config: object, limits: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
-    opened = shadow.device(process, plan.blocks[process.role], plan.block_size, plan.context_tokens)
+    blocks, size = plan.blocks[process.role], plan.block_size[process.role]
+    opened = shadow.device(process, blocks, size, plan.context_tokens)
     _world.memories[process.pid] = opened.kv
     return opened
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.sim.plan import Ask, Plan
 from tests.sim.shadow import ShadowKV
 
 BOOT_S = 0.05
+SUPERVISES_S = 0.1
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
@@ -133,6 +135,21 @@ class World:
                 process.resume()
 
         self.clock.at(seconds, thaw)
+
+    def _supervise(self) -> None:
+        """What the real supervisor does with lives that the router has given up: kill them, and start new ones."""
+        self.clock.at(SUPERVISES_S, self._supervise)
+        router = self.live["router"]
+        if not router.alive or router.frozen:
+            return
+        for verdict in self.front.core.condemned:
+            process = self.live[verdict.name]
+            if process.alive and process.incarnation == verdict.incarnation:
+                self.note("given up, and killed")
+                if self.say is not None:
+                    self.say("supervisor", f"kills {process.name}: {verdict.why}")
+                self.kill(process)
+                self.clock.at(BOOT_S, partial(self.boot, process.name, process.role))
 
     def pick(self, role: str, rng: Random) -> Process | None:
         """One living process of a role, those with open handoffs first."""
@@ -310,6 +327,7 @@ class World:
             for peer in self.addresses(role):
                 self.boot(peer.name, role)
         self.boot("router", "router")
+        clock.at(SUPERVISES_S, self._supervise)
         self._asked = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
