@@ -66,6 +66,7 @@ class Frontend:
         self._conversations = Conversations(text, config.conversation_tokens)
         self._resumables = Resumables(config.resume_window_s)
         self._settled = asyncio.Event()
+        self._unwanted: set[str] = set()
         hub.adopt_with(self.revive)
 
     @property
@@ -118,7 +119,7 @@ class Frontend:
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router
         knows what it has to go on with from an earlier one.
         """
-        await self.settled()
+        await self._settled.wait()
         kept = self._resumables.find(token)
         if kept is None:
             raise unknown_token()
@@ -128,25 +129,26 @@ class Frontend:
             async for event in events:
                 yield event
 
-    async def settled(self) -> None:
-        """Until the router knows what it has to go on with from an earlier one."""
-        await self._settled.wait()
-
     def cancel(self, token: str) -> bool:
-        """End a resumable request at once; False if there is none of this token."""
+        """End a resumable request at once; False if there is none of this token. As long as an earlier router's may
+        still turn up, there may be one."""
         kept = self._resumables.forget(token)
-        if kept is None:
+        if not self._settled.is_set():
+            self._unwanted.add(token)
+        elif kept is None:
             return False
+        if kept is None:
+            return True
         self._abandon(kept)
         return True
 
     def revive(self, orphan: Orphan, now: float) -> Stream | None:
         """The stream of an earlier router's request, kept for its client as if it had just lost its connection.
 
-        None if that router wrote another kind of context, or served another model."""
+        None if that router wrote another kind of context, or served another model, or the client has cancelled it."""
         record = orphan.record
         context = unpack(record.context)
-        if context is None or context.model != self._text.name:
+        if context is None or context.model != self._text.name or context.token in self._unwanted:
             return None
         stream = Stream(
             Started(record.request, context.model, record.prompt_tokens, context.token, context.form),
@@ -170,6 +172,7 @@ class Frontend:
         """Time has passed: end what no client came back for in time."""
         if self._hub.is_settled():
             self._settled.set()
+            self._unwanted.clear()
         self._give_up(self._resumables.expired(self._clock()))
 
     def _give_up(self, late: list[Kept]) -> None:

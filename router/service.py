@@ -123,9 +123,7 @@ class Service:
 
     async def cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
         try:
-            request = _message(pb.CancelRequest, data)
-            await self._frontend.settled()
-            self._frontend.cancel(request.resume_token)
+            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token)
         except ApiError as error:
             await _abort(context, error)
         return pb.CancelResponse()

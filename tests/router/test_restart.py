@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.context import Context, pack, unpack
 from router.endings import DEADLINE
 from router.events import Complete
+from router.form import HttpForm
 from router.observer import NullObserver
 from router.timing import WORKER_STAGES
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
@@ -206,6 +207,47 @@ def test_a_chats_next_turn_after_a_restart() -> None:
             assert len(memory._known) == 1
             (prompt,) = memory._known.values()
             assert prompt.text == f"[user]hi<end>[assistant]{ANSWER}<end>"
+
+    asyncio.run(body())
+
+
+def test_a_stream_is_given_again_as_it_was() -> None:
+    """Guards streams over HTTP, whose events carry ids: the next router makes the same events, in the same form."""
+
+    async def body() -> None:
+        async with site() as one:
+            assert one.app is not None
+            form = HttpForm(chat=True, include_usage=True, return_token_ids=False, created=7)
+            call = msgspec.structs.replace(CALL, resumable=True, form=form, stop=("én",))
+            first = await _all(one.app._frontend.generate(call))
+            assert isinstance(first[0], Started) and first[0].form == form
+            app = await one.restart()
+            again = await _all(app._frontend.resume(first[0].resume_token, 0, 0))
+            assert again[:-1] == first[:-1] and len(again) > len(ANSWER)
+
+    asyncio.run(body())
+
+
+def test_a_cancel_that_comes_before_the_report() -> None:
+    """Guards against a request that its client has ended, adopted a moment later to run for nobody."""
+
+    async def body() -> None:
+        async with site() as one:
+            assert one.app is not None
+            one.workers.slow_s = 0.3
+            events = one.app._frontend.generate(msgspec.structs.replace(CALL, resumable=True))
+            started = await anext(events)
+            assert isinstance(started, Started)
+            await events.aclose()
+            await one.kill_router()
+            app = await one.start_router(named=False)
+            assert app._frontend.cancel(started.resume_token)
+            await app.set_workers(*one.workers.peers)
+            await until(lambda: any(isinstance(r, Cancel) for r in one.workers.got))
+            with pytest.raises(ApiError) as raised:
+                await anext(app._frontend.resume(started.resume_token, 0, 0))
+            assert raised.value.code == "NOT_FOUND"
+            assert not app._frontend.cancel(started.resume_token)
 
     asyncio.run(body())
 
