@@ -34,7 +34,7 @@ class Device:
     vocab: int
     context_tokens: int
     stop_ids: frozenset[int]
-    memory: MemoryUse
+    memory: MemoryUse = MemoryUse()
 
     def manager(self) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint)
