@@ -1,15 +1,15 @@
-"""Decides which worker process is started again, when, and when to give up. Pure: no clock, no process.
+"""Decides which process is started again, when, and when to give up. Pure: no clock, no process.
 
-A worker's slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
+A slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
 
     STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
     STARTING --Ended, or too slow--> PAUSING
-    any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
+    any --more than `limit` deaths within `window_s`--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
-then has died like any other. The router hears of a death before the replacement exists: the dead
-worker's port may soon be somebody else's.
+then has died like any other. The router hears of a death before the replacement exists: the dead worker's port may soon
+be somebody else's. A router that is up again is told all workers: what it was told before died with it.
 """
 
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ from engine.types import Incarnation
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How dead workers are replaced. The router never is: its death ends the cluster."""
+    """How dead workers, and a dead router, are replaced."""
 
     limit: int = 5
-    """Deaths of one worker within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
+    """Deaths of one process within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
@@ -72,7 +72,7 @@ Event = Up | Ended | Accused | Tick
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Stop and reap whatever is left of this worker's process: of it nothing may live on beside its replacement."""
+    """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
 
     name: str
 
@@ -87,7 +87,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a process for this worker; answered by Up or Ended."""
+    """Start a process for this slot; answered by Up or Ended."""
 
     name: str
 
@@ -118,8 +118,8 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker. `due_s`: when the pause ends, or by when its process must be up. `accused`: why the life that is up
-    is being killed."""
+    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up. `accused`: why the
+    life that is up is being killed."""
 
     kind: str
     address: PeerAddress
@@ -131,22 +131,22 @@ class _Slot:
 
 
 class Supervisor:
-    """Keeps the pools at their sizes. Mutable state: the slots. Owner: the thread that watches the cluster."""
+    """Keeps the pools at their sizes, and one router before them.
+
+    Mutable state: the slots. Owner: the thread that watches the cluster."""
 
     def __init__(
         self,
         config: RestartConfig,
         start_timeout_s: float,
-        workers: dict[str, tuple[str, ChildReady]],
-        router: str = "router",
+        children: dict[str, tuple[str, ChildReady]],
     ) -> None:
-        """`workers` are up: kind (prefill or decode) and address by name."""
+        """`children` are up: kind (prefill, decode or router) and address by name."""
         self._config = config
         self._start_timeout_s = start_timeout_s
-        self._router = router
         self._slots = {
             name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
-            for name, (kind, ready) in workers.items()
+            for name, (kind, ready) in children.items()
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -175,7 +175,7 @@ class Supervisor:
             return []
         slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
         slot.incarnation, slot.accused = ready.incarnation, ""
-        return [self.announcement()]
+        return self._tell()
 
     def _accused(self, event: Accused) -> list[Command]:
         """Kill the life that is meant, once, and no newer one."""
@@ -188,8 +188,6 @@ class Supervisor:
         return [Kill(event.name, event.why)]
 
     def _ended(self, name: str, why: str, now: float) -> list[Command]:
-        if name == self._router:
-            return [GiveUp(f"{name}: {why}")]
         slot = self._slots.get(name)
         if slot is None or slot.state is State.PAUSING:
             return []
@@ -204,7 +202,7 @@ class Supervisor:
             return [GiveUp(f"{name}: {why}{often}")]
         pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
-        return [Discard(name), *([self.announcement()] if was_up else [])]
+        return [Discard(name), *(self._tell() if was_up else [])]
 
     def _tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
@@ -217,6 +215,11 @@ class Supervisor:
                 slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
         return commands
+
+    def _tell(self) -> list[Command]:
+        """The router learns of a change; one that is not up will learn all when it is."""
+        routers = [slot for slot in self._slots.values() if slot.kind == "router"]
+        return [self.announcement()] if all(s.state is State.UP for s in routers) else []
 
     def announcement(self) -> Announce:
         """The workers that are up."""

@@ -15,6 +15,8 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most open handoffs; past it the worker says no, and the router offers again."""
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left."""
+    orphan_s: float = 30.0
+    """How long a resumable request whose router is gone runs on, and how long an ended one is remembered."""
 
     @property
     def step_limits(self) -> StepLimits:

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 
 from engine.messages import (
-    Cancel,
     DecodeRecord,
-    Finish,
     FirstToken,
     Offer,
     PeerAddress,
-    Place,
     PrefillFailed,
-    UsePrefill,
+    RouterRecord,
 )
 from engine.types import Incarnation
 
@@ -21,12 +18,12 @@ class FromRouter:
     """A router said something on stream `link`."""
 
     link: int
-    message: Place | Cancel | Finish | UsePrefill
+    message: RouterRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """The stream `link` has ended: nobody can receive its requests' tokens."""
+    """The stream `link` has ended: its requests are orphans, or over."""
 
     link: int
 
@@ -60,7 +57,7 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Command: send a record to the router on stream `link`, in this step's frame."""
+    """Command: send a record to the router on stream `link`, in this step's frame. Dropped where the stream is gone."""
 
     link: int
     record: DecodeRecord

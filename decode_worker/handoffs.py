@@ -107,8 +107,8 @@ class Handoffs:
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
             record = msgspec.structs.replace(record, tokens=list(request.tokens))
-        if record.remaining_s is not None:
-            record = msgspec.structs.replace(record, remaining_s=max(0.0, request.deadline - now))
+        left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
+        record = msgspec.structs.replace(record, remaining_s=left_s, context=b"")
         have = request.have_blocks * self._kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 

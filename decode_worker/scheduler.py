@@ -9,7 +9,7 @@ A request is taken only with a lease for its whole prompt and the promise of roo
 answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
 blocks. How blocks get here is the business of `decode_worker.handoffs`. The first token is sent on as soon as the
 prefill worker names it; the gap until the second is inter-token latency. The end of a request is told at once; its
-blocks follow when they are fenced.
+blocks follow when they are fenced. A resumable request outlives its router for a while (`decode_worker.orphans`).
 """
 
 from collections.abc import Iterable
@@ -34,6 +34,7 @@ from decode_worker.handoffs import (
     Result,
     Unserved,
 )
+from decode_worker.orphans import NOBODY, Orphans, orphan
 from decode_worker.request import Migrated, Request, State
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
@@ -45,10 +46,12 @@ from engine.messages import (
     FirstToken,
     NeedPrefill,
     Offer,
+    OrphansTold,
     Place,
     PrefillFailed,
     Refused,
     RequestStats,
+    RouterHello,
     Tokens,
     UsePrefill,
 )
@@ -72,8 +75,8 @@ Command = TransferCommand | Tell | ConnectPeer
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, and what `kv` and
-    `handoffs` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, and what `kv`,
+    `handoffs` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -86,6 +89,7 @@ class DecodeScheduler:
     stop_ids: frozenset[int]
     block_bytes: int
     handoffs: Handoffs = field(init=False)
+    orphans: Orphans = field(init=False)
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed here."""
@@ -98,6 +102,7 @@ class DecodeScheduler:
 
     def __post_init__(self) -> None:
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
+        self.orphans = Orphans(self.config.orphan_s)
 
     @property
     def running_requests(self) -> int:
@@ -126,6 +131,8 @@ class DecodeScheduler:
                 return self._cancel(link, message, now)
             case FromRouter(_, Finish(name, placement, kept)):
                 return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
+            case FromRouter(link, RouterHello(router)):
+                return self._router_joined(link, router, now)
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
@@ -139,14 +146,58 @@ class DecodeScheduler:
             case PeerDown():
                 return self._settle(self.handoffs.peer_down(event, now), now)
             case RouterLost(link):
-                lost = [r for r in self._requests.values() if r.link == link]
-                return self._end_all(lost, FinishReason.CANCELLED, now)
+                return self._router_lost(link, now)
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
+        self.orphans.tick(now)
         late = [r for r in self._requests.values() if now >= r.deadline]
-        return self._end_all(late, FinishReason.DEADLINE, now)
+        commands = self._end_all(late, FinishReason.DEADLINE, now)
+        alone = [r for r in self._requests.values() if now >= r.orphan_until]
+        self.orphans.expired += len(alone)
+        return commands + self._end_all(alone, FinishReason.CANCELLED, now)
+
+    # routers that come and go
+
+    def _router_lost(self, link: int, now: float) -> list[Command]:
+        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
+        heir = self.orphans.left(link)
+        lost = [r for r in self._requests.values() if r.link == link]
+        over = [r for r in lost if not r.record.context]
+        commands = self._end_all(over, FinishReason.CANCELLED, now)
+        self._orphan([r for r in lost if r.record.context], now)
+        return commands if heir == NOBODY else commands + self._hand_over(heir, now)
+
+    def _router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
+        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
+        former = [r for r in self._requests.values() if r.router == router and r.link != link]
+        placed = [r for r in former if not r.handovers]
+        commands = self._end_all(placed, FinishReason.CANCELLED, now)
+        self._orphan([r for r in former if r.handovers], now)
+        self.orphans.joined(link, router)
+        return commands + self._hand_over(link, now)
+
+    def _orphan(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self.orphans.leave(request, now)
+            if request.state is State.ASKING:
+                self._prefill_here(request, now)
+
+    def _hand_over(self, link: int, now: float) -> list[Command]:
+        """The router on `link` gets what belonged to routers that are gone."""
+        commands: list[Command] = []
+        for request in [r for r in self._requests.values() if r.link == NOBODY]:
+            if self.orphans.adopt(request, link):
+                commands.append(Tell(link, orphan(request, request.output, now)))
+            else:
+                commands += self._end(request, FinishReason.CANCELLED, now)
+        for one in self.orphans.adopt_ended(link):
+            commands.append(Tell(link, orphan(one.request, one.tokens, now)))
+            commands.append(Tell(link, one.ended))
+        if self.orphans.is_alone(link):
+            commands.append(Tell(link, OrphansTold()))
+        return commands
 
     # taking a request
 
@@ -158,6 +209,7 @@ class DecodeScheduler:
             return []  # idempotent: it is under way
         if known is not None:
             commands += self._end(known, FinishReason.CANCELLED, now)
+        self.orphans.forget(name)
         fault = self._refusal(record)
         if fault is not None:
             stats = RequestStats(decode_worker=self.name)
@@ -187,6 +239,8 @@ class DecodeScheduler:
             deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
             have_blocks=lease.cached_tokens // self.kv.block_size,
             decode_cached_tokens=min(lease.cached_tokens, record.prompt_tokens),
+            losses=message.losses,
+            router=self.orphans.router(link),
         )
         self._requests[name] = request
         commands.append(Tell(link, Accepted(name, message.placement, lease.cached_tokens)))
@@ -277,6 +331,9 @@ class DecodeScheduler:
         if request.state is State.ENDING:
             self._let_go(request)
             return []
+        if request.link == NOBODY:
+            self._prefill_here(request, now)
+            return []
         request.state = State.ASKING
         name = request.record.request
         return [
@@ -361,6 +418,8 @@ class DecodeScheduler:
             stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
         )
+        if request.record.context and reason is not FinishReason.CANCELLED:
+            self.orphans.remember(request, ended, request.output[:kept], now)
         commands: list[Command] = [Tell(request.link, ended)]
         state = request.state
         for line in (self._ready, self._running, self._local):
@@ -457,12 +516,15 @@ class DecodeScheduler:
         """Recompute the invariants."""
         self.kv.check()
         self.handoffs.check()
+        self.orphans.check()
         lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
         for state, line in lines.items():
             assert all(request.state is state for request in line)
             assert sum(r.state is state for r in self._requests.values()) == len(line)
         for request in self._requests.values():
             assert not request.lease.released and request.state is not State.ENDING
+            assert (request.link == NOBODY) == (request.orphan_until < float("inf"))
+            assert request.link != NOBODY or request.state is not State.ASKING
 
     def __repr__(self) -> str:
         return (

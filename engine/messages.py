@@ -71,12 +71,19 @@ class PeerAddress(msgspec.Struct, frozen=True):
     address: str
 
 
+class RouterHello(Record):
+    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of others."""
+
+    incarnation: Incarnation
+
+
 class Place(Record, kw_only=True):
-    """Run `record`; its prompt is prefilled by `prefill`."""
+    """Run `record`; its prompt is prefilled by `prefill`. `losses` placements were lost before."""
 
     record: RequestRecord
     placement: int
     prefill: PeerAddress
+    losses: int = 0
 
 
 class Cancel(Record):
@@ -103,7 +110,7 @@ class UsePrefill(Record):
     prefill: PeerAddress | None
 
 
-RouterRecord = Place | Cancel | Finish | UsePrefill
+RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill
 
 
 # decode worker -> router
@@ -173,7 +180,29 @@ class Ended(Record, kw_only=True):
     fault: Fault | None = None
 
 
-DecodeRecord = WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Ended | Load
+class Orphan(Record, kw_only=True):
+    """A request of a router that is gone: it is yours now. More `Tokens` follow behind `tokens`, all of its output so
+    far; or `Ended`, at once."""
+
+    record: RequestRecord
+    placement: int
+    prefill: str
+    """The prefill worker that serves it; empty where the decode worker prefills by itself."""
+    tokens: list[int]
+    age_s: float
+    """Since this placement was accepted."""
+    remaining_s: float | None = None
+    """To its deadline."""
+    losses: int = 0
+
+
+class OrphansTold(Record):
+    """There are no more orphans for now."""
+
+
+DecodeRecord = (
+    WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Ended | Orphan | OrphansTold | Load
+)
 
 
 # decode worker <-> prefill worker: the handoff

@@ -7,7 +7,7 @@ what is believed to be cached. `registry` and `index` hold the beliefs; the core
 from collections.abc import Mapping
 
 from engine import identity
-from engine.messages import Accepted, PeerAddress, RequestStats
+from engine.messages import Accepted, Orphan, PeerAddress, RequestStats
 from engine.types import RequestId
 from router.call import Call, State
 from router.placement import LOCAL
@@ -52,6 +52,16 @@ class Beliefs:
             self.index.correct(call.decode, chain, actual_blocks)
         self.index.insert(call.decode, chain)
         self.index.insert(call.prefill, call.chain(call.prefill_key))
+
+    def adopted(self, call: Call, orphan: Orphan) -> None:
+        """A worker holds `call` since before this router knew either."""
+        prefill = self.registry.get(orphan.prefill)
+        call.prefill, call.prefill_life = orphan.prefill, prefill.life if prefill else None
+        self.registry.dispatched(call.decode, orphan.record.request, 0, 0)
+        self.registry.accepted(call.decode, orphan.record.request)
+        chain = call.chain(call.key)
+        self.index.insert(call.decode, chain)
+        self.index.insert(call.prefill, chain)
 
     def ended(self, call: Call, stats: RequestStats) -> None:
         """Both workers have committed their blocks: correct the trees, then extend them."""

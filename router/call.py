@@ -5,6 +5,7 @@
        ├──────────────────┘             lost  │  └─ cancel, deadline ─> CLOSING
        └──────────────────────────────────────┘
 
+A request adopted from an earlier router begins as RUNNING.
 A request is forgotten when its worker says `Ended`, or is lost and nothing is left to do. CLOSING means that its client
 has been answered and its worker has not yet said that it let go.
 """
@@ -46,6 +47,8 @@ class Call:
     deadline_s: float | None
     state: State = State.WAITING
     placement: int = 0
+    highest: int = 0
+    """The highest placement that some worker may know of it, besides `placement`."""
     prefill: str = ""
     decode: str = ""
     prefill_life: Life | None = None

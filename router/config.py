@@ -38,6 +38,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Placements after losses that all requests together may take at once; it refills within a minute."""
     retry_fraction: float = 0.2
     """How much every new request adds to that budget, up to `retry_reserve`."""
+    settle_s: float = 5.0
+    """How long after its start a router waits for decode workers to report what they kept for it. Until then it hands
+    out nothing of earlier requests."""
     resume_window_s: float = 30.0
     """How long a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000

@@ -1,9 +1,10 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
 To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
-A stream begins with the worker's `WorkerInfo`. When it breaks, the hub hears `lost` at once and the
-link dials again with growing pauses. Nothing here waits for a client: what is read goes to the hub,
-which only queues; what is sent is collected and leaves as one frame per write.
+A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
+breaks, the hub hears `lost` at once and the link dials again with growing pauses. Nothing here waits
+for a client: what is read goes to the hub, which only queues; what is sent is collected and leaves as
+one frame per write.
 """
 
 import asyncio
@@ -19,12 +20,14 @@ from engine.messages import (
     DecodeRecord,
     PeerAddress,
     Record,
+    RouterHello,
     RouterRecord,
     WorkerInfo,
     decode_decode_frame,
     decode_report_frame,
     encode,
 )
+from engine.types import Incarnation
 from router.hub import Hub
 
 ATTACH = "/headrace.v1.DecodeWorker/Attach"
@@ -79,8 +82,9 @@ class Links:
 
     # Mutable state: the task of every wanted worker, the outbox of every attached one, and tasks that are ending.
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, incarnation: Incarnation) -> None:
         self._hub = hub
+        self._hello = RouterHello(incarnation)
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._severed: set[asyncio.Task[None]] = set()
@@ -105,6 +109,7 @@ class Links:
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
     ) -> None:
         """Dial new workers, and leave those that are not named any more."""
+        self._hub.named([peer.name for peer in decode])
         wanted = {("prefill", peer) for peer in prefill} | {("decode", peer) for peer in decode}
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
@@ -143,6 +148,7 @@ class Links:
         try:
             info, rest = _introduction(await _first(call), decode_decode_frame)
             outbox = Outbox()
+            outbox.put(self._hello)
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
             self._outboxes[peer.name] = outbox
             self._hub.joined(peer, info)

@@ -10,6 +10,8 @@ from engine.messages import (
     Finish,
     Load,
     NeedPrefill,
+    Orphan,
+    OrphansTold,
     PeerAddress,
     Place,
     Refused,
@@ -29,6 +31,12 @@ class Submit(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
 
 
+class Named(msgspec.Struct, frozen=True):
+    """These are all decode workers, connected or not."""
+
+    decode: tuple[str, ...]
+
+
 class Joined(msgspec.Struct, frozen=True):
     """A worker is connected."""
 
@@ -40,7 +48,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A connected worker sent a record."""
 
     worker: str
-    record: Accepted | Refused | NeedPrefill | Tokens | Ended | Load
+    record: Accepted | Refused | NeedPrefill | Tokens | Ended | Orphan | OrphansTold | Load
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -67,7 +75,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Joined | Heard | Lost | Left | StopFound | Tick
+Event = Submit | Named | Joined | Heard | Lost | Left | StopFound | Tick
 """What happened."""
 
 
@@ -96,6 +104,13 @@ class Begin(msgspec.Struct, frozen=True):
     """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`."""
 
     request: RequestId
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    """A request of a router that is gone goes on here; its client will come back for all of its output. Said again
+    where a higher placement of it turns up."""
+
+    orphan: Orphan
 
 
 class Interrupted(msgspec.Struct, frozen=True):
@@ -157,6 +172,7 @@ Command = (
     | SendFinish
     | SendUsePrefill
     | Begin
+    | Adopt
     | Interrupted
     | Poisonous
     | Deliver

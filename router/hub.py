@@ -9,10 +9,20 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.messages import DecodeRecord, Fault, Load, PeerAddress, RouterRecord, WorkerInfo
+from engine.messages import (
+    DecodeRecord,
+    Fault,
+    Load,
+    Orphan,
+    OrphansTold,
+    PeerAddress,
+    RouterRecord,
+    WorkerInfo,
+)
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core import Router
 from router.events import (
+    Adopt,
     Begin,
     Command,
     Complete,
@@ -26,6 +36,7 @@ from router.events import (
     Joined,
     Left,
     Lost,
+    Named,
     Poisonous,
     SendCancel,
     SendFinish,
@@ -62,6 +73,8 @@ class Sink(Protocol):
 
 Send = Callable[[str, RouterRecord], None]
 Sever = Callable[[str], None]
+Revive = Callable[[Orphan, float], Sink | None]
+"""Makes the client's side of an adopted request, to which its output so far is then given; None if nobody can."""
 
 
 class Hub:
@@ -73,6 +86,7 @@ class Hub:
         self._observer = observer
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
+        self._revive: Revive = _nobody
         self._sever: Sever = _stays
 
     def __repr__(self) -> str:
@@ -86,6 +100,14 @@ class Hub:
         """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
         self._send = send
         self._sever = sever or _stays
+
+    def adopt_with(self, revive: Revive) -> None:
+        """From now on requests of an earlier router get their sinks from `revive`."""
+        self._revive = revive
+
+    def is_settled(self) -> bool:
+        """Whether requests of an earlier router that are not known by now will not be."""
+        return self._core.is_settled(self._clock())
 
     def ready(self) -> bool:
         """Whether a prefill and a decode worker are alive."""
@@ -112,6 +134,10 @@ class Hub:
 
     # ---- from workers
 
+    def named(self, decode: Sequence[str]) -> None:
+        """These are all decode workers."""
+        self._handle(Named(tuple(decode)))
+
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
         self._handle(Joined(peer, info))
 
@@ -127,7 +153,9 @@ class Hub:
                 self._handle(Heard(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
-                if not isinstance(record, Load):
+                if isinstance(record, Orphan):
+                    self._give_up(record.record.request)
+                elif not isinstance(record, Load | OrphansTold):
                     self._give_up(record.request)
 
     def tick(self) -> None:
@@ -144,7 +172,8 @@ class Hub:
                 self._do(command)
             except Exception:
                 log.exception("%s failed", type(command).__name__)
-                request = getattr(command, "request", None)
+                orphan = getattr(command, "orphan", None)
+                request = getattr(orphan.record if orphan else command, "request", None)
                 if request is not None:
                     self._give_up(request)
 
@@ -162,6 +191,8 @@ class Hub:
                 self._send(command.worker, command.finish)
             case SendUsePrefill():
                 self._send(command.worker, command.answer)
+            case Adopt():
+                self._adopt(command.orphan, now)
             case Interrupted():
                 self._interrupted(command, now)
             case Poisonous():
@@ -186,6 +217,15 @@ class Hub:
             case GiveUp(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._sever(verdict.name)
+
+    def _adopt(self, orphan: Orphan, now: float) -> None:
+        request = orphan.record.request
+        log.info("request %s goes on behind %d tokens", request, len(orphan.tokens))
+        sink = self._revive(orphan, now)
+        if sink is None:
+            self._handle(Left(request))
+        else:
+            self._sinks[request] = sink
 
     def _interrupted(self, command: Interrupted, now: float) -> None:
         log.warning(
@@ -218,7 +258,11 @@ class Hub:
         if sink is not None:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
-            self._handle(Left(request))
+        self._handle(Left(request))
+
+
+def _nobody(orphan: Orphan, now: float) -> None:
+    """Without clients' sides there is nobody to go on for."""
 
 
 def _stays(worker: str) -> None:

@@ -40,15 +40,17 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 class Ask:
-    """One request in a thread of its own. `tokens` grow as they come; then `finished` or `error` is set."""
+    """One request in a thread of its own. `tokens` and `text` grow as they come; then `finished` or `error` is set."""
 
-    def __init__(self, client: Client, call: GenerateCall) -> None:
+    def __init__(self, client: Client, call: GenerateCall, resume: bool = False) -> None:
         self.call = call
         self.tokens: list[int] = []
+        self.text = ""
         self.finished: Finished | None = None
         self.error: ApiError | None = None
         self.ended_s = 0.0
         self._client = client
+        self._resume = resume
         self._news = threading.Condition()
         self._left = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -60,12 +62,13 @@ class Ask:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        events = self._client.generate(self.call)
+        events = self._client.generate(self.call, self._resume)
         try:
             for event in events:
                 with self._news:
                     if isinstance(event, Delta):
                         self.tokens += event.token_ids
+                        self.text += event.text
                     elif isinstance(event, Finished):
                         self.finished = event
                     self._news.notify_all()
@@ -172,7 +175,7 @@ class Ground:
         return [name for name in self.names if name.startswith(role)]
 
     def pid(self, name: str) -> int:
-        return self.cluster.workers[name].pid
+        return self.cluster.router.pid if name == "router" else self.cluster.workers[name].pid
 
     def proxy(self, name: str) -> Proxy:
         return self._launcher.proxies[name]
@@ -205,7 +208,7 @@ class Ground:
         raise AssertionError(f"no {role} worker became busy")
 
     def replaced(self, name: str, old_pid: int, timeout_s: float = HEAL_S) -> None:
-        """Until another process answers to this name."""
+        """Until another process answers to this name, be it a worker's or `router`."""
         deadline_s = time.monotonic() + timeout_s
         while self.pid(name) == old_pid:
             assert time.monotonic() < deadline_s, f"{name} was not replaced: {self.gave_up}"
@@ -253,8 +256,19 @@ class Ground:
 
     # requests
 
-    def ask(self, prompt: list[int], mode: str, count: int, tenant: str, **more: object) -> Ask:
-        """`tenant` keeps the prefixes of one request out of another's reach, so that its blocks must migrate."""
+    def ask(
+        self,
+        prompt: list[int],
+        mode: str,
+        count: int,
+        tenant: str,
+        *,
+        resume: bool = False,
+        **more: object,
+    ) -> Ask:
+        """`tenant` keeps the prefixes of one request out of another's reach, so that its blocks must migrate.
+
+        With `resume` the client comes back after a broken connection."""
         sampling, seed = MODES[mode]
         call = GenerateCall(
             prompt=prompt,
@@ -265,4 +279,4 @@ class Ground:
             tenant=tenant,
             **more,  # type: ignore[arg-type]
         )
-        return Ask(self.client, call)
+        return Ask(self.client, call, resume)

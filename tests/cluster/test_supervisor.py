@@ -42,8 +42,12 @@ def up(name: str, port: int, life: int = 1) -> ChildReady:
 
 
 def supervisor(policy: RestartConfig = POLICY) -> Supervisor:
-    workers = {"prefill-0": ("prefill", up("prefill-0", 1)), "decode-0": ("decode", up("decode-0", 2))}
-    return Supervisor(policy, START_TIMEOUT_S, workers)
+    children = {
+        "prefill-0": ("prefill", up("prefill-0", 1)),
+        "decode-0": ("decode", up("decode-0", 2)),
+        "router": ("router", up("router", 3)),
+    }
+    return Supervisor(policy, START_TIMEOUT_S, children)
 
 
 def names(commands: list[Command]) -> list[str]:
@@ -65,7 +69,7 @@ def test_a_death_is_told_before_the_replacement_exists() -> None:
     assert one.handle(Tick(), 11.0) == [Launch("prefill-0")]
     (announce,) = one.handle(Up(up("prefill-0", 7)), 14.0)
     assert addresses(announce) == (["h:7"], ["h:2"])
-    assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0))"
+    assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0), router=up(0))"
 
 
 def test_pauses_double_and_a_storm_ends_the_cluster_with_the_reason() -> None:
@@ -94,12 +98,23 @@ def test_old_deaths_are_forgiven() -> None:
         one.handle(Up(up("prefill-0", number)), now + 4.0)
 
 
-def test_the_router_is_not_replaced_and_no_limit_means_none() -> None:
-    assert supervisor().handle(Ended("router", "ended with status 1"), 0.0) == [
-        GiveUp("router: ended with status 1")
-    ]
+def test_no_limit_means_none() -> None:
     strict = supervisor(RestartConfig(limit=0))
     assert strict.handle(Ended("decode-0", "x"), 0.0) == [GiveUp("decode-0: x")]
+    assert strict.handle(Ended("router", "y"), 0.0) == [GiveUp("router: y")]
+
+
+def test_a_router_that_is_up_again_is_told_all_that_it_missed() -> None:
+    """Guards against words to a dead router, which ended the cluster, and a new one that knows of no worker or of a
+    dead one."""
+    one = supervisor()
+    assert one.handle(Ended("router", "killed"), 10.0) == [Discard("router")]
+    assert one.handle(Ended("prefill-0", "killed"), 10.5) == [Discard("prefill-0")]
+    assert one.handle(Tick(), 11.0) == [Launch("router")]
+    assert one.handle(Tick(), 11.5) == [Launch("prefill-0")]
+    assert one.handle(Up(up("prefill-0", 7)), 12.0) == []
+    (announce,) = one.handle(Up(up("router", 3)), 13.0)
+    assert addresses(announce) == (["h:7"], ["h:2"])
 
 
 def test_a_start_that_hangs_is_a_death() -> None:
@@ -263,20 +278,25 @@ def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
             assert not ended and not gone(second) and cluster.workers["decode-0"].pid == second
 
 
-def test_the_routers_death_ends_the_cluster() -> None:
-    """Guards against workers without a router, which nobody can reach, kept alive for nothing."""
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_router_is_back_on_its_port_and_knows_the_workers(launcher: str) -> None:
+    """Guards against clients that look for the router where it was, and against workers kept alive for a router that
+    does not know them; and the bound on its deaths."""
+    before = set(descendants())
     config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
-    with Cluster(config, make_launcher("process"), FAKES, model_dir="x") as cluster:
-        cluster.start()
-        workers = {up.pid for up in cluster.workers.values()}
-        (router,) = {pid for pid in descendants() if pid not in workers and _is_router(pid)}
-        began_s = time.monotonic()
-        os.kill(router, signal.SIGKILL)
-        with pytest.raises(LaunchError, match=r"^router: killed by SIGKILL$"):
-            cluster.watch()
-        assert time.monotonic() - began_s < 5.0
-
-
-def _is_router(pid: int) -> bool:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read().endswith(b"cluster.child\0router\0")
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        address = cluster.start().grpc
+        workers = {name: up.pid for name, up in cluster.workers.items()}
+        with watched(cluster) as ended:
+            for _ in range(RESTARTS.limit):
+                was = cluster.router
+                os.kill(was.pid, signal.SIGKILL)
+                assert eventually(lambda was=was: cluster.router.pid != was.pid, 30.0), ended
+                assert cluster.router.address == address and gone(was.pid)
+                assert eventually(cluster._children["router"].ready, 5.0)
+            os.kill(cluster.router.pid, signal.SIGKILL)
+            assert eventually(lambda: bool(ended), 10.0)
+            assert ended[0].startswith("router: ")
+            assert ended[0].endswith("(3 times in 300 s)")
+        assert {name: up.pid for name, up in cluster.workers.items()} == workers
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before

@@ -16,6 +16,7 @@ from engine.messages import (
     Ended,
     Finish,
     NeedPrefill,
+    Orphan,
     PeerAddress,
     Refused,
     RequestStats,
@@ -25,6 +26,7 @@ from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core import Router
 from router.events import (
+    Adopt,
     Begin,
     Complete,
     Deliver,
@@ -59,13 +61,15 @@ def token(request: str, index: int) -> int:
 class Job:
     """A placement as its worker knows it."""
 
-    def __init__(self, place: SendPlace) -> None:
-        self.worker = place.worker
-        self.request = place.place.record.request
-        self.placement = place.place.placement
-        self.prefill = place.place.prefill.name
+    def __init__(
+        self, worker: str, record: RequestRecord, placement: int, prefill: str, sent: int
+    ) -> None:
+        self.worker = worker
+        self.request = record.request
+        self.placement = placement
+        self.prefill = prefill
         self.accepted = False
-        self.sent = len(place.place.record.tokens) - place.place.record.prompt_tokens
+        self.sent = sent
         self.told: Cancel | Finish | None = None
 
 
@@ -108,6 +112,11 @@ class RouterMachine(RuleBasedStateMachine):
                     assert not self.ends[command.request]
                     self.begun.add(command.request)
                     self.interrupted.discard(command.request)
+                case Adopt():
+                    request = command.orphan.record.request
+                    self.begun.add(request)
+                    self.interrupted.discard(request)
+                    self.given[request], self.ends[request] = [], 0
                 case Interrupted():
                     assert command.emitted_tokens == len(self.given[command.request])
                     self.interrupted.add(command.request)
@@ -140,7 +149,8 @@ class RouterMachine(RuleBasedStateMachine):
         )
         prefill = command.place.prefill.name
         assert prefill in self.up if prefill else not self.up & set(PREFILLS)
-        self.jobs.append(Job(command))
+        place = command.place
+        self.jobs.append(Job(command.worker, record, place.placement, prefill, len(history)))
 
     def back(self, name: str) -> None:
         """Connected as a new process."""
@@ -303,6 +313,38 @@ class RouterMachine(RuleBasedStateMachine):
         failed = job.prefill
         self.do(Heard(job.worker, NeedPrefill(job.request, job.placement, failed)))
         assert job.told or job.prefill != failed or failed in self.up
+
+    @rule(
+        name=st.sampled_from(WORKERS),
+        placement=st.integers(1, 6),
+        tokens=st.integers(0, 16),
+        again=st.booleans(),
+        prefill=st.sampled_from(["", *PREFILLS, "p9"]),
+    )
+    def report_orphan(
+        self, name: str, placement: int, tokens: int, again: bool, prefill: str
+    ) -> None:
+        """A worker has a request of an earlier router; `again`: one that was reported before, or was placed here."""
+        if name not in self.up or (again and not self.minted):
+            return
+        if not again:
+            self.minted += 1
+        request = RequestId(f"r{self.minted - 1}")
+        if any(j.request == request and j.placement == placement for j in self.jobs + self.ghosts):
+            return
+        record = RequestRecord(
+            request=request, tokens=[1] * 20, prompt_tokens=20, max_tokens=16, seed=0, context=b"x"
+        )
+        job = Job(name, record, placement, prefill, tokens)
+        job.accepted = True
+        self.jobs.append(job)
+        ids = [token(request, i) for i in range(tokens)]
+        self.do(
+            Heard(
+                name,
+                Orphan(record=record, placement=placement, prefill=prefill, tokens=ids, age_s=0.0),
+            )
+        )
 
     @rule(name=st.sampled_from(WORKERS), active=st.integers(0, BLOCKS))
     def report(self, name: str, active: int) -> None:

@@ -39,7 +39,13 @@ STATES = (
 )
 RECOVERY_STATES = (
     "NeedPrefill",
+    "client resumed",
     "interrupted, and placed again",
+    "orphan adopted",
+    "orphan expired",
+    "orphan: a higher placement",
+    "orphan: had ended",
+    "orphan: reported by two workers",
     "prefilled by the decode worker",
     "refused as poisonous",
     "router dropped: stale",

@@ -7,8 +7,10 @@ from random import Random
 from typing import Any
 
 from engine.messages import (
+    Ended,
     Handoff,
     Load,
+    Orphan,
     PeerAddress,
     Record,
     StartPrefill,
@@ -54,6 +56,8 @@ class World:
         self.breaks = 0
         self.failure = ""
         self._asked = 0
+        self._reported: set[str] = set()
+        self._orphan: str | None = None
         self._occasions = 0
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
@@ -76,6 +80,7 @@ class World:
         if self.say is not None and self.clock.now > 0:
             self.say(name, "starts again, as a new life")
         if role == "router":
+            self._reported.clear()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
             self.front.start(self.addresses("prefill"), self.addresses("decode"))
             return
@@ -96,11 +101,21 @@ class World:
             self.movers[process.pid].die()
         if process.role == "router":
             for client in self.clients:
-                client.router_lost()
+                client.router_lost(self._keeper(client))
         else:
             for peer in self.live.values():
                 if peer.alive and peer.pid in self.movers:
                     self.movers[peer.pid].wake()
+
+    def _keeper(self, client: Client) -> Process | None:
+        """The living decode worker that runs a request and is known to, at the moment when the router dies."""
+        process = self.live.get(self.front.runs_on(client))
+        if process is None or not process.alive or process.frozen:
+            return None
+        orphanage = self.workers[process.pid]._scheduler
+        name = client.record.request
+        knows = name in orphanage._requests or name in orphanage.orphans._ended
+        return process if knows else None
 
     def freeze(self, process: Process, seconds: float) -> None:
         """SIGSTOP for a while: silent, its memory as it was, its streams open until their keepalive fails."""
@@ -190,6 +205,15 @@ class World:
         if isinstance(record, Load):
             if record.evicted:
                 self.note("cache evicted")
+        elif isinstance(record, Orphan):
+            if record.record.request in self._reported:
+                self.note("orphan: reported by two workers")
+            self._reported.add(record.record.request)
+            self._orphan = record.record.request
+        elif isinstance(record, Ended):
+            if record.request == self._orphan:
+                self.note("orphan: had ended")
+            self._orphan = None
         elif type(record).__name__ in ("Refused", "NeedPrefill"):
             self.note(type(record).__name__)
 
@@ -197,6 +221,13 @@ class World:
         self.note("UNAVAILABLE")
         if self.plan.strict and not self._may_fail():
             raise Violation(f"{client.name}: UNAVAILABLE without need: {message}")
+
+    def lost(self, client: Client) -> None:
+        """A client came back for a request that the new router does not know."""
+        self.note("client lost its request")
+        keeper = client.kept_by
+        if keeper is not None and keeper.alive and self.plan.decode.orphan_s > PATIENCE_S:
+            raise Violation(f"{client.name}: {keeper} ran it, and the new router knows nothing of it")
 
     def _may_fail(self) -> bool:
         """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
@@ -213,6 +244,8 @@ class World:
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 self.notes[f"{name} dropped {why}"] += count
+        if process.role == "decode":
+            self.notes["orphan expired"] += scheduler.orphans.expired
         self.notes["copy on write"] += self.memories[process.pid].runner.copies
 
     # ---- checks
