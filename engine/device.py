@@ -1,7 +1,7 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ class Device:
     vocab: int
     context_tokens: int
     stop_ids: frozenset[int]
-    memory: MemoryUse
+    memory: MemoryUse = field(default_factory=MemoryUse)
 
     def manager(self) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint)

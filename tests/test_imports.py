@@ -70,6 +70,9 @@ TORCH_FREE = (
     "cluster/hosting.py",
     "cluster/launch.py",
     "cluster/*_launcher.py",
+    "cluster/memory.py",
+    "cluster/plan*.py",
+    "cluster/shapes.py",
     "cluster/supervisor.py",
     "telemetry/*.py",
 )
@@ -103,6 +106,7 @@ PURE = (
     "router/core.py",
     "router/policy.py",
     "router/prefix_index.py",
+    "cluster/planner.py",
     "cluster/supervisor.py",
 )
 

@@ -14,17 +14,16 @@ from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.events import FromRouter
 from engine.device import Device
-from engine.fake import FakeRunner, fake_next
+from engine.fake import fake_next
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
+from tests.integration.fake_device import VOCAB, fake_device
 from transfer.loopback import Fault, FaultKind
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 PREFILL_LAYOUT = LAYOUT
-VOCAB = 257
 
 
 @pytest.fixture(autouse=True, params=[4, 3, 6], ids="prefill blocks of {} tokens".format)
@@ -35,18 +34,7 @@ def prefill_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def _device(blocks: int = 48, layout: KVLayout = LAYOUT) -> Device:
-    kv = PagedKV(layout, blocks)
-    return Device(
-        model="fake",
-        layout=layout,
-        blocks=blocks,
-        kv=kv,
-        runner=FakeRunner(kv, VOCAB),
-        fingerprint="fake",
-        vocab=VOCAB,
-        context_tokens=4096,
-        stop_ids=frozenset({256}),
-    )
+    return fake_device(layout, blocks)
 
 
 def _cluster(blocks: int = 48, chunk: int = 8, **decode: int) -> Colocated:

@@ -147,9 +147,9 @@ def test_prefill_blocks_of_another_size_make_the_same_tokens(
                 finished.stats.prefill_cached_tokens,
             )
         converting.wait_quiet()
-        assert _metric(converting.decode, 'handoff_digests_total{what="verified"') > 8
+        assert _metric(converting.decode, 'handoff_digests_total{what="verified"') > 0
         assert _metric(converting.decode, 'handoff_digests_total{what="mismatched"') == 0
-        assert _metric(converting.prefill, 'handoff_digests_total{what="made"') > 8
+        assert _metric(converting.prefill, 'handoff_digests_total{what="made"') > 0
     finally:
         converting.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from decode_worker import handoffs
 from decode_worker.events import Tell
 from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
@@ -20,6 +21,7 @@ from engine.messages import Landed, Refused
 from engine.types import FinishReason
 from transfer import digest
 from transfer.commands import Arrived, Disconnect, Emit
+from transfer.conversion import rows_by_block
 from transfer.migration import R
 from transfer.receiver import KVReceiver
 from transfer.sender import KVSender
@@ -182,6 +184,15 @@ def indexed_before_landed() -> list[Patch]:
     return [(DecodeScheduler, "_place", early)]
 
 
+def cached_rows_repacked() -> list[Patch]:
+    """A block of another size is repacked whole: its first rows go into a block that was cached, and may be shared."""
+
+    def whole(tokens: int, have: int, sender_size: int, *rest: Any) -> Any:
+        return rows_by_block(tokens, have // sender_size * sender_size, sender_size, *rest)
+
+    return [(handoffs, "rows_by_block", whole)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -195,6 +206,7 @@ BUGS: dict[str, Plant] = {
         reservation_deadlock,
         duplicate_acknowledgement_counted,
         indexed_before_landed,
+        cached_rows_repacked,
     )
 }
 

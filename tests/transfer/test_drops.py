@@ -6,10 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.colocated import DECODE, PREFILL, Colocated
 from decode_worker.events import FromPeer
-from engine.device import Device
-from engine.fake import FakeRunner
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import (
     BlockOffer,
     Fault,
@@ -23,6 +20,7 @@ from engine.messages import (
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from telemetry.metrics import HANDOFF_DROPS, WorkerMetrics
+from tests.integration.fake_device import fake_device
 from transfer.commands import ExpectedBlock, OutgoingBlock, Rows
 from transfer.loopback import Fault as WireFault
 from transfer.loopback import FaultKind
@@ -78,21 +76,6 @@ def test_what_a_receiver_drops() -> None:
     assert counted("receiver", receiver.dropped) == dict.fromkeys(kinds, 1)
 
 
-def _device() -> Device:
-    kv = PagedKV(LAYOUT, 24)
-    return Device(
-        model="fake",
-        layout=LAYOUT,
-        blocks=24,
-        kv=kv,
-        runner=FakeRunner(kv),
-        fingerprint="fake",
-        vocab=257,
-        context_tokens=256,
-        stop_ids=frozenset(),
-    )
-
-
 def _record(name: RequestId) -> RequestRecord:
     return RequestRecord(
         request=name,
@@ -111,7 +94,12 @@ def _first_token(handoff: Handoff) -> FirstToken:
 
 def test_what_a_decode_worker_drops_of_its_prefill_workers_words() -> None:
     """A first token or a failure that comes late, or twice: the request goes on as if it had not been said."""
-    cluster = Colocated(_device(), _device(), prefill_config=PrefillConfig(chunk_tokens=4), check=True)
+    cluster = Colocated(
+        fake_device(LAYOUT, 24),
+        fake_device(LAYOUT, 24),
+        prefill_config=PrefillConfig(chunk_tokens=4),
+        check=True,
+    )
     stalls = [WireFault(FaultKind.STALL), WireFault(FaultKind.STALL)]
     cluster.hub.faults += stalls
 
