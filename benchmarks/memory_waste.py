@@ -4,9 +4,9 @@ Chat-like requests (log-normal prompt and answer lengths) run through the real b
 there is room, one token each a step, until the pool has turned over several times. `live %` is the share of slots held
 by requests that hold a token: the mean over all steps. Contiguous reservation, of which there are two, holds slots for
 the longest possible sequence, or for the prompt and `max_tokens`, from a request's first step on.
-`at once` is the mean number of requests running; paged requests are also promised room for `max_tokens`, which can
-stay cached prefixes until it is needed, and `optimistic` is what would run if nobody were promised anything: the most
-that preemption could gain.
+`at once` is the mean number of requests running: paged requests are also promised room for `max_tokens`, which goes on
+holding cached prefixes until it is needed. `if known` is how many would run if the length of every answer were known in
+advance: the most that preemption could gain.
 """
 
 import argparse
@@ -130,11 +130,11 @@ def measure(mix: Mix, slots: int, steps: int, seed: int) -> list[dict[str, str |
     table = []
     for block_size in BLOCK_SIZES:
         row = paged(mix, slots, block_size, steps, seed, promise=True).row(f"blocks of {block_size}")
-        optimistic = paged(mix, slots, block_size, steps, seed, promise=False)
-        table.append(row | {"optimistic": optimistic.running / optimistic.steps})
+        known = paged(mix, slots, block_size, steps, seed, promise=False)
+        table.append(row | {"if known": known.running / known.steps})
     for name, whole in (("contiguous, prompt + max_tokens", False), ("contiguous, context", True)):
         row = contiguous(mix, slots, steps, seed, whole).row(name)
-        table.append(row | {"optimistic": row["at once"]})
+        table.append(row | {"if known": row["at once"]})
     return table
 
 

@@ -11,7 +11,6 @@ import lzma
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import IO
 
 import msgspec
 
@@ -46,9 +45,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(path: Path) -> list[Row]:
     """All rows of a file. Raises OSError, or msgspec.MsgspecError for a line of another form."""
-    opened: IO[bytes] = lzma.open(path) if path.suffix == ".xz" else path.open("rb")
-    with opened as lines:
-        return msgspec.json.Decoder(Row).decode_lines(lines.read())
+    packed = path.read_bytes()
+    lines = lzma.decompress(packed) if path.suffix == ".xz" else packed
+    return msgspec.json.Decoder(Row).decode_lines(lines)
 
 
 def make(shape: Shape, seed: int) -> list[Row]:
