@@ -13,11 +13,9 @@ from random import Random
 
 import msgspec
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe
-from benchmarks.figures import Middle, middle, write_json
+from benchmarks.figures import Middle, middle, show, write_json
 from engine.attention import TorchAttention
 from engine.determinism import deviations
 from engine.kv.layout import KVLayout
@@ -48,10 +46,8 @@ def main(argv: list[str]) -> int:
     models["off"] = models["on"]
     found = deviations(models["on"], BLOCK_TOKENS)
     lines = measure(models, options.context_tokens, options.batches, options.rounds, options.steps)
-    console = Console()
-    console.print(_table(lines, options.dtype, options.threads))
-    held = "holds here" if not found else f"does NOT hold here: {', '.join(found)}"
-    console.print(f"the promise {held}; {describe()['cpu']}, torch {describe()['torch']}", markup=False)
+    show(_table(lines, options.dtype, options.threads))
+    print("the promise holds here" if not found else f"the promise does not hold here: {', '.join(found)}")
     if options.json is not None:
         settings = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, "deterministic", settings, {"deviations": found, "lines": lines})

@@ -1,12 +1,15 @@
 """What the offline benchmarks share: where a figure was made, and how a set of repeats is told in one cell."""
 
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.environment import describe
 
@@ -39,6 +42,14 @@ def middle(values: Sequence[float]) -> Middle:
         worst=ordered[-1],
         repeats=len(ordered),
     )
+
+
+def show(table: Table) -> None:
+    """Print a table, wide where the output is no terminal, and the processor under it."""
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(table)
+    facts = describe()
+    console.print(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}", markup=False)
 
 
 def write_json(path: Path, benchmark: str, settings: Mapping[str, object], rows: object) -> None:
