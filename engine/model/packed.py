@@ -3,7 +3,7 @@ them that every worker maps. The plain matrices are then read no more, but for t
 
     <prepared model>/packed-<key>.bin, .json     key: PyTorch's version and what the processor can do
 
-Where packing is not possible the plain weights serve, and where mapping is not, each process packs its own.
+Where packing is not possible the plain weights serve, and where the file is not, each process packs its own.
 """
 
 import hashlib
@@ -40,18 +40,21 @@ class _Index(msgspec.Struct, frozen=True):
 def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always `head`.
     Empty where this machine cannot pack them."""
+    matrices = _matrices(weights)
+    try:
+        pack(matrices["layers.0.output"])
+    except PackError as error:
+        log.info("weights stay as they are: %s", error)
+        return {}
     path = model_dir / f"packed-{_key()}.bin"
     try:
         if not path.exists():
             _write(model_dir, path)
         packed = _map(path)
         _compare(packed, weights)
-    except PackError as error:
-        log.info("weights stay as they are: %s", error)
-        return {}
-    except OSError as error:
-        log.warning("packed weights cannot be shared by the workers of this host: %s", error)
-        return {name: pack(weight) for name, weight in _matrices(weights).items()}
+    except (OSError, PackError) as error:
+        log.warning("every worker packs weights of its own: %s", error)
+        return {name: pack(weight) for name, weight in matrices.items()}
     return packed
 
 
@@ -74,20 +77,28 @@ def _write(model_dir: Path, path: Path) -> None:
     with locked(model_dir.with_name(f"{model_dir.name}.lock")):
         if path.exists():
             return
-        partial, offset, entries, dtype = path.with_suffix(".partial"), 0, dict[str, _Entry](), ""
-        with partial.open("wb") as file:
-            for name, weight in _matrices(map_weights(model_dir)).items():
-                offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
-                packed = pack(weight)
-                raw, description = to_bytes(packed)
-                entries[name] = _Entry(offset, len(raw), (weight.shape[0], weight.shape[1]), description)
-                offset += file.write(raw)
-                dtype = str(weight.dtype).removeprefix("torch.")
-            file.flush()
-            os.fsync(file.fileno())
-        index = _Index(dtype, offset, entries)
-        path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
-        partial.rename(path)
+        partial = path.with_suffix(".partial")
+        try:
+            index = _pack_into(partial, _matrices(map_weights(model_dir)))
+            path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _pack_into(path: Path, matrices: dict[str, Tensor]) -> _Index:
+    offset, entries, dtype = 0, dict[str, _Entry](), ""
+    with path.open("wb") as file:
+        for name, weight in matrices.items():
+            offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
+            packed = pack(weight)
+            raw, description = to_bytes(packed)
+            entries[name] = _Entry(offset, len(raw), (weight.shape[0], weight.shape[1]), description)
+            offset += file.write(raw)
+            dtype = str(weight.dtype).removeprefix("torch.")
+        file.flush()
+        os.fsync(file.fileno())
+    return _Index(dtype, offset, entries)
 
 
 def _map(path: Path) -> dict[str, Tensor]:

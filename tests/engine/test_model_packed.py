@@ -46,7 +46,7 @@ def test_they_are_written_once_and_mapped(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["cut", "swapped"])
 def test_spoiled_bytes_are_not_used(folder: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards wrong answers after a full disk or another library's file: the plain weights serve."""
+    """Guards wrong answers after a full disk or another library's file: the worker packs for itself."""
     load_model(folder)
     (file,) = folder.glob("packed-*.bin")
     whole = file.read_bytes()
@@ -57,10 +57,29 @@ def test_spoiled_bytes_are_not_used(folder: Path, harm: str, caplog: pytest.LogC
         random.Random(1).shuffle(spoiled)
     file.unlink()
     file.write_bytes(spoiled)
-    with caplog.at_level("INFO"):
-        assert packed_weights(folder, map_weights(folder)) == {}
-    assert "stay as they are" in caplog.text
+    weights = map_weights(folder)
+    packed = packed_weights(folder, weights)
+    assert "of its own" in caplog.text
+    for name in ("layers.0.qkv", "layers.1.down"):
+        x = torch.randn(4, weights[name].shape[1])
+        assert torch.equal(linear(x, packed[name]), linear(x, pack(weights[name])))
     file.unlink()
+
+
+def test_a_folder_that_cannot_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a model on a read-only disk: it is packed in memory, for each worker again."""
+
+    def cannot(model_dir: Path, path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for file in folder.glob("packed-*"):
+        file.unlink()
+    monkeypatch.setattr(packed_module, "_write", cannot)
+    assert load_model(folder)._head.is_mkldnn
+    assert "of its own" in caplog.text
+    assert not list(folder.glob("packed-*"))
 
 
 def test_where_nothing_can_be_packed_the_plain_weights_serve(
@@ -73,3 +92,4 @@ def test_where_nothing_can_be_packed_the_plain_weights_serve(
         file.unlink()
     monkeypatch.setattr(packed_module, "pack", cannot)
     assert not load_model(folder)._head.is_mkldnn
+    assert not list(folder.glob("packed-*"))
