@@ -44,7 +44,7 @@ class Answer(msgspec.Struct):
 
 
 def transfer_config(transport: str, digests: bool) -> TransferConfig:
-    return TransferConfig(transport=transport, verify_digests=digests)
+    return TransferConfig(transport=transport, digests="all" if digests else "off")
 
 
 class Bed:

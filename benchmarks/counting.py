@@ -102,8 +102,8 @@ def _count(name: str, worker_module: Any) -> None:
         ledger.write()
         return found
 
-    def opened(config: Any) -> Any:
-        device = open_device(config)
+    def opened(*arguments: Any) -> Any:
+        device = open_device(*arguments)
         return replace(device, runner=_CountingRunner(device.runner, ledger))
 
     mover.block_digest = timed

@@ -127,8 +127,9 @@ def _mask(
     (context,) = contexts
     causal = torch.full((count, width), float("-inf"), dtype=dtype).triu_(context - count + 1)
     rows = causal.repeat(group, 1)
-    padding = -len(rows) % multiple
-    return torch.cat([rows, rows[-1:].expand(padding, width)]).view(1, 1, -1, width)
+    if padding := -len(rows) % multiple:
+        rows = torch.cat([rows, rows[-1:].expand(padding, width)])
+    return rows.view(1, 1, -1, width)
 
 
 def paged_attention(q: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, out: Tensor) -> Tensor:
