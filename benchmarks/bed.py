@@ -79,6 +79,7 @@ class Bed:
             addresses = self.cluster.start()
         except BaseException:
             self.cluster.stop()
+            self._counts.cleanup()
             raise
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()

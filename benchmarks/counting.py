@@ -16,7 +16,7 @@ import msgspec
 
 import decode_worker.worker
 import prefill_worker.worker
-import transfer.mover
+import transfer.route
 from decode_worker.worker import DecodeWorker
 from engine.runner import Runner
 from engine.step import StepPlan
@@ -90,8 +90,8 @@ class _CountingRunner:
 def _count(name: str, worker_module: Any) -> None:
     """In a process of its own, where the names it replaces have no other reader."""
     ledger = _Ledger(name)
-    mover: Any = transfer.mover
-    digest, open_device = mover.block_digest, worker_module.open_device
+    route: Any = transfer.route
+    digest, open_device = route.block_digest, worker_module.open_device
 
     def timed(*arguments: Any) -> int:
         began_s = time.thread_time()
@@ -106,7 +106,7 @@ def _count(name: str, worker_module: Any) -> None:
         device = open_device(*arguments)
         return replace(device, runner=_CountingRunner(device.runner, ledger))
 
-    mover.block_digest = timed
+    route.block_digest = timed
     worker_module.open_device = opened
 
 
