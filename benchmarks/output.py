@@ -26,8 +26,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in rows[0]))
-    Console(width=None).print(table)
+        table.add_row(*(_cell(row[name], [line[name] for line in rows]) for name in rows[0]))
+    Console().print(table)
 
 
 def write(path: Path | None, results: Mapping[str, Sequence[Row]]) -> None:
@@ -35,7 +35,10 @@ def write(path: Path | None, results: Mapping[str, Sequence[Row]]) -> None:
         path.write_text(json.dumps({"environment": describe(), "results": results}, indent=2) + "\n")
 
 
-def _cell(value: str | int | float) -> str:
-    if isinstance(value, float):
-        return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) else value
+def _cell(value: str | int | float, column: Sequence[str | int | float]) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    coarse = any(isinstance(other, float) and abs(other) >= 10 for other in column)
+    return f"{value:,.1f}" if coarse else f"{value:.3f}"
