@@ -17,11 +17,9 @@ from benchmarks import (
     traces,
 )
 from benchmarks.compressed_tree import CompressedTree
-from engine.device import Device
-from engine.fake import FakeRunner
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.types import BlockId
+from tests.integration.fake_device import fake_device
 
 ROWS = traces.make(traces.Shape(rows=400), seed=3)
 
@@ -119,21 +117,6 @@ def test_radix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_overhead_is_measured_around_the_real_schedulers() -> None:
     layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
-
-    def device() -> Device:
-        kv = PagedKV(layout, 64)
-        return Device(
-            model="fake",
-            layout=layout,
-            blocks=64,
-            kv=kv,
-            runner=FakeRunner(kv, 257),
-            fingerprint="fake",
-            vocab=257,
-            context_tokens=4096,
-            stop_ids=frozenset({256}),
-        )
-
-    row = cache_overhead.measure(device, (1, 9), 4, batches=1)
+    row = cache_overhead.measure(lambda: fake_device(layout, 64), (1, 9), 4, batches=1)
     assert row["calls"] > 8 * 6 and row["steps"] >= 4  # type: ignore[operator]
     assert 0 < row["us in calls a step"] < 1e5  # type: ignore[operator]
