@@ -156,6 +156,8 @@ class Machine(RuleBasedStateMachine):
         self.live.remove(request)
         if not request.migrating:
             self.kv.copied(request.lease)
+            if data.draw(st.booleans()):
+                self._write(request, len(request.tokens))
             self.kv.commit(request.lease, request.tokens[: request.computed], tail=tail)
         if data.draw(st.booleans()):
             self.kv.quarantine(request.lease)
