@@ -147,8 +147,8 @@ def main() -> None:
         measure(lambda: open_device(config), lengths, options.answer_tokens, options.batches)
         for lengths in ((1, 15), (128, 256))
     ]
-    output.show(f"KV bookkeeping, {AT_ONCE} requests at once, nothing shared", table)
-    output.write(options.json, {"overhead": table})
+    title = f"KV bookkeeping, {AT_ONCE} requests at once, nothing shared"
+    output.tell(options, "cache_overhead", {title: table})
 
 
 if __name__ == "__main__":

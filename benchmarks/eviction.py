@@ -178,11 +178,9 @@ def main() -> None:
         "ideal reuse, blocks %": 100 * blocks,
         "ideal reuse, tokens %": 100 * tokens,
     }
-    output.show("Trace", [facts])
     capacities = options.capacity or [c for c in CAPACITIES if c < distinct]
     table = compare(rows, capacities, int(len(rows) * options.skip))
-    output.show("Prompt blocks found", table)
-    output.write(options.json, {"trace": [facts], "found": table})
+    output.tell(options, "eviction", {"Trace": [facts], "Prompt blocks found": table})
 
 
 if __name__ == "__main__":

@@ -154,8 +154,8 @@ def main() -> None:
     options = _options(output.parser(__doc__))
     mix = Mix()
     table = measure(mix, options.slots, options.steps, options.seed)
-    output.show(f"{options.slots} slots, {options.steps} steps, {mix}", table)
-    output.write(options.json, {"waste": table})
+    title = f"{options.slots} slots, {options.steps} steps, {mix}"
+    output.tell(options, "memory_waste", {title: table})
 
 
 if __name__ == "__main__":

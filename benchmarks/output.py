@@ -1,16 +1,14 @@
-"""What the offline benchmarks have in common: their command line, a table, and the JSON beside it."""
+"""The programs about KV memory: one command line, rows of figures as a table and as JSON."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe
+from benchmarks import figures
 
-Row = Mapping[str, str | int | float]
+Line = Mapping[str, str | int | float]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -20,19 +18,18 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """Columns are the first row's keys."""
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(row[name], [line[name] for line in rows]) for name in rows[0]))
-    Console().print(table)
-
-
-def write(path: Path | None, results: Mapping[str, Sequence[Row]]) -> None:
-    if path is not None:
-        path.write_text(json.dumps({"environment": describe(), "results": results}, indent=2) + "\n")
+def tell(options: argparse.Namespace, benchmark: str, results: Mapping[str, Sequence[Line]]) -> None:
+    """Print each result as a table, whose columns are its first line's keys; all of it as JSON, if asked for."""
+    for title, lines in results.items():
+        table = Table(title=title, title_justify="left")
+        for name, value in lines[0].items():
+            table.add_column(name, justify="left" if isinstance(value, str) else "right")
+        for line in lines:
+            table.add_row(*(_cell(line[name], [other[name] for other in lines]) for name in lines[0]))
+        figures.show(table)
+    if options.json is not None:
+        settings = {name: str(value) for name, value in vars(options).items() if name != "json"}
+        figures.write_json(options.json, benchmark, settings, results)
 
 
 def _cell(value: str | int | float, column: Sequence[str | int | float]) -> str:

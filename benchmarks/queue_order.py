@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10)
     options = parser.parse_args()
     table = measure(options.seed, options.cases)
-    output.show("Prompt tokens found cached; the bound is the best order, or all known", table)
-    output.write(options.json, {"order": table})
+    title = "Prompt tokens found cached; the bound is the best order, or all known"
+    output.tell(options, "queue_order", {title: table})
 
 
 if __name__ == "__main__":

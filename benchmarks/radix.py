@@ -187,9 +187,7 @@ def main() -> None:
         "one sequence": [long_sequence(1_000_000)],
         "bytes per block": [node_bytes()],
     }
-    for title, rows in results.items():
-        output.show(title, rows)
-    output.write(options.json, results)
+    output.tell(options, "radix", results)
 
 
 if __name__ == "__main__":

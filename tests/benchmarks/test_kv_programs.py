@@ -110,7 +110,7 @@ def test_radix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(radix, "SIZES", (1000, 4000))
     monkeypatch.setattr(sys, "argv", ["radix", "--largest", "4000", "--json", str(tmp_path / "radix.json")])
     radix.main()
-    small, large = msgspec.json.decode((tmp_path / "radix.json").read_bytes())["results"]["ns per block"]
+    small, large = msgspec.json.decode((tmp_path / "radix.json").read_bytes())["rows"]["ns per block"]
     for work in ("insert", "match", "evict"):
         assert large[work] < 4 * small[work]
 
