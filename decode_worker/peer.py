@@ -23,10 +23,9 @@ from engine.messages import (
 )
 from engine.types import Incarnation
 from transfer.rpc import RpcLoop, Send
+from transfer.serving import METHOD
 
 log = logging.getLogger(__name__)
-
-METHOD = "/headrace.v1.PrefillWorker/Attach"
 
 REDIAL_S = 0.5
 MAX_REDIALS = 60

@@ -162,7 +162,7 @@ class Wire:
         stream = Stream(self, self._made, client, server, method)
         self.streams.append(stream)
         self._hold(stream)
-        stream.lanes[0].push(lambda: self._accept(stream, methods[method.rpartition("/")[2]]))
+        stream.lanes[0].push(lambda: self._accept(stream, methods[method]))
         stream.sessions[1] = accept(stream.sender(0))
 
     def partition(self, stream: Stream, seconds: float) -> None:

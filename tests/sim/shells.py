@@ -25,6 +25,7 @@ import transfer.liveness
 import transfer.mover
 import transfer.registry
 import transfer.rpc
+import transfer.serving  # noqa: F401  (its seams are replaced)
 from engine.loop import Shell
 from tests.sim import shadow
 from tests.sim.clock import Process, Violation
@@ -110,7 +111,6 @@ class SimRpc:
         self,
         host: str,
         port: int,
-        service: str,
         streams: dict[str, Accept],
         watches: dict[str, Accept] | None = None,
     ) -> int:
@@ -185,7 +185,8 @@ def _seams() -> list[tuple[Any, str, Any, Any]]:
     """(module, name, real, simulated) for every name a shell module has imported of what is replaced."""
     found = []
     for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] not in ("decode_worker", "prefill_worker"):
+        package = module_name.partition(".")[0]
+        if package not in ("decode_worker", "prefill_worker") and module_name != "transfer.serving":
             continue
         for name, value in list(vars(module).items()):
             for real, simulated in _REPLACED:
