@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 
 from engine.messages import (
-    Cancel,
     DecodeRecord,
-    Finish,
     FirstToken,
     Offer,
     PeerAddress,
-    Place,
     PrefillFailed,
-    UsePrefill,
+    RouterRecord,
 )
 from engine.types import Incarnation
 
@@ -21,7 +18,7 @@ class FromRouter:
     """A router said something on stream `link`."""
 
     link: int
-    message: Place | Cancel | Finish | UsePrefill
+    message: RouterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A prefill worker answered and its memory can be reached."""
+    """A worker to read from answered, and its memory can be reached."""
 
     peer: Incarnation
     address: PeerAddress
@@ -42,7 +39,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """A prefill worker cannot be reached, or is lost. `peer` is None where it was never up."""
+    """A worker to read from cannot be reached, or is lost. `peer` is None where it was never up."""
 
     address: PeerAddress
     peer: Incarnation | None
@@ -51,7 +48,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """A prefill worker said something."""
+    """A worker to read from said something."""
 
     peer: Incarnation
     message: Offer | FirstToken | PrefillFailed
@@ -67,6 +64,6 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """Command: reach this prefill worker; answered by PeerUp or PeerDown."""
+    """Command: reach this worker, to read from it; answered by PeerUp or PeerDown."""
 
     address: PeerAddress

@@ -1,4 +1,5 @@
-"""The decode worker's streams to prefill workers: one per peer, opened when a placement first names it.
+"""The decode worker's streams to those it reads from: one per peer, opened when a placement first names it. A peer is a
+prefill worker, or another decode worker that yields its requests.
 
 A stream begins with a hello in either direction. A peer whose model, memory layout, protocol or digest differs is
 refused at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
@@ -36,7 +37,7 @@ Event = PeerUp | PeerDown | FromPeer
 
 @dataclass(frozen=True, slots=True)
 class PeerFrame:
-    """Bytes from a prefill worker."""
+    """Bytes from a worker to read from."""
 
     link: "PeerLink"
     data: bytes
@@ -49,7 +50,7 @@ class PeerGone:
 
 
 class PeerLink:
-    """One stream to one prefill worker; `incarnation` is known once its hello has come. Identity is by object."""
+    """One stream to one worker to read from; `incarnation` is known once its hello has come. Identity is by object."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class PeerLink:
 
 
 class Peers:
-    """All streams to prefill workers. Owner: the engine thread."""
+    """All streams to workers to read from. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Peers:
         self._opening.discard(link.address)
         problem = mismatch(self._hello, hello)
         if problem:
-            log.error("prefill worker %s is refused: %s", link.address.name, problem)
+            log.error("worker %s is refused: %s", link.address.name, problem)
             link.send(None)
             return [PeerDown(link.address, None, problem)]
         link.incarnation = hello.info.incarnation
@@ -171,6 +172,11 @@ class Peers:
                 self._lost[address] = tries + 1
                 self.connect(address)
 
+    def close(self) -> None:
+        """End every stream, behind what was said on it."""
+        for link in self._links.values():
+            link.send(None)
+
     def drop(self, peer: Incarnation, why: str) -> list[Event]:
         """Its memory cannot be reached: as good as gone."""
         link = self._links.pop(peer, None)
@@ -182,8 +188,6 @@ class Peers:
 
 def mismatch(mine: Hello, theirs: Hello) -> str:
     """Why blocks cannot move between the two, or nothing."""
-    if theirs.info.role != "prefill":
-        return f"it is a {theirs.info.role} worker"
     for what, a, b in (
         ("protocol", mine.protocol, theirs.protocol),
         ("model", mine.info.model, theirs.info.model),

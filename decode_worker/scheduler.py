@@ -4,6 +4,7 @@
     a lost or useless prefill worker: --> ASKING --the router names another--> handoff
                                                  --none is left--> LOCAL --last chunk--> READY
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
+    a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
 
 A request is taken only with a lease for its whole prompt and the promise of room to grow to `max_tokens`; otherwise the
 answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.config import DecodeConfig
+from decode_worker.departures import Departures
 from decode_worker.events import (
     ConnectPeer,
     FromPeer,
@@ -48,9 +50,12 @@ from engine.messages import (
     Place,
     PrefillFailed,
     Refused,
+    Release,
     RequestStats,
     Tokens,
     UsePrefill,
+    Yield,
+    Yielded,
 )
 from engine.plan import StageClock, banned_tokens, check_record, finish_reason, share_budget
 from engine.step import Row, StepPlan
@@ -63,17 +68,30 @@ from engine.types import (
     TooLongError,
 )
 from transfer.commands import Command as TransferCommand
-from transfer.commands import Received
+from transfer.commands import (
+    FromReader,
+    Leave,
+    Posted,
+    ReaderDead,
+    ReaderEvent,
+    ReaderLost,
+    ReaderUp,
+    Received,
+    Sent,
+)
 from transfer.receiver import KVReceiver
+from transfer.sender import KVSender
 
-Event = FromRouter | RouterLost | PeerUp | PeerDown | FromPeer | Received
+OfSource = PeerUp | PeerDown | FromPeer | Received
+OfReader = ReaderEvent | Posted | Sent
+Event = FromRouter | RouterLost | OfSource | OfReader | Leave
 Command = TransferCommand | Tell | ConnectPeer
 
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, and what `kv` and
-    `handoffs` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and what
+    `kv`, `handoffs` and `departures` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -86,6 +104,8 @@ class DecodeScheduler:
     stop_ids: frozenset[int]
     block_bytes: int
     handoffs: Handoffs = field(init=False)
+    departures: Departures = field(init=False)
+    leaving: bool = False
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed here."""
@@ -98,6 +118,16 @@ class DecodeScheduler:
 
     def __post_init__(self) -> None:
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
+        self.departures = Departures(self.kv, self.fingerprint)
+
+    @property
+    def sender(self) -> KVSender:
+        return self.departures.sender
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody, and nobody reads or is read from."""
+        return not (self._requests or len(self.handoffs) or len(self.departures))
 
     @property
     def running_requests(self) -> int:
@@ -126,6 +156,14 @@ class DecodeScheduler:
                 return self._cancel(link, message, now)
             case FromRouter(_, Finish(name, placement, kept)):
                 return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
+            case FromRouter(_, Yield(name, placement)):
+                request = self._requests.get(name)
+                if request is not None and request.placement == placement:
+                    request.yielding = self.leaving
+                return []
+            case FromRouter(_, Release(name, placement)):
+                self.departures.release(name, placement)
+                return []
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
@@ -138,13 +176,20 @@ class DecodeScheduler:
                 return self._settle(self.handoffs.peer_up(event, now), now)
             case PeerDown():
                 return self._settle(self.handoffs.peer_down(event, now), now)
+            case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
+                return [*self.departures.handle(event, now)]
+            case Leave():
+                self.leaving = True
+                return []
             case RouterLost(link):
+                self.departures.router_lost(link)
                 lost = [r for r in self._requests.values() if r.link == link]
                 return self._end_all(lost, FinishReason.CANCELLED, now)
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
+        self.departures.tick(now)
         late = [r for r in self._requests.values() if now >= r.deadline]
         return self._end_all(late, FinishReason.DEADLINE, now)
 
@@ -170,7 +215,7 @@ class DecodeScheduler:
             )
             return [*commands, Tell(link, ended)]
         lease = None
-        if len(self.handoffs) < self.config.max_handoffs:
+        if not self.leaving and len(self.handoffs) < self.config.max_handoffs:
             lease = self._acquire(record)
         if lease is None:
             refused = Refused(name, message.placement, self._blocks_wanted(record))
@@ -331,6 +376,7 @@ class DecodeScheduler:
     def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
         """Always answered: a router waits for the word that its request holds nothing here any more."""
         name, placement, reason = message.request, message.placement, message.reason
+        self.departures.release(name, placement)
         known = self._requests.get(name)
         if known is not None and known.placement == placement:
             return self._end(known, reason, now)
@@ -391,6 +437,8 @@ class DecodeScheduler:
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
         nothing to compute), and commands to carry out."""
+        yielding = [r for line in (self._running, self._ready) for r in line if r.yielding]
+        commands = [self._depart(request, now) for request in yielding]
         while self._ready and len(self._running) < self.config.max_batch:
             request = self._ready.pop(0)
             request.state = State.RUNNING
@@ -401,6 +449,9 @@ class DecodeScheduler:
         for request in self._running:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
+        for request in self.departures.incomplete:
+            self.kv.extend(request.lease, len(request.tokens))
+            rows.append(self._row(request, len(request.tokens)))
         missing = [len(request.tokens) - request.known for request in self._local]
         for request, share in zip(
             list(self._local), share_budget(missing, self.config.local_chunk_tokens), strict=True
@@ -408,9 +459,20 @@ class DecodeScheduler:
             if share:
                 rows.append(self._row(request, request.known + share))
         if not rows:
-            return None, []
+            return None, commands
         self._steps += 1
-        return StepPlan(tuple(rows), (), self._steps), []
+        return StepPlan(tuple(rows), (), self._steps), commands
+
+    def _depart(self, request: Request, now: float) -> Command:
+        """Out of the batch: all KV but the newest token's is here, for whoever goes on."""
+        name = request.record.request
+        del self._requests[name]
+        (self._running if request.state is State.RUNNING else self._ready).remove(request)
+        request.state = State.DEPARTED
+        self.departures.add(request)
+        stats = request.stats(now, self.name, self.block_bytes, None)
+        yielded = Yielded(request=name, placement=request.placement, stats=stats)
+        return Tell(request.link, yielded)
 
     def _row(self, request: Request, end: int) -> Row:
         self._stepping.append(request)
@@ -436,6 +498,9 @@ class DecodeScheduler:
             if not row.draw:
                 continue
             token = next(tokens)
+            if request.state is State.DEPARTED:
+                commands += self.departures.complete(request, token, now)
+                continue
             commands += self._emit(request, token)
             reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
             if reason is not None:
@@ -457,6 +522,7 @@ class DecodeScheduler:
         """Recompute the invariants."""
         self.kv.check()
         self.handoffs.check()
+        self.departures.check()
         lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
         for state, line in lines.items():
             assert all(request.state is state for request in line)
@@ -467,5 +533,6 @@ class DecodeScheduler:
     def __repr__(self) -> str:
         return (
             f"DecodeScheduler({len(self._running)} running, {len(self._ready)} ready, "
-            f"{len(self._local)} local, {len(self.handoffs)} handoffs, {self.kv!r})"
+            f"{len(self._local)} local, {len(self.handoffs)} handoffs, "
+            f"{len(self.departures)} departures, {self.kv!r})"
         )

@@ -251,5 +251,5 @@ class PrefillWorker:
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_token,
             evicted=evicted,
-            leaving=self._leave_by is not None,
+            leaving=self._scheduler.leaving,
         )

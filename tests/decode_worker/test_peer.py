@@ -113,7 +113,6 @@ def test_a_peer_of_another_kind_is_refused_by_name_and_left() -> None:
     for hello, word in (
         (_hello("prefill", 1, fingerprint="other"), "fingerprint"),
         (_hello("prefill", 1, protocol=2), "protocol"),
-        (_hello("decode", 1), "decode worker"),
     ):
         peers, rpc = _peers()
         peers.connect(ADDRESS)
