@@ -161,6 +161,10 @@ class DecodeWorker:
         `grace_s` seconds; `wait` returns. From any thread."""
         self._thread.put(Leave(grace_s))
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave_by is not None
+
     def wait(self) -> None:
         """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()

@@ -48,6 +48,7 @@ from transfer.commands import (
 )
 from transfer.sender import KVSender, outgoing
 
+GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
 
@@ -131,8 +132,9 @@ class PrefillScheduler:
         return sum(job.remaining for job in (*self._waiting, *self._running))
 
     @property
-    def jobs(self) -> int:
-        return len(self._jobs)
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not self._jobs
 
     # events
 
@@ -172,7 +174,7 @@ class PrefillScheduler:
         self.leaving = True
         commands: list[Command] = []
         for job in list(self._waiting):
-            commands += self._fail(job, "UNAVAILABLE", "the prefill worker is leaving")
+            commands += self._fail(job, "UNAVAILABLE", GIVEN_UP)
         return commands
 
     def _peer_up(self, event: ReaderUp) -> list[Command]:

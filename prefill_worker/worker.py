@@ -132,6 +132,10 @@ class PrefillWorker:
         returns. From any thread."""
         self._thread.put(Leave(grace_s))
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave_by is not None
+
     def wait(self) -> None:
         """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()
@@ -172,13 +176,13 @@ class PrefillWorker:
             self._auditor.idle()
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
-        if self._leave_by is not None and (not self._scheduler.jobs or now >= self._leave_by):
+        if self._leave_by is not None and (self._scheduler.is_idle or now >= self._leave_by):
             self._end()
         return plan is not None
 
     def _end(self) -> None:
         """Left: what was said is still delivered, then every stream ends."""
-        log.info("%s has left, with %d prompts in hand", self.name, self._scheduler.jobs)
+        log.info("%s has left: %r", self.name, self._scheduler)
         self._readers.close()
         for watcher in self._watchers:
             watcher.send(None)

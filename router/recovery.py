@@ -83,9 +83,15 @@ def poisoned(call: Call) -> Fault | None:
 
 
 def judge(
-    call: Call, config: RouterConfig, stop_ids: frozenset[int], budget: RetryBudget, now: float
+    call: Call,
+    config: RouterConfig,
+    stop_ids: frozenset[int],
+    budget: RetryBudget,
+    now: float,
+    announced: bool = False,
 ) -> Verdict:
-    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`."""
+    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless the
+    worker's end was `announced`: such losses are bounded by themselves."""
     if call.emitted:
         reason = finish_reason(call.record, len(call.emitted), call.emitted[-1], stop_ids)
         if reason is not None:
@@ -96,6 +102,6 @@ def judge(
     lost = f"decode worker {call.decode} was lost during the request"
     if call.losses >= config.max_placements:
         return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {call.losses} placements"))
-    if not budget.take(now):
+    if not announced and not budget.take(now):
         return Hopeless(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
     return Again()

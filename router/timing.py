@@ -5,7 +5,8 @@ acceptance, re-offers included) and `stream_out` (the worker's end to the client
 decode worker reports the stages between. What none covers is `unattributed`, never folded in.
 
 A request whose decode worker was lost is routed and reserved again, and both add to what they had.
-What it did between acceptance and loss only the lost worker knew: that time is `unattributed`.
+What it did between acceptance and loss only the lost worker knew: that time is `unattributed`. One
+that moved off a leaving worker brings along what that worker reports.
 
 The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
 accounts for more time than lies between the two messages heard here, the first was heard late by at
@@ -37,6 +38,7 @@ class Timeline:
         self._offered_s: float | None = None
         self._accepted_s: float | None = None
         self._last_reserve_s = 0.0
+        self._earlier = dict.fromkeys(WORKER_STAGES, 0.0)
 
     def submitted(self, now: float) -> None:
         """Validated, and handed to the core."""
@@ -59,6 +61,12 @@ class Timeline:
         """The decode worker was lost; the request stands in line once more."""
         self._in_line_s, self._offered_s, self._accepted_s = now, None, None
 
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        """The decode worker has yielded it, with its own account; the request stands in line once more."""
+        for name in WORKER_STAGES:
+            self._earlier[name] += stages.get(name, 0.0)
+        self.interrupted(now)
+
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together: the gap since the last ones is shared among them."""
         if self.first_token_s is None:
@@ -77,6 +85,8 @@ class Timeline:
             worker_s = sum(stages[name] for name in WORKER_STAGES)
             late_s = worker_s - (self.ended_s - self._accepted_s)
             stages["reserve"] -= min(self._last_reserve_s, max(0.0, late_s))
+        for name, seconds in self._earlier.items():
+            stages[name] += seconds
         stages["stream_out"] = now - self.ended_s if self.ended_s is not None else 0.0
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages

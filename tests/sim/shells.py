@@ -54,6 +54,7 @@ class SimThread:
         self._ticket = 0
         self._due = float("inf")
         self._busy = False
+        self._ended = False
         self.failure: BaseException | None = None
         _world.threads[self.process.pid] = self
 
@@ -64,6 +65,9 @@ class SimThread:
 
     def start(self) -> None:
         self._wake(0.0)
+
+    def end(self) -> None:
+        self._ended = True
 
     def _wake(self, seconds: float) -> None:
         due = self._world.clock.now + seconds
@@ -98,6 +102,9 @@ class SimThread:
             raise Violation(what) from error
         if self._busy:
             world.check(self.process)
+        if self._ended:
+            world.left(self.process)
+            return
         self._wake(world.rng.uniform(0.0004, 0.003) if self._busy else self._idle_s)
 
 
