@@ -2,7 +2,7 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, Stop
+    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, Leave, Stop
     child  -> parent  Started or Failed; then an Answer for each IsReady
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
@@ -35,6 +35,12 @@ class IsReady(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: its process ends by itself, with status 0."""
+
+    grace_s: float
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
@@ -51,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     ready: bool
 
 
-ToChild = SetWorkers | IsReady | Stop
+ToChild = SetWorkers | IsReady | Leave | Stop
 ToParent = Started | Failed | Answer
 
 decode_call = msgspec.json.Decoder(ToChild).decode
@@ -110,6 +116,8 @@ class ChildProcess:
             raise RuntimeError("called before it was started")
         if isinstance(call, SetWorkers):
             hosted.set_workers(call.prefill, call.decode)
+        elif isinstance(call, Leave):
+            hosted.leave(call.grace_s)
         else:
             self._report(Answer(hosted.ready()))
         return False

@@ -4,13 +4,16 @@ A worker's slot (`prefill-0`) outlives its processes; each new one draws a new i
 
     STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
     STARTING --Ended, or too slow--> PAUSING
+    UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. The router hears of a death before the replacement exists: the dead
+been well for a window starts anew at once. Workers leave one at a time, and only while all others are up; who has left as it
+was asked to has not died, and is replaced without a pause. The router hears of a death before the replacement exists: the dead
 worker's port may soon be somebody else's.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,10 +45,20 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process has ended, or could not start."""
+    """A process has ended, or could not start. `left`: because it was asked to."""
 
     name: str
     why: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
+
+    names: tuple[str, ...]
+    grace_s: float
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Tick
+Event = Up | Ended | Leave | Tick
 
 
 # commands
@@ -74,6 +87,14 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Tell this worker; answered by Ended."""
+
+    name: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Tell the router that these are all its workers."""
 
@@ -88,28 +109,34 @@ class GiveUp:
     reason: str
 
 
-Command = Discard | Launch | Announce | GiveUp
+Command = Discard | Launch | AskToLeave | Announce | GiveUp
+
+LEAVE_MARGIN_S = 5.0
+"""How much longer than its grace a leaving worker's process may live."""
 
 
 class State(StrEnum):
     STARTING = "starting"
     UP = "up"
+    LEAVING = "leaving"
     PAUSING = "pausing"
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker. `due_s`: when the pause ends, or by when its process must be up."""
+    """One worker. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`: whether it is
+    replaced once it has left."""
 
     kind: str
     address: PeerAddress
     state: State = State.UP
     due_s: float = 0.0
+    again: bool = True
     deaths: list[float] = field(default_factory=list)
 
 
 class Supervisor:
-    """Keeps the pools at their sizes. Mutable state: the slots. Owner: the thread that watches the cluster."""
+    """Keeps the pools at their sizes. Mutable state: the slots, and who is still to leave. Owner: the thread that watches the cluster."""
 
     def __init__(
         self,
@@ -126,17 +153,29 @@ class Supervisor:
             name: _Slot(kind, PeerAddress(name, ready.address))
             for name, (kind, ready) in workers.items()
         }
+        self._to_leave: deque[tuple[str, float, bool]] = deque()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event in; returns what is to be done, in order."""
         match event:
             case Up(ready):
                 return self._up(ready)
-            case Ended(name, why):
-                return self._ended(name, why, now)
+            case Ended(name, why, left):
+                return self._ended(name, why, now, left)
+            case Leave(names, grace_s, again):
+                self._to_leave.extend((name, grace_s, again) for name in names)
+                return []
             case Tick():
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
+
+    @property
+    def is_steady(self) -> bool:
+        """Every worker is up, and none is to leave."""
+        return not self._to_leave and all(s.state is State.UP for s in self._slots.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
 
     def state(self, name: str) -> State:
         return self._slots[name].state
@@ -152,13 +191,15 @@ class Supervisor:
         slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
         return [self.announcement()]
 
-    def _ended(self, name: str, why: str, now: float) -> list[Command]:
+    def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
         if name == self._router:
             return [GiveUp(f"{name}: {why}")]
         slot = self._slots.get(name)
         if slot is None or slot.state is State.PAUSING:
             return []
-        was_up = slot.state is State.UP
+        if slot.state is State.LEAVING and (left or not slot.again):
+            return self._left(name, slot)
+        was_up = slot.state in (State.UP, State.LEAVING)
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)
@@ -169,24 +210,45 @@ class Supervisor:
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *([self.announcement()] if was_up else [])]
 
+    def _left(self, name: str, slot: _Slot) -> list[Command]:
+        """That is no death. The replacement is started by the next tick."""
+        if slot.again:
+            slot.state, slot.due_s = State.PAUSING, float("-inf")
+        else:
+            del self._slots[name]
+        return [Discard(name), self.announcement()]
+
+    def _next_to_leave(self, now: float) -> list[Command]:
+        while self._to_leave and all(slot.state is State.UP for slot in self._slots.values()):
+            name, grace_s, again = self._to_leave.popleft()
+            slot = self._slots.get(name)
+            if slot is not None:
+                slot.state, slot.due_s = State.LEAVING, now + grace_s + LEAVE_MARGIN_S
+                slot.again = again
+                return [AskToLeave(name, grace_s)]
+        return []
+
     def _tick(self, now: float) -> list[Command]:
-        commands: list[Command] = []
-        for name, slot in self._slots.items():
+        commands = self._next_to_leave(now)
+        for name, slot in list(self._slots.items()):
             if slot.state is State.UP or now < slot.due_s:
                 continue
             if slot.state is State.STARTING:
                 commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
+            elif slot.state is State.LEAVING:
+                commands += self._ended(name, "did not end when it was to leave", now)
             else:
                 slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
         return commands
 
     def announcement(self) -> Announce:
-        """The workers that are up."""
+        """The workers that can be reached; who is leaving still has requests to finish."""
 
         def up(kind: str) -> tuple[PeerAddress, ...]:
             slots = self._slots.values()
-            return tuple(s.address for s in slots if s.kind == kind and s.state is State.UP)
+            reached = (State.UP, State.LEAVING)
+            return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
 
         return Announce(up("prefill"), up("decode"))
 
@@ -195,3 +257,4 @@ class Supervisor:
         for slot in self._slots.values():
             assert len(slot.deaths) <= self._config.limit + 1
             assert slot.deaths == sorted(slot.deaths)
+        assert sum(slot.state is State.LEAVING for slot in self._slots.values()) <= 1

@@ -15,12 +15,15 @@ from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
 from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import (
+    LEAVE_MARGIN_S,
     Announce,
+    AskToLeave,
     Command,
     Discard,
     Ended,
     GiveUp,
     Launch,
+    Leave,
     RestartConfig,
     State,
     Supervisor,
@@ -116,16 +119,74 @@ def test_late_and_repeated_news_change_nothing() -> None:
     assert one.handle(Ended("decode-7", "x"), 0.3) == []
 
 
+def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
+    """Guards against a rolling restart that takes two workers at once, counts as deaths, or waits out a pause; and
+    against a router that hangs up on a worker that is still finishing its requests."""
+    one = supervisor(RestartConfig(limit=0))
+    assert one.handle(Leave(("prefill-0", "decode-0"), 9.0, True), 0.0) == []
+    assert not one.is_steady
+    assert one.handle(Tick(), 1.0) == [AskToLeave("prefill-0", 9.0)]
+    assert addresses(one.announcement()) == (["h:1"], ["h:2"]), "its streams must stay until it has left"
+    assert one.handle(Tick(), 2.0) == []
+    discard, announce = one.handle(Ended("prefill-0", "ended with status 0", left=True), 3.0)
+    assert discard == Discard("prefill-0") and addresses(announce) == ([], ["h:2"])
+    assert one.handle(Tick(), 3.0) == [Launch("prefill-0")], "the next one waits for the replacement"
+    one.handle(Up(up("prefill-0", 7)), 4.0)
+    assert one.handle(Tick(), 4.1) == [AskToLeave("decode-0", 9.0)]
+    one.handle(Ended("decode-0", "ended with status 0", left=True), 5.0)
+    one.handle(Tick(), 5.1)
+    one.handle(Up(up("decode-0", 8)), 6.0)
+    assert one.is_steady and repr(one) == "Supervisor(prefill-0=up(0), decode-0=up(0))"
+
+
+def test_who_leaves_for_good_is_not_replaced() -> None:
+    for left in (True, False):  # as asked, or killed on its way out
+        one = supervisor()
+        one.handle(Leave(("decode-0", "nobody"), 9.0, False), 0.0)
+        assert one.handle(Tick(), 0.0) == [AskToLeave("decode-0", 9.0)]
+        discard, announce = one.handle(Ended("decode-0", "x", left=left), 1.0)
+        assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
+        assert one.handle(Tick(), 99.0) == [] and "decode-0" not in one and one.is_steady
+
+
+def test_a_worker_that_dies_or_hangs_while_it_leaves_is_a_death() -> None:
+    """Guards against a roll that waits for ever for a worker that will not end, and one that hides crashes."""
+    for event, now in ((Ended("decode-0", "SIGKILL"), 1.0), (Tick(), 9.0 + LEAVE_MARGIN_S)):
+        one = supervisor()
+        one.handle(Leave(("decode-0",), 9.0, True), 0.0)
+        one.handle(Tick(), 0.0)
+        assert names(one.handle(event, now)) == ["Discard", "Announce"]
+        assert one.handle(Tick(), now + 0.5) == [], "a death costs a pause"
+        assert one.handle(Tick(), now + 1.0) == [Launch("decode-0")]
+
+
+def test_an_end_that_nobody_asked_for_is_a_death() -> None:
+    """Guards against a worker that ends well for no reason, again and again, unseen."""
+    one = supervisor(RestartConfig(limit=0))
+    assert names(one.handle(Ended("decode-0", "ended with status 0", left=True), 0.0)) == ["GiveUp"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
-    """Guards against two processes for one worker, and against more starts than the limit allows in a window."""
+    """Guards against two processes for one worker, and against more starts than the limit allows in a window; those
+    after a worker that left as it was asked to are free."""
     rng = random.Random(seed)
+    excused = set()
     one, now, living = supervisor(), 0.0, {"prefill-0", "decode-0"}
     starts: dict[str, list[float]] = {name: [now] for name in living}
     while now < 2000.0:
         now += rng.expovariate(0.5)
         name = rng.choice(list(starts))
-        event = rng.choice([Tick(), Ended(name, "x"), Up(up(name, rng.randrange(9000)))])
+        event = rng.choice(
+            [
+                Tick(),
+                Ended(name, "x", left=rng.random() < 0.3),
+                Up(up(name, rng.randrange(9000))),
+                Leave((name,), rng.uniform(0.0, 9.0), True),
+            ]
+        )
+        if isinstance(event, Ended) and event.left and one.state(name) is State.LEAVING:
+            excused.add(name)
         for command in one.handle(event, now):
             one.check()
             if isinstance(command, GiveUp):
@@ -136,6 +197,9 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
             elif isinstance(command, Launch):
                 assert command.name not in living, "two processes for one worker"
                 living.add(command.name)
+                if command.name in excused:
+                    excused.remove(command.name)
+                    continue
                 starts[command.name].append(now)
                 recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
                 assert len(recent) <= POLICY.limit + 1
