@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from decode_worker.departures import Departures
 from decode_worker.events import Tell
 from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
@@ -182,6 +183,20 @@ def indexed_before_landed() -> list[Patch]:
     return [(DecodeScheduler, "_place", early)]
 
 
+def departure_freed_while_read() -> list[Patch]:
+    """A leaving worker frees the blocks of a request as soon as it goes on elsewhere, though they are still read."""
+    let_go = Departures._let_go
+
+    def hasty(self: Departures, departure: Any) -> None:
+        if departure.request.record.request not in self._departures:
+            return
+        serving, departure.serving = departure.serving, {}
+        let_go(self, departure)
+        departure.serving = serving
+
+    return [(Departures, "_let_go", hasty)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -195,6 +210,7 @@ BUGS: dict[str, Plant] = {
         reservation_deadlock,
         duplicate_acknowledgement_counted,
         indexed_before_landed,
+        departure_freed_while_read,
     )
 }
 

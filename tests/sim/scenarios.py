@@ -141,21 +141,21 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     ),
     "decode_worker_leaves": (
         "Asked to leave while it decodes: the request is yielded, and goes on from the KV that it left behind.",
-        _plan(_ask("a", 1, 2, max_tokens=12), goings=[Going("decode", 0.03)]),
+        _plan(_ask("a", 1, 2, max_tokens=24), goings=[Going("decode", 0.03)]),
     ),
     "decode_worker_leaves_when_nobody_else_has_room": (
         "The only decode worker is asked to leave: it finishes what it has, and then ends. New work waits for the next.",
         _plan(
-            _ask("a", 1, 2, max_tokens=12),
-            _ask("b", 3, at_s=0.035),
+            _ask("a", 1, 2, max_tokens=24),
+            _ask("b", 3, at_s=0.025),
             workers={"prefill": 2, "decode": 1},
-            goings=[Going("decode", 0.03)],
+            goings=[Going("decode", 0.02)],
         ),
     ),
     "source_of_a_move_dies": (
         "The worker that has yielded a request dies as its KV is asked for: a prefill worker computes it instead.",
         _plan(
-            _ask("a", 1, 2, max_tokens=12),
+            _ask("a", 1, 2, max_tokens=24),
             faults=(Fault("crash prefill", "move"),),
             goings=[Going("decode", 0.03)],
         ),
@@ -163,7 +163,7 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "target_of_a_move_dies": (
         "The worker that was to go on dies: the request's KV waits for another, and is fetched by it.",
         _plan(
-            _ask("a", 1, 2, max_tokens=12),
+            _ask("a", 1, 2, max_tokens=24),
             faults=(Fault("crash decode", "move", lasts_s=0.4),),
             workers={"prefill": 2, "decode": 3},
             goings=[Going("decode", 0.03)],
@@ -172,12 +172,10 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "prefill_worker_leaves": (
         "It finishes the prompt that it has begun, and gives up the one that waits, which goes elsewhere.",
         _plan(
-            _ask("a", 1, 2, 3, 4, 5, 6, 7, 8),
-            _ask("b"),
-            _ask("c", 9, 10, 11, 12, 13, 14),
+            *(_ask(name, *range(at, at + 8)) for at, name in ((1, "a"), (11, "b"), (21, "c"), (31, "d"))),
             workers={"prefill": 2, "decode": 1},
-            blocks={"prefill": 8, "decode": 24},
-            goings=[Going("prefill", 0.02)],
+            blocks={"prefill": 8, "decode": 30},
+            goings=[Going("prefill", 0.006)],
         ),
     ),
     "router_dies": (

@@ -103,9 +103,15 @@ class World:
 
     def ask_to_leave(self, going: Going) -> None:
         """A worker of the role takes no new work from now on, and is replaced when it has left."""
-        process = self.pick(going.role, self.rng)
-        if process is None or self.workers[process.pid].is_leaving:
+        able = [
+            p
+            for p in self.live.values()
+            if p.role == going.role and p.alive and not (p.frozen or self.workers[p.pid].is_leaving)
+        ]
+        busy = [p for p in able if not self.workers[p.pid]._scheduler.is_idle]
+        if not able:
             return
+        process = self.rng.choice(busy or able)
         if self.say is not None:
             self.say(process.name, "is asked to leave")
         self.pauses[process.pid] = going.pause_s
