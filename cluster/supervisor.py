@@ -8,9 +8,9 @@ A worker's slot (`prefill-0`) outlives its processes; each new one draws a new i
     any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. Workers leave one at a time, and only while all others are up; who has left as it
-was asked to has not died, and is replaced without a pause. The router hears of a death before the replacement exists: the dead
-worker's port may soon be somebody else's.
+been well for a window starts anew at once. Workers leave one at a time, and only while all others are up; who has left
+as it was asked to has not died, and is replaced without a pause. The router hears of an end before the replacement
+exists: the old port may soon be somebody else's.
 """
 
 from collections import deque
@@ -136,7 +136,8 @@ class _Slot:
 
 
 class Supervisor:
-    """Keeps the pools at their sizes. Mutable state: the slots, and who is still to leave. Owner: the thread that watches the cluster."""
+    """Keeps the pools at their sizes. Mutable state: the slots, and who is still to leave. Owner: the thread that
+    watches the cluster."""
 
     def __init__(
         self,

@@ -3,10 +3,10 @@
     RUNNING, READY --Yield--> departed --one more step--> complete: all rows are there, and the next token is drawn
     departed --Release, cancel, deadline, router lost--> released --read by nobody--> gone, its blocks cached
 
-To whoever goes on with the request this worker is a prefill worker that has the whole prompt in its cache: it is asked by
-`StartPrefill`, offers whole blocks at once and the rest after the step, and names the next token. It does not tell that
-token to the router: the request's tokens are those of its new decode worker from then on. Should that one fail, another
-may ask again, until the router says `Release`. The source blocks obey the fence of every sender (`transfer.sender`).
+To whoever goes on with the request this worker is a prefill worker that has the whole prompt in its cache: it is asked
+by `StartPrefill`, offers whole blocks at once and the rest after the step, and names the next token. It does not tell
+that token to the router: the request's tokens are those of its new decode worker from then on. Should that one fail,
+another may ask, until the router says `Release`. The source blocks obey the fence of every sender (`transfer.sender`).
 
 No cycle of waits can arise among workers that leave at the same time: a departure has all the blocks that it will ever
 want, promised with its lease, and a leaving worker takes no request, so nobody waits for it but readers for bytes.

@@ -90,8 +90,8 @@ Command = TransferCommand | Tell | ConnectPeer
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and what
-    `kv`, `handoffs` and `departures` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and
+    what `kv`, `handoffs` and `departures` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager

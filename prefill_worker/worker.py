@@ -128,8 +128,8 @@ class PrefillWorker:
         return self.info
 
     def leave(self, grace_s: float) -> None:
-        """Take no new work, finish what has begun, serve all reads, then end, at the latest in `grace_s` seconds; `wait`
-        returns. From any thread."""
+        """Take no new work, finish what has begun, serve all reads, then end, at the latest in `grace_s` seconds;
+        `wait` returns. From any thread."""
         self._thread.put(Leave(grace_s))
 
     @property

@@ -66,8 +66,9 @@ class Call:
     yielding: bool = False
     """Its decode worker is leaving, and was asked to yield it."""
     source: Life | None = None
-    """The decode worker that has yielded it and keeps its KV, until the next one has gone on; under `source_placement`."""
+    """The decode worker that has yielded it, and keeps its KV until the next one has gone on."""
     source_placement: int = 0
+    """Its placement there."""
     earlier: RequestStats | None = None
     """What it cost on decode workers that have yielded it."""
     _chains: dict[ModelKey, list[bytes]] = field(default_factory=dict)

@@ -90,8 +90,8 @@ def judge(
     now: float,
     announced: bool = False,
 ) -> Verdict:
-    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless the
-    worker's end was `announced`: such losses are bounded by themselves."""
+    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless
+    the worker's end was `announced`: such losses are bounded by themselves."""
     if call.emitted:
         reason = finish_reason(call.record, len(call.emitted), call.emitted[-1], stop_ids)
         if reason is not None:

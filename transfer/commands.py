@@ -1,8 +1,8 @@
 """What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
 
 Plain records, no logic. `transfer.migration` makes the commands, `transfer.mover` carries out those of `MoverCommand`
-and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving` hears of those who
-read from this worker are `ReaderEvent`s.
+and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving` hears of those
+who read from this worker are `ReaderEvent`s.
 """
 
 import msgspec

@@ -1,8 +1,8 @@
 """The streams on which other workers ask this one for KV blocks: accepted, greeted, watched until proof of death.
 
-A stream begins with a hello in either direction: the reader names every way to its memory, the answer names the one that
-was chosen. A worker that serves them (a prefill worker, or a decode worker for the requests that it yields) keeps one
-`Readers`. Between two lives blocks go one way only, so a peer is a reader or is read from, never both.
+A stream begins with a hello in either direction: the reader names every way to its memory, the answer names the one
+that was chosen. A worker that serves them (a prefill worker, or a decode worker for the requests that it yields) keeps
+one `Readers`. Between two lives blocks go one way only, so a peer is a reader or is read from, never both.
 """
 
 import logging

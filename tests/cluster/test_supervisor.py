@@ -254,6 +254,29 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: str) -> None:
+    """Guards against a worker that is forgotten by a roll, one that comes back from a drain, and a caller that waits
+    for ever. No death is allowed here, so none may be counted."""
+    before = set(descendants())
+    config = msgspec.structs.replace(CONFIG, decode_workers=2)
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        cluster.start()
+        pids = {name: up.pid for name, up in cluster.workers.items()}
+        with watched(cluster) as ended:
+            cluster.roll(timeout_s=90.0)
+            assert not ended and cluster.workers.keys() == pids.keys()
+            assert all(up.pid != pids[name] for name, up in cluster.workers.items())
+            assert all(gone(pid) for pid in pids.values())
+            cluster.drain("decode-1", timeout_s=30.0)
+            assert cluster.workers.keys() == pids.keys() - {"decode-1"} and not ended
+            with pytest.raises(LaunchError, match="there is no worker decode-1"):
+                cluster.drain("decode-1")
+        with pytest.raises(LaunchError, match="not left in 0 s"):  # nobody watches any more
+            cluster.roll(timeout_s=0.2)
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
+
+
 def test_a_worker_whose_engine_died_is_replaced() -> None:
     """Guards against a supervisor that sees only dead processes, not dead engines in living ones."""
     dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}

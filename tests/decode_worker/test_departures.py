@@ -163,7 +163,7 @@ def test_a_leaving_worker_takes_nothing_and_yields_what_it_has() -> None:
 
 
 def test_whoever_goes_on_gets_every_block_and_the_next_token() -> None:
-    """Guards against a move in which the last row, or the token behind it, is missing; and blocks that stay for ever."""
+    """Guards against a move that lacks the last row, or the token behind it; and blocks that stay for ever."""
     bench = Bench()
     whole = depart(bench)
     bench.tell(ReaderUp(READER, True))

@@ -1,7 +1,10 @@
 """Workers that are asked to leave: their requests go on elsewhere, to the token, and nobody is lost."""
 
 import itertools
+import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -144,6 +147,46 @@ def _rows(manager, kv, sequence: list[int]) -> list[bytes]:  # type: ignore[no-u
         kv.tensor[node.block, :, :, :, :valid].contiguous().numpy().tobytes()
         for node, valid in zip(nodes, lengths, strict=True)
     ]
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_lone_worker_finish(model_dir: Path) -> None:
+    """Guards against a worker under Kubernetes that drops its requests when its pod is asked to end."""
+    engine = EngineConfig(model_dir=str(model_dir), threads=1)
+    prefill = PrefillWorker("prefill-0", PrefillConfig(engine=engine))
+    router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
+    settings = [f"cache_dir={model_dir.parent}", "stop_grace_s=120", "decode.engine.threads=1"]
+    command = [sys.executable, "-m", "cluster.cli", "worker", "decode"]
+    for setting in settings:
+        command += ["--set", setting]
+    lone = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert lone.stdout is not None
+        ready = lone.stdout.readline()
+        address = ready.rpartition(" ")[2].strip()
+        first = prefill.start()
+        with Client(router.start().grpc) as client:
+            router.set_workers(
+                [PeerAddress(first.name, first.address)], [PeerAddress("decode-0", address)]
+            )
+            while not router.ready():
+                time.sleep(0.02)
+            call = GenerateCall(
+                prompt=tokens(40, 6), sampling=GREEDY, max_tokens=30, ignore_eos=True
+            )
+            ask = Ask(client, call)
+            ask.wait_tokens(5)
+            lone.send_signal(signal.SIGTERM)
+            ask.join(END_S)
+            assert ask.finished is not None and len(ask.tokens) == 30, ask.error
+            ended_s = time.monotonic()
+            assert lone.wait(20) == 0
+            assert time.monotonic() - ended_s < 10, "it waits out its grace with nothing in hand"
+    finally:
+        lone.kill()
+        lone.communicate()
+        router.stop(1.0)
+        prefill.stop(1.0)
 
 
 class Load:

@@ -15,7 +15,6 @@ from engine.messages import (
 from engine.step import StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-
 from prefill_worker.scheduler import PrefillScheduler
 from transfer.commands import (
     Command,

@@ -10,7 +10,6 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from msgspec.structs import replace
 
 from engine.messages import (

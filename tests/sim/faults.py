@@ -44,8 +44,9 @@ KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """`on` is a record's type name, "copy", "move" (a decode worker is asked for KV) or "time"; `count` says which one, `at_s` when. `delay_s` after the trigger
-    it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a healed partition)."""
+    """`on` is a record's type name, "copy", "move" (a decode worker is asked for KV) or "time"; `count` says which one,
+    `at_s` when. `delay_s` after the trigger it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a
+    healed partition)."""
 
     kind: str
     on: str

@@ -127,7 +127,7 @@ class Stream:
             lane.push(partial(self._closed, at, why), rng.uniform(0, late))
 
     def _end(self, lane: int) -> None:
-        """The end that sends on `lane` is done: all that it said arrives first; what is on its way to it may be lost."""
+        """Who sends on `lane` is done: all that it said arrives first; what is on its way to it may be lost."""
         self.open = False
         why = "the other end closed the stream"
         self.lanes[lane].push(partial(self._closed, lane, why))

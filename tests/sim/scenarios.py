@@ -144,7 +144,7 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         _plan(_ask("a", 1, 2, max_tokens=24), goings=[Going("decode", 0.03)]),
     ),
     "decode_worker_leaves_when_nobody_else_has_room": (
-        "The only decode worker is asked to leave: it finishes what it has, and then ends. New work waits for the next.",
+        "The only decode worker is asked to leave: it finishes what it has, then ends. New work waits for the next.",
         _plan(
             _ask("a", 1, 2, max_tokens=24),
             _ask("b", 3, at_s=0.025),

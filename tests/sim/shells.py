@@ -25,7 +25,7 @@ import transfer.liveness
 import transfer.mover
 import transfer.registry
 import transfer.rpc
-import transfer.serving  # noqa: F401  (its seams are replaced)
+import transfer.serving
 from engine.loop import Shell
 from tests.sim import shadow
 from tests.sim.clock import Process, Violation
