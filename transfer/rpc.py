@@ -227,3 +227,9 @@ class RpcLoop:
         await asyncio.gather(*(task for task, _ in clients), return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace_s)
+        # What gRPC still feeds from an outbox would be reported as destroyed with the loop.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
