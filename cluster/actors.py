@@ -3,6 +3,7 @@
 from cluster.hosting import Hosted, one_line
 from cluster.spec import ChildReady, ChildSpec
 from engine.messages import PeerAddress
+from router.escalation import Verdict
 
 
 class HostActor:
@@ -59,6 +60,9 @@ class RouterActor(HostActor):
 
     def ready(self) -> bool:
         return self._host.ready()
+
+    def condemned(self) -> list[Verdict]:
+        return self._host.condemned()
 
 
 ACTORS = {"prefill": PrefillActor, "decode": DecodeActor, "router": RouterActor}

@@ -2,8 +2,8 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady
+    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Leave, Stop
+    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -22,6 +22,7 @@ import msgspec
 from cluster.hosting import Hosted, one_line
 from cluster.spec import ChildReady, ChildSpec
 from engine.messages import PeerAddress
+from router.escalation import Verdict
 
 ORPHAN_GRACE_S = 2.0
 
@@ -32,6 +33,10 @@ class SetWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class IsReady(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class WhoIsCondemned(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -57,8 +62,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     ready: bool
 
 
-ToChild = SetWorkers | IsReady | Leave | Stop
-ToParent = Started | Failed | Answer
+class Condemned(msgspec.Struct, frozen=True, tag=True):
+    verdicts: list[Verdict]
+
+
+ToChild = SetWorkers | IsReady | WhoIsCondemned | Leave | Stop
+ToParent = Started | Failed | Answer | Condemned
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -118,6 +127,8 @@ class ChildProcess:
             hosted.set_workers(call.prefill, call.decode)
         elif isinstance(call, Leave):
             hosted.leave(call.grace_s)
+        elif isinstance(call, WhoIsCondemned):
+            self._report(Condemned(hosted.condemned()))
         else:
             self._report(Answer(hosted.ready()))
         return False

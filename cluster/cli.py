@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from cluster.config import ConfigError
+from cluster.plan_flags import add_plan_flags, read_flags
 from cluster.resolve import Resolved, add_flags, resolve
 from cluster.signals import Interrupted, interruptible
 from cluster.spec import LaunchError
@@ -79,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(worker)
     worker.set_defaults(verb=_worker)
 
+    plan = verbs.add_parser("plan", help="capacity on paper: what a model's KV takes, what fits")
+    add_plan_flags(plan)
+    plan.set_defaults(verb=_plan)
+
     dump = verbs.add_parser("dump-config", help="every setting with its value and origin")
     add_flags(dump)
     dump.add_argument("--json", action="store_true", help="as JSON")
@@ -136,6 +143,22 @@ def _worker(arguments: argparse.Namespace) -> int:
 
     name = arguments.name or f"{arguments.role}-0"
     return run_worker(_resolve(arguments).config, arguments.role, name, arguments.port)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from cluster.plan import make_plan
+    from cluster.plan_report import check_text, plan_text
+
+    config = _resolve(arguments).config
+    plan = make_plan(read_flags(arguments), config)
+    if not arguments.check:
+        print(msgspec.json.encode(plan).decode() if arguments.json else plan_text(plan))
+        return 1 if any(pool.missing_bytes for pool in plan.pools) else 0
+    from cluster.plan_check import check_plan
+
+    compared = check_plan(plan, config)
+    print(msgspec.json.encode(compared).decode() if arguments.json else check_text(compared))
+    return 0 if all(one.fits for one in compared) else 1
 
 
 def _dump_config(arguments: argparse.Namespace) -> int:

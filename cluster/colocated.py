@@ -38,6 +38,7 @@ from transfer.commands import (
 )
 from transfer.loopback import LoopbackHub, LoopbackTransport
 from transfer.mover import Mover
+from transfer.negotiation import Agreement
 from transfer.receiver import KVReceiver
 from transfer.sender import KVSender
 
@@ -57,7 +58,8 @@ class Answer:
 
 
 class Colocated:
-    """`submit` requests, `turn` until they are done. `prefill` and `decode` are devices of equal layout."""
+    """`submit` requests, `turn` until they are done. `prefill` and `decode` are devices of one model; their block sizes
+    may differ."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Colocated:
         decode_config: DecodeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
-        verify_digests: bool = True,
+        digest_share: float = 1.0,
     ) -> None:
         self.hub = LoopbackHub()
         self.answers: dict[RequestId, Answer] = {}
@@ -109,13 +111,15 @@ class Colocated:
             LoopbackTransport(decode.kv, DECODE, self.hub),
         )
         self._movers = tuple(
-            Mover({"loopback": transport}, device.kv, device.layout, verify_digests, inbox.append)
+            Mover({"loopback": transport}, device.kv, device.layout, inbox.append)
             for transport, device, inbox in zip(
                 transports, (prefill, decode), self._from_movers, strict=True
             )
         )
-        self._movers[0].submit(Connect(DECODE, transports[1].describe()))
-        self._movers[1].submit(Connect(PREFILL, transports[0].describe()))
+        for at, peer, device in ((0, DECODE, decode), (1, PREFILL, prefill)):
+            agreement = Agreement(device.layout, digest_share)
+            self._movers[at].submit(Connect(peer, transports[1 - at].describe(), agreement))
+        self._prefill_block_size = prefill.layout.block_size
         self._engines[0].receive([ReaderUp(DECODE, transports[0].reads_remotely)])
 
     def submit(self, record: RequestRecord) -> Answer:
@@ -182,7 +186,9 @@ class Colocated:
                         down = decode_events.PeerDown(address, None, "lost")
                         self._to_decode.append(down)
                     case ConnectPeer(address):
-                        up = decode_events.PeerUp(PREFILL, address, "loopback")
+                        up = decode_events.PeerUp(
+                            PREFILL, address, "loopback", self._prefill_block_size
+                        )
                         self._engines[1].receive([up])
                     case Tell(_, record):
                         self._told(record)

@@ -49,6 +49,11 @@ class ConfigError(ValueError):
 
 # The launcher fills these in; nobody sets them.
 INTERNAL = frozenset({"prefill.engine.model_dir", "decode.engine.model_dir"})
+MEMORY_KEYS = {
+    "prefill.engine.memory_bytes": "prefill.engine.pool_bytes",
+    "decode.engine.memory_bytes": "decode.engine.pool_bytes",
+}
+"""Worked out from the machine where the pool of the same engine is "auto"."""
 THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
 
 _MAY_BE_ZERO = frozenset(
@@ -63,6 +68,10 @@ _MAY_BE_ZERO = frozenset(
         "router.tokenize_inline_bytes",
         "router.unplaceable_s",
         "router.conversation_tokens",
+        "prefill.engine.memory_bytes",
+        "prefill.engine.reserve_bytes",
+        "decode.engine.memory_bytes",
+        "decode.engine.reserve_bytes",
         "prefill.fairness_tokens_per_s",
     }
 )
@@ -109,6 +118,8 @@ def problem(key: str, value: object) -> str | None:
         return f"{value} is not a finite number"
     if value < 0:
         return f"{value} is negative"
+    if key.endswith(".digest_sample") and value > 1:
+        return f"{value} is more than all: a share is at most 1"
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"
     return None

@@ -11,6 +11,7 @@ from decode_worker.config import DecodeConfig
 from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
+from router.escalation import Verdict
 from telemetry import logs
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
@@ -39,13 +40,18 @@ class Hosted:
         up = self._server.start()
         if self._spec.kind == "router":
             return ChildReady(name=self._spec.name, pid=os.getpid(), address=up.grpc, http=up.http)
-        return ChildReady(name=up.name, pid=os.getpid(), address=up.address)
+        return ChildReady(
+            name=up.name, pid=os.getpid(), address=up.address, incarnation=up.incarnation
+        )
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._router("set_workers").set_workers(prefill, decode)
 
     def ready(self) -> bool:
         return bool(self._router("ready").ready())
+
+    def condemned(self) -> list[Verdict]:
+        return list(self._router("condemned").condemned())
 
     def leave(self, grace_s: float) -> None:
         """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""

@@ -1,9 +1,9 @@
 """A cluster's life: prepare the model, start workers and router, watch them, stop everything.
 
 The order is the same for every launcher. Workers and router start at the same time, and the router
-learns its workers once they are up. While the cluster is watched, a worker that dies is replaced as
-`cluster.supervisor` decides; a death during the start, or the router's at any time, ends the cluster
-with the reason.
+learns its workers once they are up. While the cluster is watched, whoever dies is replaced as
+`cluster.supervisor` decides, the router on the ports that it had; a death during the start ends the
+cluster with the reason.
 """
 
 import logging
@@ -20,6 +20,7 @@ from cluster.config import ClusterConfig, with_model_dir
 from cluster.signals import check, shielded
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError
 from cluster.supervisor import (
+    Accused,
     Announce,
     AskToLeave,
     Command,
@@ -27,6 +28,7 @@ from cluster.supervisor import (
     Ended,
     Event,
     GiveUp,
+    Kill,
     Launch,
     Leave,
     State,
@@ -34,6 +36,7 @@ from cluster.supervisor import (
     Tick,
     Up,
 )
+from engine.messages import PeerAddress
 
 POLL_S = 0.05
 WATCH_S = 0.1
@@ -137,6 +140,11 @@ class Cluster:
         """The latest process of every worker by name, dead or alive. May be read from any thread."""
         return {name: up for name, up in self._ready.items() if self._specs[name].kind != "router"}
 
+    @property
+    def router(self) -> ChildReady:
+        """The latest process of the router, dead or alive. May be read from any thread."""
+        return next(up for name, up in self._ready.items() if self._specs[name].kind == "router")
+
     def __enter__(self) -> "Cluster":
         return self
 
@@ -164,8 +172,7 @@ class Cluster:
         self._supervisor = Supervisor(
             self._config.restart,
             self._config.start_timeout_s,
-            {w.spec.name: (w.spec.kind, self._ready[w.spec.name]) for w in workers},
-            router.spec.name,
+            {name: (spec.kind, self._ready[name]) for name, spec in self._specs.items()},
         )
         self._carry_out([self._supervisor.announcement()])
         while not router.ready():
@@ -184,8 +191,7 @@ class Cluster:
         )
 
     def watch(self, stop: threading.Event | None = None) -> None:
-        """Block until `stop` is set, replacing workers that die. Raises LaunchError when the router
-        ends, or a worker dies too often."""
+        """Block until `stop` is set, replacing whoever dies. Raises LaunchError when one dies too often."""
         stop = stop or threading.Event()
         supervisor = self._supervisor
         if supervisor is None:
@@ -267,7 +273,7 @@ class Cluster:
             self._awaited.append(done)
         for name, child in list(self._children.items()):
             why = child.failure()
-            if why is None and name in self._specs and self._is_starting(supervisor, name):
+            if why is None and supervisor.state(name) is State.STARTING:
                 try:
                     up = child.started_within(0.0)
                 except LaunchError as error:
@@ -278,13 +284,12 @@ class Cluster:
                         news.append(Up(up))
             if why is not None:
                 news.append(Ended(name, why, child.left()))
+            elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
+                news += [Accused(v.name, v.incarnation, v.why) for v in child.condemned()]
         return [*news, Tick()]
 
-    def _is_starting(self, supervisor: Supervisor, name: str) -> bool:
-        return self._specs[name].kind != "router" and supervisor.state(name) is State.STARTING
-
     def _carry_out(self, commands: list[Command]) -> None:
-        """Do what the supervisor decided. Raises LaunchError where it gave up or the router is gone."""
+        """Do what the supervisor decided. Raises LaunchError where it gave up."""
         for command in commands:
             match command:
                 case Discard(name):
@@ -296,19 +301,21 @@ class Cluster:
                 case AskToLeave(name, grace_s):
                     log.info("%s is asked to leave", name)
                     self._ask_to_leave(name, grace_s)
+                case Kill(name, why):
+                    log.error("%s is killed: %s", name, why)
+                    self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
                 case Announce(prefill, decode):
-                    self._router().set_workers(list(prefill), list(decode))
+                    self._tell_router(list(prefill), list(decode))
                 case GiveUp(reason):
                     raise LaunchError(reason)
 
     def _launch_again(self, name: str) -> None:
         try:
-            self._children[name] = self._launcher.launch(self._specs[name])
+            self._children[name] = self._launcher.launch(_again(self._specs[name], self._ready[name]))
         except LaunchError as error:
-            assert self._supervisor is not None
-            self._carry_out(self._supervisor.handle(Ended(name, str(error)), time.monotonic()))
+            self._has_ended(name, error)
 
     def _ask_to_leave(self, name: str, grace_s: float) -> None:
         try:
@@ -316,8 +323,32 @@ class Cluster:
         except LaunchError as error:  # it has died; that it has is seen by the next look
             log.info("%s: %s", name, error)
 
-    def _router(self) -> Child:
-        return next(c for c in self._children.values() if c.spec.kind == "router")
+    def _tell_router(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        """One that cannot be told is as good as dead."""
+        name = self.router.name
+        try:
+            self._children[name].set_workers(prefill, decode)
+        except LaunchError as error:
+            self._has_ended(name, error)
+
+    def _has_ended(self, name: str, error: LaunchError) -> None:
+        assert self._supervisor is not None
+        why = str(error).removeprefix(f"{name}: ")
+        self._carry_out(self._supervisor.handle(Ended(name, why), time.monotonic()))
+
+
+def _again(spec: ChildSpec, was: ChildReady) -> ChildSpec:
+    """The same once more: of a router, on the ports that it had, where its clients look for it."""
+    if spec.kind != "router":
+        return spec
+    ports = {"grpc_port": _port(was.address)}
+    if was.http:
+        ports["http_port"] = _port(was.http)
+    return msgspec.structs.replace(spec, config={**spec.config, **ports})
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _stop_all(children: list[Child], grace_s: float) -> None:

@@ -10,6 +10,7 @@ import time
 
 from cluster.child import (
     Answer,
+    Condemned,
     Failed,
     IsReady,
     Leave,
@@ -17,11 +18,13 @@ from cluster.child import (
     Started,
     Stop,
     ToChild,
+    WhoIsCondemned,
     decode_report,
     encode_line,
 )
 from cluster.spec import ChildReady, ChildSpec, LaunchError, child_environment
 from engine.messages import PeerAddress
+from router.escalation import Verdict
 
 KILL_MARGIN_S = 2.0
 """A child ends itself one second past its grace; a second later its parent kills it."""
@@ -36,6 +39,8 @@ class ProcessChild:
         self._failed = ""
         self._started: queue.Queue[ChildReady | None] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
+        self._condemned: list[Verdict] | None = None
+        """None while it cannot be asked: before it is up, and while an answer is due."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cluster.child", spec.name],
             stdin=subprocess.PIPE,
@@ -93,6 +98,17 @@ class ProcessChild:
                 raise LaunchError(f"{self.spec.name}: {reason}")
         raise LaunchError(f"{self.spec.name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
 
+    def condemned(self) -> list[Verdict]:
+        known = self._condemned
+        if known is None:
+            return []
+        self._condemned = None
+        self._send(encode_line(WhoIsCondemned()))
+        return known
+
+    def kill(self) -> None:
+        self._process.kill()
+
     def stop(self, grace_s: float) -> None:
         self._send(encode_line(Stop(grace_s)))
         try:
@@ -126,12 +142,15 @@ class ProcessChild:
         for line in pipe if pipe is not None else ():
             report = decode_report(line)
             if isinstance(report, Started):
+                self._condemned = []
                 self._started.put(report.ready)
             elif isinstance(report, Failed):
                 self._failed = report.reason
                 self._started.put(None)
             elif isinstance(report, Answer):
                 self._answers.put(report.ready)
+            elif isinstance(report, Condemned):
+                self._condemned = report.verdicts
         self._started.put(None)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from cluster.actors import ACTORS
 from cluster.spec import ChildReady, ChildSpec, LaunchError, child_environment
 from engine.messages import PeerAddress
+from router.escalation import Verdict
+from transfer.liveness import ProcessWatch
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray accepts, with room to spare for its own messages."""
@@ -51,6 +53,8 @@ class RayChild:
         ).remote(spec)
         self._start = self._actor.start.remote()
         self._wait: Any = None
+        self._watch: ProcessWatch | None = None
+        self._asked: Any = None
 
     def started_within(self, timeout_s: float) -> ChildReady | None:
         done, _ = self._ray.wait([self._start], timeout=timeout_s)
@@ -61,6 +65,7 @@ class RayChild:
             raise LaunchError(f"{self.spec.name}: {answer}")
         self._wait = self._actor.wait.remote()
         ready: ChildReady = answer
+        self._watch = ProcessWatch(ready.pid)
         return ready
 
     def failure(self) -> str | None:
@@ -91,6 +96,27 @@ class RayChild:
 
     def ready(self) -> bool:
         return bool(self._get(self._actor.ready.remote(), ANSWER_TIMEOUT_S, "answer"))
+
+    def condemned(self) -> list[Verdict]:
+        if self._wait is None:
+            return []
+        found: list[Verdict] = []
+        if self._asked is not None:
+            done, _ = self._ray.wait([self._asked], timeout=0)
+            if not done:
+                return []
+            try:
+                found = self._ray.get(self._asked)
+            except self._ray.exceptions.RayError as error:
+                # Its death is `failure`'s to tell.
+                logging.getLogger(__name__).debug("%s: %s", self.spec.name, _cause(error))
+        self._asked = self._actor.condemned.remote()
+        return found
+
+    def kill(self) -> None:
+        # Not by Ray, which asks the process to end itself: a stopped one does not.
+        if self._watch is not None and not self._watch.is_dead():
+            os.kill(self._watch.pid, signal.SIGKILL)
 
     def stop(self, grace_s: float) -> None:
         if self._stopped:

@@ -11,11 +11,12 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from cluster.config import (
+    MEMORY_KEYS,
     THREAD_KEYS,
     ClusterConfig,
     ConfigError,
@@ -24,6 +25,7 @@ from cluster.config import (
     fields,
     problem,
 )
+from cluster.memory import available_bytes
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -92,17 +94,20 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
             raise ConfigError(f"{key} ({origins[key]}): {reason}")
     config = build(values)
     workers = config.prefill_workers + config.decode_workers
+    for key, pool in MEMORY_KEYS.items():
+        if origins[key] == "default" and values[pool] == "auto":
+            values[key] = available_bytes() // workers
+            origins[key] = f"computed: available memory / {workers} workers"
     for key in THREAD_KEYS:
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
-    for name in ("dtype", "block_size"):
-        ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
-        if values[ours] != values[theirs]:
-            raise ConfigError(
-                f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
-                f"is {values[theirs]!r}: both pools must agree"
-            )
+    ours, theirs = "prefill.engine.dtype", "decode.engine.dtype"
+    if values[ours] != values[theirs]:
+        raise ConfigError(
+            f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
+            f"is {values[theirs]!r}: both pools must agree"
+        )
     settings = tuple(Setting(key, values[key], origins[key]) for key in known)
     return Resolved(build(values), settings)
 
@@ -164,6 +169,8 @@ def _convert(key: str, raw: object, kind: Any, origin: str, is_text: bool) -> ob
 def _described(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is Union:
+        return " or ".join(_described(part) for part in get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return names.get(kind, f"a value of type {kind}")
 

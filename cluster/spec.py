@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from engine.messages import PeerAddress
+from engine.types import Incarnation
+from router.escalation import Verdict
 
 Kind = Literal["prefill", "decode", "router"]
 
@@ -45,6 +47,8 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     address: str
     http: str = ""
+    incarnation: Incarnation = Incarnation(0)
+    """Of a worker: which life of it this process is."""
 
 
 class Child(Protocol):
@@ -72,6 +76,12 @@ class Child(Protocol):
 
     def ready(self) -> bool:
         """Router only: whether it can serve. Raises LaunchError if it died."""
+
+    def condemned(self) -> list[Verdict]:
+        """Router only: the lives of workers that it has given up, as far as it has answered. Never blocks."""
+
+    def kill(self) -> None:
+        """End this very process, by its pid, whatever state it is in; `failure` says so a moment later."""
 
     def stop(self, grace_s: float) -> None:
         """Stop it and wait until it is gone; kills it if it takes over `grace_s` seconds."""

@@ -1,16 +1,18 @@
-"""Decides which worker process is started again, when, and when to give up. Pure: no clock, no process.
+"""Decides which process is started again, when, and when to give up. Pure: no clock, no process.
 
-A worker's slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
+A slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
 
     STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
     STARTING --Ended, or too slow--> PAUSING
     UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
-    any --more than `limit` deaths within `window_s`, or death of the router--> the cluster ends
+    any --more than `limit` deaths within `window_s`--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. Workers leave one at a time, and only while all others are up; who has left
-as it was asked to has not died, and is replaced without a pause. The router hears of an end before the replacement
-exists: the old port may soon be somebody else's.
+been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
+then has died like any other. Workers leave one at a time, and only while all others are up; who has left as it was
+asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
+old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with
+it.
 """
 
 from collections import deque
@@ -21,13 +23,14 @@ import msgspec
 
 from cluster.spec import ChildReady
 from engine.messages import PeerAddress
+from engine.types import Incarnation
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How dead workers are replaced. The router never is: its death ends the cluster."""
+    """How dead workers, and a dead router, are replaced."""
 
     limit: int = 5
-    """Deaths of one worker within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
+    """Deaths of one process within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
@@ -62,11 +65,20 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Accused:
+    """The router has given up a life of a worker. Said again until its process has ended."""
+
+    name: str
+    incarnation: Incarnation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Leave | Tick
+Event = Up | Ended | Accused | Leave | Tick
 
 
 # commands
@@ -74,14 +86,22 @@ Event = Up | Ended | Leave | Tick
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Stop and reap whatever is left of this worker's process: of it nothing may live on beside its replacement."""
+    """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """End this worker's process by its pid, whatever state it is in; answered by Ended."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a process for this worker; answered by Up or Ended."""
+    """Start a process for this slot; answered by Up or Ended."""
 
     name: str
 
@@ -109,7 +129,7 @@ class GiveUp:
     reason: str
 
 
-Command = Discard | Launch | AskToLeave | Announce | GiveUp
+Command = Discard | Kill | Launch | AskToLeave | Announce | GiveUp
 
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
@@ -124,35 +144,36 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`: whether it is
-    replaced once it has left."""
+    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
+    whether it is replaced once it has left. `accused`: why the life that is up is being killed."""
 
     kind: str
     address: PeerAddress
+    incarnation: Incarnation
     state: State = State.UP
     due_s: float = 0.0
     again: bool = True
+    accused: str = ""
     deaths: list[float] = field(default_factory=list)
 
 
 class Supervisor:
-    """Keeps the pools at their sizes. Mutable state: the slots, and who is still to leave. Owner: the thread that
-    watches the cluster."""
+    """Keeps the pools at their sizes, and one router before them.
+
+    Mutable state: the slots, and who is still to leave. Owner: the thread that watches the cluster."""
 
     def __init__(
         self,
         config: RestartConfig,
         start_timeout_s: float,
-        workers: dict[str, tuple[str, ChildReady]],
-        router: str = "router",
+        children: dict[str, tuple[str, ChildReady]],
     ) -> None:
-        """`workers` are up: kind (prefill or decode) and address by name."""
+        """`children` are up: kind (prefill, decode or router) and address by name."""
         self._config = config
         self._start_timeout_s = start_timeout_s
-        self._router = router
         self._slots = {
-            name: _Slot(kind, PeerAddress(name, ready.address))
-            for name, (kind, ready) in workers.items()
+            name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
+            for name, (kind, ready) in children.items()
         }
         self._to_leave: deque[tuple[str, float, bool]] = deque()
 
@@ -166,6 +187,8 @@ class Supervisor:
             case Leave(names, grace_s, again):
                 self._to_leave.extend((name, grace_s, again) for name in names)
                 return []
+            case Accused():
+                return self._accused(event)
             case Tick():
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
@@ -190,17 +213,29 @@ class Supervisor:
         if slot is None or slot.state is not State.STARTING:
             return []
         slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
-        return [self.announcement()]
+        slot.incarnation, slot.accused = ready.incarnation, ""
+        return self._tell()
+
+    def _accused(self, event: Accused) -> list[Command]:
+        """Kill the life that is meant, once, and no newer one."""
+        slot = self._slots.get(event.name)
+        alive = (State.UP, State.LEAVING)
+        if slot is None or slot.state not in alive or slot.incarnation != event.incarnation:
+            return []
+        if slot.accused:
+            return []
+        slot.accused = event.why
+        return [Kill(event.name, event.why)]
 
     def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
-        if name == self._router:
-            return [GiveUp(f"{name}: {why}")]
         slot = self._slots.get(name)
         if slot is None or slot.state is State.PAUSING:
             return []
         if slot.state is State.LEAVING and (left or not slot.again):
             return self._left(name, slot)
         was_up = slot.state in (State.UP, State.LEAVING)
+        if was_up and slot.accused:
+            why = f"{why} ({slot.accused})"
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)
@@ -209,7 +244,7 @@ class Supervisor:
             return [GiveUp(f"{name}: {why}{often}")]
         pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
-        return [Discard(name), *([self.announcement()] if was_up else [])]
+        return [Discard(name), *(self._tell() if was_up else [])]
 
     def _left(self, name: str, slot: _Slot) -> list[Command]:
         """That is no death. The replacement is started by the next tick."""
@@ -217,7 +252,7 @@ class Supervisor:
             slot.state, slot.due_s = State.PAUSING, float("-inf")
         else:
             del self._slots[name]
-        return [Discard(name), self.announcement()]
+        return [Discard(name), *self._tell()]
 
     def _next_to_leave(self, now: float) -> list[Command]:
         while self._to_leave and all(slot.state is State.UP for slot in self._slots.values()):
@@ -242,6 +277,11 @@ class Supervisor:
                 slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
         return commands
+
+    def _tell(self) -> list[Command]:
+        """The router learns of a change; one that is not up will learn all when it is."""
+        routers = [slot for slot in self._slots.values() if slot.kind == "router"]
+        return [self.announcement()] if all(s.state is State.UP for s in routers) else []
 
     def announcement(self) -> Announce:
         """The workers that can be reached; who is leaving still has requests to finish."""

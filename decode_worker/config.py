@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepLimits
 from transfer.config import TransferConfig
 
 
@@ -15,3 +15,9 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most open handoffs; past it the worker says no, and the router offers again."""
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left."""
+    orphan_s: float = 30.0
+    """How long a resumable request whose router is gone runs on, and how long an ended one is remembered."""
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return StepLimits(chunk_tokens=self.local_chunk_tokens, batch=self.max_batch)

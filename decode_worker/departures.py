@@ -2,6 +2,7 @@
 
     RUNNING, READY --Yield--> departed --one more step--> complete: all rows are there, and the next token is drawn
     departed --Release, cancel, deadline, router lost--> released --read by nobody--> gone, its blocks cached
+    departed --router lost, and nobody has asked for it--> it runs here again, if its client may come back
 
 To whoever goes on with the request this worker is a prefill worker that has the whole prompt in its cache: it is asked
 by `StartPrefill`, offers whole blocks at once and the rest after the step, and names the next token. It does not tell
@@ -51,9 +52,11 @@ class Departure:
     request: Request
     identities: list[bytes]
     token: int | None = None
+    asked: bool = False
+    """Whoever goes on has been here: it knows of the request, and perhaps the token."""
     released: bool = False
-    shelved: bool = False
-    """Kept only because readers that are lost may still read: quarantined, and never written again."""
+    shelved: float | None = None
+    """Since when it is kept only because readers that are lost may still read: quarantined, never written again."""
     serving: dict[Handoff, _Serving] = field(default_factory=dict)
 
 
@@ -68,6 +71,7 @@ class Departures:
         self._departures: dict[RequestId, Departure] = {}
         self._served: dict[Handoff, Departure] = {}
         self._readers: dict[Incarnation, bool] = {}
+        self._let_go_since: list[float] = []
 
     def __len__(self) -> int:
         return len(self._departures)
@@ -81,7 +85,12 @@ class Departures:
     @property
     def incomplete(self) -> list[Request]:
         """Those whose last row is to be computed by the next step."""
-        return [d.request for d in self._departures.values() if d.token is None and not d.shelved]
+        return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
+
+    def take_quarantined(self) -> list[float]:
+        """Since when blocks were quarantined that were let go since the last call: one time per departure."""
+        taken, self._let_go_since = self._let_go_since, []
+        return taken
 
     def complete(self, request: Request, token: int, now: float) -> list[Command]:
         """The step has run: `request` has all its rows, and `token` follows."""
@@ -89,20 +98,27 @@ class Departures:
         departure.token = token
         return [c for handoff in list(departure.serving) for c in self._serve(handoff, now)]
 
-    def release(self, name: RequestId, placement: int) -> None:
+    def release(self, name: RequestId, placement: int, now: float) -> None:
         """Nobody will ask for it again."""
         departure = self._departures.get(name)
         if departure is not None and departure.request.placement == placement:
-            self._release(departure)
+            self._release(departure, now)
 
-    def router_lost(self, link: int) -> None:
-        """Who was to say `Release` will not."""
+    def router_lost(self, link: int, now: float) -> list[Departure]:
+        """Who was to say `Release` will not. Returns those that nobody else has, and whose clients may come back: they
+        are the scheduler's again, with their leases."""
+        back = []
         for departure in [d for d in self._departures.values() if d.request.link == link]:
-            self._release(departure)
+            if departure.asked or not departure.request.record.context:
+                self._release(departure, now)
+            else:
+                del self._departures[departure.request.record.request]
+                back.append(departure)
+        return back
 
     def tick(self, now: float) -> None:
         for departure in [d for d in self._departures.values() if now >= d.request.deadline]:
-            self._release(departure)
+            self._release(departure, now)
 
     # what readers and the transfer thread say
 
@@ -126,7 +142,7 @@ class Departures:
                 self._readers.pop(peer, None)
                 commands = self._settle(self.sender.peer_lost(peer))
                 for departure in {self._served[h] for h in self.sender.quarantined}:
-                    self._shelve(departure)
+                    self._shelve(departure, now)
                 return commands
             case ReaderDead(peer):
                 return self._settle(self.sender.peer_dead(peer))
@@ -142,6 +158,7 @@ class Departures:
             return [Emit(peer, PrefillFailed(handoff, Fault("UNAVAILABLE", why)))]
         self.sender.open(handoff, self._readers[peer])
         self._served[handoff] = departure
+        departure.asked = True
         departure.serving[handoff] = _Serving(now, message.have_tokens // self._kv.block_size)
         return self._serve(handoff, now)
 
@@ -191,15 +208,15 @@ class Departures:
                     rest.append(command)
         return rest
 
-    def _release(self, departure: Departure) -> None:
+    def _release(self, departure: Departure, now: float) -> None:
         departure.released = True
-        self._shelve(departure)
+        self._shelve(departure, now)
         self._let_go(departure)
 
-    def _shelve(self, departure: Departure) -> None:
+    def _shelve(self, departure: Departure, now: float) -> None:
         lost = set(self.sender.quarantined)
         if departure.released and departure.serving and departure.serving.keys() <= lost:
-            departure.shelved = True
+            departure.shelved = now if departure.shelved is None else departure.shelved
             self._kv.quarantine(departure.request.lease)
 
     def _let_go(self, departure: Departure) -> None:
@@ -207,6 +224,8 @@ class Departures:
             return
         request = departure.request
         del self._departures[request.record.request]
+        if departure.shelved is not None:
+            self._let_go_since.append(departure.shelved)
         self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
         self._kv.release(request.lease)
 
@@ -225,7 +244,7 @@ class Departures:
 
 def _problem(departure: Departure | None, message: StartPrefill) -> str:
     """Why this worker cannot serve `message`, or nothing."""
-    if departure is None or departure.shelved:
+    if departure is None or departure.shelved is not None:
         return "the request is not, or no longer, here"
     request, record = departure.request, message.record
     if record.tokens != request.tokens or record.namespace != request.record.namespace:

@@ -23,18 +23,19 @@ class FromRouter:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """The stream `link` has ended: nobody can receive its requests' tokens."""
+    """The stream `link` has ended: its requests are orphans, or over."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A worker to read from answered, and its memory can be reached."""
+    """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens."""
 
     peer: Incarnation
     address: PeerAddress
     transport: str
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Command: send a record to the router on stream `link`, in this step's frame."""
+    """Command: send a record to the router on stream `link`, in this step's frame. Dropped where the stream is gone."""
 
     link: int
     record: DecodeRecord

@@ -10,6 +10,7 @@ history by then: the next attempt's prompt includes it, and it is never drawn ag
 belong to the scheduler, which may release one only after `Landed` or `Freed`.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
 from engine.types import Incarnation
 from transfer.commands import Arrived, Broken, Command, Emit, ExpectedBlock, Fenced, Received
+from transfer.conversion import landed_tokens, rows_by_block
 from transfer.receiver import KVReceiver
 
 MAX_ATTEMPTS = 4
@@ -64,13 +66,15 @@ Result = Command | ConnectPeer | Outcome
 
 
 class Handoffs:
-    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, and what `receiver` owns. Owner: the scheduler."""
+    """Mutable state, all of it: `_open`, `_connecting`, `_peers`, what is counted, and what `receiver` owns. Owner: the
+    scheduler."""
 
     def __init__(
         self, kv: KVCacheManager, receiver: KVReceiver, incarnation: Incarnation, fingerprint: str
     ) -> None:
         self.receiver = receiver
         self.migrated: list[Migrated] = []
+        self.dropped: Counter[str] = Counter()
         self._kv = kv
         self._incarnation = incarnation
         self._fingerprint = fingerprint
@@ -97,24 +101,27 @@ class Handoffs:
         )
         request.state, request.handoff = State.HANDOFF, handoff
         request.first, request.transport = None, peer.transport
+        request.sender_block_size = peer.block_size
         self._open[handoff] = request
         self._kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
             record = msgspec.structs.replace(record, tokens=list(request.tokens))
-        if record.remaining_s is not None:
-            record = msgspec.structs.replace(record, remaining_s=max(0.0, request.deadline - now))
+        left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
+        record = msgspec.structs.replace(record, remaining_s=left_s, context=b"")
         have = request.have_blocks * self._kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
-        """The blocks still to land by index, each with the identity its bytes must have."""
-        size, tokens, lease = self._kv.block_size, request.tokens, request.lease
+        """The sender's blocks still to land by index, each with the identity its bytes must have."""
+        size, tokens, own = request.sender_block_size, request.tokens, self._kv.block_size
         root = identity.root(request.record.namespace, self._fingerprint)
         identities = identity.blocks(root, tokens, size)
+        have = request.have_blocks * own
+        rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)
         return {
-            at: ExpectedBlock(lease.blocks[at], identities[at], min(size, len(tokens) - at * size))
-            for at in range(request.have_blocks, len(identities))
+            at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size))
+            for at in rows
         }
 
     def done(self, request: Request) -> None:
@@ -173,7 +180,12 @@ class Handoffs:
     def first_token(self, message: FirstToken) -> Request | None:
         """The request whose first token this is, or None if it comes late or twice."""
         request = self._open.get(message.handoff)
-        if request is None or request.state is not State.HANDOFF or request.first is not None:
+        if request is None:
+            self.dropped["first token: unknown handoff"] += 1
+            return None
+        if request.state is not State.HANDOFF or request.first is not None:
+            why = "stopped" if request.first is None else "duplicate"
+            self.dropped[f"first token: {why}"] += 1
             return None
         request.first = message
         return request
@@ -182,10 +194,12 @@ class Handoffs:
         """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
+            self.dropped["prefill failed: unknown handoff"] += 1
             return []
         if request.state is State.ENDING:
             return self.abandon(request, now)
         if request.state is not State.HANDOFF:
+            self.dropped["prefill failed: stopped"] += 1
             return []
         if message.fault.code in CALLERS_FAULT:
             return [Hopeless(request, message.fault)]
@@ -232,11 +246,12 @@ class Handoffs:
     def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[Result]:
         if request.abandoned or request.state is State.ENDING:
             return [Freed(request)]
-        there = set(landed)
-        whole = (len(request.tokens) - 1) // self._kv.block_size
-        before = request.have_blocks
-        while request.have_blocks < whole and request.have_blocks in there:
-            request.have_blocks += 1
+        size, before = self._kv.block_size, request.have_blocks
+        # The token after the last has to be computed from the last: its row is never taken as known.
+        there = landed_tokens(
+            frozenset(landed), before * size, request.sender_block_size, len(request.tokens) - 1
+        )
+        request.have_blocks = there // size
         request.migrated_blocks += request.have_blocks - before
         request.attempt += 1
         elsewhere, request.elsewhere = request.elsewhere, False

@@ -1,8 +1,8 @@
 """The decode worker's streams to those it reads from: one per peer, opened when a placement first names it. A peer is a
 prefill worker, or another decode worker that yields its requests.
 
-A stream begins with a hello in either direction. A peer whose model, memory layout, protocol or digest differs is
-refused at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
+A stream begins with a hello in either direction. A peer that does not fit (`transfer.negotiation`) is refused at once
+and by name; otherwise its memory is made known to the transfer thread and the peer is up.
 """
 
 import logging
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from decode_worker.events import FromPeer, PeerDown, PeerUp
+from engine.kv.layout import KVLayout
 from engine.messages import (
     Handoff,
     Hello,
@@ -23,6 +24,8 @@ from engine.messages import (
     encode,
 )
 from engine.types import Incarnation
+from transfer.commands import Connect
+from transfer.negotiation import Agreement, NegotiationError, check_whole, negotiate
 from transfer.rpc import RpcLoop, Send
 from transfer.serving import METHOD
 
@@ -80,7 +83,7 @@ class Peers:
         rpc: RpcLoop,
         hello: Hello,
         put: Callable[[object], None],
-        reach: Callable[[Incarnation, Hello], None],
+        reach: Callable[[Connect], None],
         unfinished: Callable[[], list[Handoff]],
     ) -> None:
         self._rpc = rpc
@@ -137,20 +140,23 @@ class Peers:
 
     def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
         self._opening.discard(link.address)
-        problem = mismatch(self._hello, hello)
-        if problem:
-            log.error("worker %s is refused: %s", link.address.name, problem)
+        try:
+            agreement = fit(self._hello, hello)
+        except NegotiationError as error:
+            log.error("worker %s is refused: %s", link.address.name, error)
             link.send(None)
-            return [PeerDown(link.address, None, problem)]
+            return [PeerDown(link.address, None, str(error))]
         link.incarnation = hello.info.incarnation
         self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
-        self._reach(link.incarnation, hello)
+        endpoint = hello.endpoints[0]
+        self._reach(Connect(link.incarnation, endpoint, agreement))
         # What ended between our hello and the answer could not be told; it is claimed no longer.
         ended = set(link.claimed) - set(self._unfinished())
         if ended:
             link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
-        return [PeerUp(link.incarnation, link.address, hello.endpoints[0].transport)]
+        size = agreement.layout.block_size
+        return [PeerUp(link.incarnation, link.address, endpoint.transport, size)]
 
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
         self._opening.discard(link.address)
@@ -186,17 +192,10 @@ class Peers:
         return [PeerDown(link.address, peer, why)]
 
 
-def mismatch(mine: Hello, theirs: Hello) -> str:
-    """Why blocks cannot move between the two, or nothing."""
-    for what, a, b in (
-        ("protocol", mine.protocol, theirs.protocol),
-        ("model", mine.info.model, theirs.info.model),
-        ("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint),
-        ("KV layout", mine.layout, theirs.layout),
-        ("digest", mine.digest, theirs.digest),
-    ):
-        if a != b:
-            return f"its {what} is {b}, this worker's is {a}"
+def fit(mine: Hello, theirs: Hello) -> Agreement:
+    """How blocks come from another worker to this one. Raises NegotiationError if they cannot."""
+    agreement = negotiate(mine, theirs)
+    check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:
-        return "it names no single way to reach its memory"
-    return ""
+        raise NegotiationError("it names no single way to reach its memory")
+    return agreement

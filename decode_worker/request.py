@@ -6,7 +6,10 @@ from enum import StrEnum
 from engine.kv.manager import Lease
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
-from engine.types import RequestRecord
+from engine.types import Incarnation, RequestRecord
+
+NO_ROUTER = Incarnation(0)
+"""One that has not said who it is."""
 
 
 class State(StrEnum):
@@ -43,6 +46,8 @@ class Request:
     state: State = State.CONNECTING
     attempt: int = 0
     handoff: Handoff | None = None
+    sender_block_size: int = 0
+    """Tokens in a block of the prefill worker that serves `handoff`."""
     first: FirstToken | None = None
     arrived: bool = False
     """Every block of `tokens` (but the newest one's) is here."""
@@ -52,6 +57,11 @@ class Request:
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
     known: int = 0
     """Tokens whose KV is in the blocks, once `arrived`, or so far when prefilled here."""
+    losses: int = 0
+    router: Incarnation = NO_ROUTER
+    handovers: int = 0
+    orphan_until: float = float("inf")
+    """Finite while it has no router: see `decode_worker.orphans`."""
     local_since: float | None = None
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
@@ -62,6 +72,10 @@ class Request:
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.record.prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.record.prompt_tokens :]
 
     def close_prefill(self, now: float) -> None:
         """The wait for the first token is over, or given up: say where it went."""

@@ -10,14 +10,14 @@ A request is taken only with a lease for its whole prompt and the promise of roo
 answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
 blocks. How blocks get here is the business of `decode_worker.handoffs`. The first token is sent on as soon as the
 prefill worker names it; the gap until the second is inter-token latency. The end of a request is told at once; its
-blocks follow when they are fenced.
+blocks follow when they are fenced. A resumable request outlives its router for a while (`decode_worker.orphans`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.config import DecodeConfig
-from decode_worker.departures import Departures
+from decode_worker.departures import Departure, Departures
 from decode_worker.events import (
     ConnectPeer,
     FromPeer,
@@ -36,6 +36,7 @@ from decode_worker.handoffs import (
     Result,
     Unserved,
 )
+from decode_worker.orphans import NOBODY, Orphans, orphan
 from decode_worker.request import Migrated, Request, State
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
@@ -47,11 +48,13 @@ from engine.messages import (
     FirstToken,
     NeedPrefill,
     Offer,
+    OrphansTold,
     Place,
     PrefillFailed,
     Refused,
     Release,
     RequestStats,
+    RouterHello,
     Tokens,
     UsePrefill,
     Yield,
@@ -91,7 +94,7 @@ Command = TransferCommand | Tell | ConnectPeer
 @dataclass(slots=True)
 class DecodeScheduler:
     """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and
-    what `kv`, `handoffs` and `departures` own. Owner: the engine thread."""
+    what `kv`, `handoffs`, `departures` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -105,6 +108,7 @@ class DecodeScheduler:
     block_bytes: int
     handoffs: Handoffs = field(init=False)
     departures: Departures = field(init=False)
+    orphans: Orphans = field(init=False)
     leaving: bool = False
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -119,6 +123,7 @@ class DecodeScheduler:
     def __post_init__(self) -> None:
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
         self.departures = Departures(self.kv, self.fingerprint)
+        self.orphans = Orphans(self.config.orphan_s)
 
     @property
     def sender(self) -> KVSender:
@@ -162,8 +167,10 @@ class DecodeScheduler:
                     request.yielding = self.leaving
                 return []
             case FromRouter(_, Release(name, placement)):
-                self.departures.release(name, placement)
+                self.departures.release(name, placement, now)
                 return []
+            case FromRouter(link, RouterHello(router)):
+                return self._router_joined(link, router, now)
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
@@ -182,16 +189,72 @@ class DecodeScheduler:
                 self.leaving = True
                 return []
             case RouterLost(link):
-                self.departures.router_lost(link)
-                lost = [r for r in self._requests.values() if r.link == link]
-                return self._end_all(lost, FinishReason.CANCELLED, now)
+                return self._router_lost(link, now)
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
         self.departures.tick(now)
+        self.orphans.tick(now)
         late = [r for r in self._requests.values() if now >= r.deadline]
-        return self._end_all(late, FinishReason.DEADLINE, now)
+        commands = self._end_all(late, FinishReason.DEADLINE, now)
+        alone = [r for r in self._requests.values() if now >= r.orphan_until]
+        self.orphans.expired += len(alone)
+        return commands + self._end_all(alone, FinishReason.CANCELLED, now)
+
+    # routers that come and go
+
+    def _router_lost(self, link: int, now: float) -> list[Command]:
+        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
+        heir = self.orphans.left(link)
+        lost = [r for r in self._requests.values() if r.link == link]
+        over = [r for r in lost if not r.record.context]
+        commands = self._end_all(over, FinishReason.CANCELLED, now)
+        self._orphan([r for r in lost if r.record.context], now)
+        for departure in self.departures.router_lost(link, now):
+            commands += self._take_back(departure, now)
+        return commands if heir == NOBODY else commands + self._hand_over(heir, now)
+
+    def _router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
+        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
+        former = [r for r in self._requests.values() if r.router == router and r.link != link]
+        placed = [r for r in former if not r.handovers]
+        commands = self._end_all(placed, FinishReason.CANCELLED, now)
+        self._orphan([r for r in former if r.handovers], now)
+        self.orphans.joined(link, router)
+        return commands + self._hand_over(link, now)
+
+    def _orphan(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self.orphans.leave(request, now)
+            if request.state is State.ASKING:
+                self._prefill_here(request, now)
+
+    def _take_back(self, departure: Departure, now: float) -> list[Command]:
+        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
+        request = departure.request
+        self._requests[request.record.request] = request
+        self.orphans.leave(request, now)
+        request.yielding = False
+        request.clock.resume("decode_queue", now)
+        request.state = State.READY
+        self._ready.append(request)
+        return [] if departure.token is None else self._drawn(request, departure.token, now)
+
+    def _hand_over(self, link: int, now: float) -> list[Command]:
+        """The router on `link` gets what belonged to routers that are gone."""
+        commands: list[Command] = []
+        for request in [r for r in self._requests.values() if r.link == NOBODY]:
+            if self.orphans.adopt(request, link):
+                commands.append(Tell(link, orphan(request, request.output, now)))
+            else:
+                commands += self._end(request, FinishReason.CANCELLED, now)
+        for one in self.orphans.adopt_ended(link):
+            commands.append(Tell(link, orphan(one.request, one.tokens, now)))
+            commands.append(Tell(link, one.ended))
+        if self.orphans.is_alone(link):
+            commands.append(Tell(link, OrphansTold()))
+        return commands
 
     # taking a request
 
@@ -203,6 +266,7 @@ class DecodeScheduler:
             return []  # idempotent: it is under way
         if known is not None:
             commands += self._end(known, FinishReason.CANCELLED, now)
+        self.orphans.forget(name)
         fault = self._refusal(record)
         if fault is not None:
             stats = RequestStats(decode_worker=self.name)
@@ -232,6 +296,8 @@ class DecodeScheduler:
             deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
             have_blocks=lease.cached_tokens // self.kv.block_size,
             decode_cached_tokens=min(lease.cached_tokens, record.prompt_tokens),
+            losses=message.losses,
+            router=self.orphans.router(link),
         )
         self._requests[name] = request
         commands.append(Tell(link, Accepted(name, message.placement, lease.cached_tokens)))
@@ -292,11 +358,8 @@ class DecodeScheduler:
             request.prefill_cached_tokens = message.cached_tokens
         if request.arrived:
             request.known = len(request.tokens)
-        commands = self._emit(request, message.token)
-        reason = finish_reason(request.record, request.output_tokens, message.token, self.stop_ids)
-        if reason is not None:
-            return commands + self._end(request, reason, now)
-        if request.arrived:
+        commands = self._drawn(request, message.token, now)
+        if request.arrived and request.state is not State.ENDING:
             self._admit(request, now)
         return commands
 
@@ -321,6 +384,9 @@ class DecodeScheduler:
         """Keep what has landed, and ask the router for another prefill worker."""
         if request.state is State.ENDING:
             self._let_go(request)
+            return []
+        if request.link == NOBODY:
+            self._prefill_here(request, now)
             return []
         request.state = State.ASKING
         name = request.record.request
@@ -376,7 +442,7 @@ class DecodeScheduler:
     def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
         """Always answered: a router waits for the word that its request holds nothing here any more."""
         name, placement, reason = message.request, message.placement, message.reason
-        self.departures.release(name, placement)
+        self.departures.release(name, placement, now)
         known = self._requests.get(name)
         if known is not None and known.placement == placement:
             return self._end(known, reason, now)
@@ -407,6 +473,8 @@ class DecodeScheduler:
             stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
         )
+        if request.record.context and reason is not FinishReason.CANCELLED:
+            self.orphans.remember(request, ended, request.output[:kept], now)
         commands: list[Command] = [Tell(request.link, ended)]
         state = request.state
         for line in (self._ready, self._running, self._local):
@@ -501,34 +569,37 @@ class DecodeScheduler:
             if request.state is State.DEPARTED:
                 commands += self.departures.complete(request, token, now)
                 continue
-            commands += self._emit(request, token)
-            reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
-            if reason is not None:
-                commands += self._end(request, reason, now)
-            elif request.state is State.LOCAL:
+            commands += self._drawn(request, token, now)
+            if request.state is State.LOCAL:
                 self._local.remove(request)
                 self._admit(request, now)
         self._stepping = []
         return commands
 
-    def _emit(self, request: Request, token: int) -> list[Command]:
+    def _drawn(self, request: Request, token: int, now: float) -> list[Command]:
+        """The next token of a request is known: send it on, and end what is over."""
         index = request.output_tokens
         request.tokens.append(token)
         self.generated_tokens += 1
         record = Tokens(request.record.request, request.placement, index, [token])
-        return [Tell(request.link, record)]
+        told: list[Command] = [Tell(request.link, record)]
+        reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
+        return told if reason is None else told + self._end(request, reason, now)
 
     def check(self) -> None:
         """Recompute the invariants."""
         self.kv.check()
         self.handoffs.check()
         self.departures.check()
+        self.orphans.check()
         lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
         for state, line in lines.items():
             assert all(request.state is state for request in line)
             assert sum(r.state is state for r in self._requests.values()) == len(line)
         for request in self._requests.values():
             assert not request.lease.released and request.state is not State.ENDING
+            assert (request.link == NOBODY) == (request.orphan_until < float("inf"))
+            assert request.link != NOBODY or request.state is not State.ASKING
 
     def __repr__(self) -> str:
         return (

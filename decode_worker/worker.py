@@ -36,7 +36,6 @@ from engine.types import Incarnation, host_port
 from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
-    Connect,
     Emit,
     Leave,
     MoverCommand,
@@ -54,6 +53,8 @@ from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, Send, dialable
 from transfer.serving import FrameIn, LinkLost, Readers
+from transfer.silence import Silence
+from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class DecodeWorker:
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
+        self._silence = Silence(config.transfer.escalate_s)
+        self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = self._redialled_at = 0.0
         self._report_now = False
         self._leave_by: float | None = None
@@ -88,7 +91,7 @@ class DecodeWorker:
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine)
+        device = open_device(self._config.engine, self._config.step_limits)
         self._device = device
         self._closers.append(device.kv.close)
         self._scheduler = DecodeScheduler(
@@ -111,7 +114,6 @@ class DecodeWorker:
             self._transports,
             device.kv,
             device.layout,
-            self._config.transfer.verify_digests,
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
@@ -136,17 +138,19 @@ class DecodeWorker:
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
+            memory=device.memory,
         )
         hello = Hello(
             info=self.info,
             layout=device.layout.describe(),
             endpoints=[transport.describe() for transport in self._transports.values()],
+            digest_share=self._config.transfer.digest_share,
         )
         self._peers = Peers(
             self._rpc,
             hello,
             self._thread.put,
-            self._reach,
+            self._mover.submit,
             lambda: self._scheduler.receiver.unfinished,
         )
         self._readers = Readers(
@@ -180,9 +184,6 @@ class DecodeWorker:
         while self._closers:
             self._closers.pop()()
 
-    def _reach(self, peer: Incarnation, hello: Hello) -> None:
-        self._mover.submit(Connect(peer, hello.endpoints[0]))
-
     # what the engine thread calls
 
     def hear(self, items: list[object]) -> None:
@@ -203,6 +204,8 @@ class DecodeWorker:
             self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
         else:
             self._auditor.idle()
+        if self._watchdog.is_stuck(self._mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial()
@@ -312,6 +315,13 @@ class DecodeWorker:
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         self._metrics.blocks(self._scheduler.kv.pool.counts())
+        for dropped in (self._scheduler.receiver.dropped, self._scheduler.handoffs.dropped):
+            self._metrics.handoffs_dropped("receiver", dropped)
+        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
+        for since in self._scheduler.departures.take_quarantined():
+            self._metrics.quarantined(now - since)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
         data = encode([self._load(self._scheduler.kv.take_evicted())])
         for send in self._routers.values():
             send(data)
@@ -331,4 +341,5 @@ class DecodeWorker:
             s_per_block=dict(self._s_per_block),
             evicted=evicted,
             leaving=self._scheduler.leaving,
+            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

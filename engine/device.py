@@ -1,27 +1,29 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from engine.attention import TorchAttention
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepLimits
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.paged import PagedKV
-from engine.model.config import ModelConfig
+from engine.messages import MemoryUse
 from engine.model.llama import load_model
+from engine.model.weights import WeightIndex
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
+from engine.workspace import measure_workspace
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One pool and what runs over it. `fingerprint` covers weights, dtype and layout: peers must agree on it."""
+    """One pool and what runs over it. `fingerprint` covers weights and dtype: peers must agree on it."""
 
     model: str
     layout: KVLayout
@@ -32,15 +34,17 @@ class Device:
     vocab: int
     context_tokens: int
     stop_ids: frozenset[int]
+    memory: MemoryUse = field(default_factory=MemoryUse)
 
     def manager(self) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint)
 
 
-def open_device(config: EngineConfig) -> Device:
+def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Device:
     """Map the prepared model and allocate the pool. Sets this process's compute threads.
 
-    Raises ModelError for a model that is not whole, ValueError for a pool too small to hold one block.
+    `limits` are those of the steps to come: what a profiled workspace is measured for. Raises ModelError for a model
+    that is not whole, ValueError for a pool too small to hold one block and for a profile without limits.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
@@ -55,22 +59,30 @@ def open_device(config: EngineConfig) -> Device:
         head_dim=shape.head_dim,
         dtype=config.dtype,
     )
-    blocks = config.pool_bytes // layout.block_bytes
+    weights_bytes = WeightIndex.load(model_dir).size_bytes + model.table_bytes
+    workspace_bytes = 0
+    if config.profile_workspace or config.pool_bytes == "auto":
+        if limits is None:
+            raise ValueError("a workspace can only be measured for known step limits")
+        workspace_bytes = measure_workspace(model_dir, config.block_size, limits)
+    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes)
+    blocks = kv_bytes // layout.block_bytes
     if blocks < 1:
-        raise ValueError(f"pool_bytes {config.pool_bytes} holds no block of {layout.block_bytes} bytes")
+        raise ValueError(
+            f"pool_bytes {config.pool_bytes}: {kv_bytes} bytes hold no block of {layout.block_bytes}"
+        )
     kv = PagedKV(layout, blocks)
+    memory = MemoryUse(weights_bytes, workspace_bytes, kv.nbytes)
+    log.info("memory of %s: %s", shape.name, memory)
     return Device(
         model=shape.name,
         layout=layout,
         blocks=blocks,
         kv=kv,
         runner=ModelRunner(model, kv, TorchAttention(shape.heads)),
-        fingerprint=fingerprint(shape, layout),
+        fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
+        memory=memory,
     )
-
-
-def fingerprint(model: ModelConfig, layout: KVLayout) -> str:
-    return f"{model.fingerprint}/{layout.dtype}/{layout.block_size}x{layout.kv_heads}x{layout.head_dim}"

@@ -7,7 +7,10 @@ tree, and whoever does not know a namespace can neither name nor probe its block
 below the root depends on it.
 
 Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its
-input, so a partly filled block never shares an identity with a full one.
+input, so a partly filled block never shares an identity with a full one. The block size enters
+through the cuts alone: a worker names another's blocks by cutting the tokens at the other's borders,
+and where the identities of two sizes coincide (a full block and one partly filled to the same
+token, both first in their sequence), so do their rows.
 """
 
 import sys
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 IDENTITY_BYTES = 16
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
@@ -26,8 +29,7 @@ _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
     """The parent of every first block: 16 bytes that depend on all three arguments.
 
-    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights, dtype and
-    KV layout.
+    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights and dtype.
     """
     if len(namespace) > _KEY_BYTES:
         namespace = blake2b(namespace, person=_NAMESPACE).digest()
@@ -43,15 +45,20 @@ def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
 
     Raises OverflowError for a token outside 0 .. 2**32 - 1.
     """
+    return extend_packed(parent, _packed(tokens))
+
+
+def extend_packed(parent: bytes, packed: bytes) -> bytes:
+    """The same for tokens that are packed already: four bytes each, little-endian."""
     block = _BLOCK.copy()
-    block.update(parent + _packed(tokens))
+    block.update(parent + packed)
     return block.digest()
 
 
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Identities of a sequence's full blocks, in order; a partly filled last one is left out."""
     packed = _packed(tokens)
-    stride = block_size * _TOKEN_BYTES
+    stride = block_size * TOKEN_BYTES
     identities = []
     parent = root
     new = _BLOCK.copy

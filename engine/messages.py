@@ -19,6 +19,14 @@ class Record(msgspec.Struct, frozen=True, tag=True):
 # who a worker is, and how it fares
 
 
+class MemoryUse(msgspec.Struct, frozen=True):
+    """A worker's memory, in bytes. Weights are mapped: one copy for all workers of a host."""
+
+    weights_bytes: int = 0
+    workspace_bytes: int = 0  # of the largest step; 0 where it was not measured
+    kv_bytes: int = 0
+
+
 class WorkerInfo(Record, kw_only=True):
     """What a worker says of itself when somebody connects."""
 
@@ -27,13 +35,14 @@ class WorkerInfo(Record, kw_only=True):
     incarnation: Incarnation
     address: str  # host:port of its gRPC server
     model: str
-    fingerprint: str  # weights, dtype and KV layout: peers must agree on it
+    fingerprint: str  # weights and dtype: peers must agree on it
     block_size: int
     blocks: int
     context_tokens: int
     pid: int
     host: str
     metrics_address: str = ""
+    memory: MemoryUse = MemoryUse()
 
 
 class Load(Record, kw_only=True):
@@ -52,6 +61,7 @@ class Load(Record, kw_only=True):
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
     leaving: bool = False  # it takes nothing new, and ends when it holds nothing more
+    silent: list[Incarnation] = []  # lost readers for whom blocks have been in quarantine for `escalate_s`
 
 
 # router -> decode worker
@@ -62,12 +72,19 @@ class PeerAddress(msgspec.Struct, frozen=True):
     address: str
 
 
+class RouterHello(Record):
+    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of others."""
+
+    incarnation: Incarnation
+
+
 class Place(Record, kw_only=True):
-    """Run `record`; its prompt is prefilled by `prefill`."""
+    """Run `record`; its prompt is prefilled by `prefill`. `losses` placements were lost before."""
 
     record: RequestRecord
     placement: int
     prefill: PeerAddress
+    losses: int = 0
 
 
 class Cancel(Record):
@@ -109,7 +126,7 @@ class Release(Record):
     placement: int
 
 
-RouterRecord = Place | Cancel | Finish | UsePrefill | Yield | Release
+RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
 
 
 # decode worker -> router
@@ -188,7 +205,38 @@ class Ended(Record, kw_only=True):
     fault: Fault | None = None
 
 
-DecodeRecord = WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Load
+class Orphan(Record, kw_only=True):
+    """A request of a router that is gone: it is yours now. More `Tokens` follow behind `tokens`, all of its output so
+    far; or `Ended`, at once."""
+
+    record: RequestRecord
+    placement: int
+    prefill: str
+    """The prefill worker that serves it; empty where the decode worker prefills by itself."""
+    tokens: list[int]
+    age_s: float
+    """Since this placement was accepted."""
+    remaining_s: float | None = None
+    """To its deadline."""
+    losses: int = 0
+
+
+class OrphansTold(Record):
+    """There are no more orphans for now."""
+
+
+DecodeRecord = (
+    WorkerInfo
+    | Accepted
+    | Refused
+    | NeedPrefill
+    | Tokens
+    | Yielded
+    | Ended
+    | Orphan
+    | OrphansTold
+    | Load
+)
 
 
 # decode worker <-> the worker that has, or computes, the KV of a prompt: the handoff. A prefill worker, or a leaving
@@ -225,10 +273,12 @@ class Hello(Record, kw_only=True):
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1
     digest: str = "xxh3-64"
+    digest_share: float = 1.0
+    """The share of blocks that shall have a digest, 0 to 1; the larger of both hellos holds."""
 
 
 class StartPrefill(Record, kw_only=True):
-    """Prefill `record`; blocks `[have_tokens // block_size, ..)` of its prompt are wanted."""
+    """Prefill `record`; of its prompt, the prefill worker's blocks `[have_tokens // block_size, ..)` are wanted."""
 
     handoff: Handoff
     record: RequestRecord
@@ -252,7 +302,8 @@ DecodeToPrefill = Hello | StartPrefill | Landed | Stop
 
 
 class BlockOffer(msgspec.Struct, frozen=True):
-    """One finished block: `index` is its position in the sequence, `generation` the source block's at the time."""
+    """One finished block: `index` is its position in the sequence, in blocks of the sender, `generation` the source
+    block's at the time."""
 
     source: BlockId
     generation: int

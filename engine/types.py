@@ -72,3 +72,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes = b""
     remaining_s: float | None = None
     """Time left to the caller's deadline when the record was sent: a duration, since clocks are never compared."""
+    context: bytes = b""
+    """What another router needs to go on with this request after a restart; opaque to workers, and secret. Empty where
+    no client can come back."""
+
+    def __repr__(self) -> str:
+        """Without the caller's text, and without what lets others read the answer."""
+        return (
+            f"RequestRecord({self.request}: {self.prompt_tokens} prompt tokens, "
+            f"{len(self.tokens) - self.prompt_tokens} emitted, at most {self.max_tokens})"
+        )

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepLimits
 from transfer.config import TransferConfig
 
 
@@ -14,3 +14,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     fairness_tokens_per_s: float = 300.0
     """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth."""
     max_waiting: int = 1024
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return StepLimits(chunk_tokens=self.chunk_tokens)

@@ -79,6 +79,8 @@ class Job:
     chunks: int = 0
     cached_tokens: int = 0
     started: float | None = None
+    quarantined: float | None = None
+    """Since when its receiver is lost, but may still read."""
 
     @property
     def remaining(self) -> int:
@@ -87,7 +89,7 @@ class Job:
 
 class PrefillScheduler:
     """Mutable state, all of it: `_jobs` and its two orders `_waiting` and `_running`, the
-    jobs of the step under way, `_peers`, and what `kv` and `sender` own.
+    jobs of the step under way, `_peers`, what is counted, and what `kv` and `sender` own.
     Owner: the engine thread."""
 
     def __init__(
@@ -115,6 +117,7 @@ class PrefillScheduler:
         self._stepping: list[Job] = []
         self._steps = 0
         self.leaving = False
+        self._let_go: list[float] = []
 
     # what there is to do
 
@@ -136,6 +139,11 @@ class PrefillScheduler:
         """Nothing is held for anybody."""
         return not self._jobs
 
+    def take_quarantined(self) -> list[float]:
+        """Since when blocks were quarantined that were let go since the last call: one time per handoff."""
+        taken, self._let_go = self._let_go, []
+        return taken
+
     # events
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -154,7 +162,7 @@ class PrefillScheduler:
             case ReaderUp():
                 return self._peer_up(event)
             case ReaderLost(peer):
-                return self._peer_lost(peer)
+                return self._peer_lost(peer, now)
             case ReaderDead(peer):
                 return self._settle(self.sender.peer_dead(peer))
             case Leave():
@@ -231,7 +239,7 @@ class PrefillScheduler:
             commands += self._settle(self.sender.close(job.handoff))
         return commands
 
-    def _peer_lost(self, peer: Incarnation) -> list[Command]:
+    def _peer_lost(self, peer: Incarnation, now: float) -> list[Command]:
         self._peers.pop(peer, None)
         for job in [job for job in self._jobs.values() if job.peer == peer]:
             self._retire(job)
@@ -239,6 +247,7 @@ class PrefillScheduler:
         for job in self._jobs.values():
             if job.peer == peer and job.lease is not None:
                 self.kv.quarantine(job.lease)
+                job.quarantined = now if job.quarantined is None else job.quarantined
         return commands
 
     def _retire(self, job: Job) -> None:
@@ -257,6 +266,8 @@ class PrefillScheduler:
                 case Settled(handoff):
                     job = self._jobs.pop(handoff)
                     self._retire(job)
+                    if job.quarantined is not None:
+                        self._let_go.append(job.quarantined)
                     if job.lease is not None:
                         self.kv.release(job.lease)
                 case Broken(handoff, why):

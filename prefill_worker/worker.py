@@ -43,6 +43,8 @@ from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
 from transfer.serving import FrameIn, LinkLost, Readers
+from transfer.silence import Silence
+from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +70,15 @@ class PrefillWorker:
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._watchers: list[Watcher] = []
         self._leave_by: float | None = None
+        self._silence = Silence(config.transfer.escalate_s)
+        self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine)
+        device = open_device(self._config.engine, self._config.step_limits)
         self._closers.append(device.kv.close)
         self._scheduler = PrefillScheduler(
             self._config,
@@ -93,7 +97,6 @@ class PrefillWorker:
             self._transports,
             device.kv,
             device.layout,
-            self._config.transfer.verify_digests,
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
@@ -118,8 +121,14 @@ class PrefillWorker:
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
+            memory=device.memory,
         )
-        hello = Hello(info=self.info, layout=device.layout.describe(), endpoints=[])
+        hello = Hello(
+            info=self.info,
+            layout=device.layout.describe(),
+            endpoints=[],
+            digest_share=self._config.transfer.digest_share,
+        )
         self._readers = Readers(
             hello, self._config.transfer, self._transports, self._mover.submit
         )
@@ -174,6 +183,8 @@ class PrefillWorker:
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
         else:
             self._auditor.idle()
+        if self._watchdog.is_stuck(self._mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         if self._leave_by is not None and (self._scheduler.is_idle or now >= self._leave_by):
@@ -235,6 +246,11 @@ class PrefillWorker:
     def _report(self, now: float) -> None:
         self._reported_at = now
         self._metrics.blocks(self._scheduler.kv.pool.counts())
+        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
+        for since in self._scheduler.take_quarantined():
+            self._metrics.quarantined(now - since)
         load = self._load(self._scheduler.kv.take_evicted())
         if self._watchers:
             data = encode([load])
@@ -256,4 +272,5 @@ class PrefillWorker:
             s_per_token=self._s_per_token,
             evicted=evicted,
             leaving=self._scheduler.leaving,
+            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

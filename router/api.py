@@ -4,6 +4,7 @@ import msgspec
 
 from engine.messages import RequestStats
 from engine.types import FinishReason, SamplingParams
+from router.form import HttpForm
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -28,15 +29,19 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
+    form: HttpForm | None = None
+    """How the answer is written, where the call came over HTTP."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker has taken the request. A client whose connection broke comes back with `resume_token`, a secret."""
+    """A worker has taken the request. A client whose connection broke comes back with `resume_token`, a secret.
+    `form` is the call's: how a stream that began over HTTP goes on there."""
 
     request_id: str
     model: str
     prompt_tokens: int
     resume_token: str = ""
+    form: HttpForm | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):

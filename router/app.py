@@ -1,6 +1,7 @@
 """Everything of `router/` put together on the running event loop: fronts, core, links to workers."""
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.messages import PeerAddress
-from engine.types import host_port
+from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core import Router
 from router.dispatch import Links
@@ -65,7 +66,7 @@ class RouterApp:
         self._config = config
         core = Router(config, make_policy(config.policy, config.seed), text.stop_ids)
         self.hub = Hub(core, clock, observer)
-        self._links = Links(self.hub)
+        self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
         self._state = ServerState(self.hub, text, observer)
@@ -120,7 +121,7 @@ class RouterApp:
         while True:
             await asyncio.sleep(TICK_S)
             self.hub.tick()
-            self._frontend.expire()
+            self._frontend.tick()
             await self._service.update_health()
             idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
             if idle_s >= IDLE_CHECK_S:

@@ -7,7 +7,7 @@ what is believed to be cached. `registry` and `index` hold the beliefs; the core
 from collections.abc import Mapping
 
 from engine import identity
-from engine.messages import Accepted, PeerAddress, RequestStats
+from engine.messages import Accepted, Orphan, PeerAddress, RequestStats
 from engine.types import RequestId
 from router.call import Call, State
 from router.placement import LOCAL
@@ -28,7 +28,7 @@ class Beliefs:
         if prefill is None:
             call.prefill_life = None
             return LOCAL
-        call.prefill_life = prefill.life
+        call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
         self.registry.dispatched(choice.name, call.record.request, uncached, 0)
         return prefill.peer
@@ -41,7 +41,7 @@ class Beliefs:
             return None
         peer = self.use_prefill(call, choice)
         self.registry.accepted(call.prefill, call.record.request)
-        self.index.insert(call.prefill, call.chain(call.key))
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
         return peer
 
     def accepted(self, call: Call, record: Accepted) -> None:
@@ -51,6 +51,16 @@ class Beliefs:
         if actual_blocks < call.believed_decode_blocks:
             self.index.correct(call.decode, chain, actual_blocks)
         self.index.insert(call.decode, chain)
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
+
+    def adopted(self, call: Call, orphan: Orphan) -> None:
+        """A worker holds `call` since before this router knew either."""
+        prefill = self.registry.get(orphan.prefill)
+        call.prefill, call.prefill_life = orphan.prefill, prefill.life if prefill else None
+        self.registry.dispatched(call.decode, orphan.record.request, 0, 0)
+        self.registry.accepted(call.decode, orphan.record.request)
+        chain = call.chain(call.key)
+        self.index.insert(call.decode, chain)
         self.index.insert(call.prefill, chain)
 
     def ended(self, call: Call, stats: RequestStats) -> None:
@@ -58,8 +68,10 @@ class Beliefs:
         chain = call.chain(call.key)
         size = call.key[1]
         if stats.prefill_cached_tokens < call.believed_prefill_tokens:
-            self.index.correct(call.prefill, chain, stats.prefill_cached_tokens // size)
-            self.index.insert(call.prefill, chain)
+            theirs = call.chain(call.prefill_key)
+            actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
+            self.index.correct(call.prefill, theirs, actual_blocks)
+            self.index.insert(call.prefill, theirs)
         parent = chain[-1] if chain else identity.root(call.record.namespace, call.key[0])
         written = call.tokens[len(chain) * size : -1]
         self.index.insert(call.decode, chain + identity.chain(parent, written, size))

@@ -5,6 +5,7 @@
        ├──────────────────┘                   │  └─ cancel, deadline ─> CLOSING
        └───────────────── lost, or yielded ───┘
 
+A request adopted from an earlier router begins as RUNNING.
 A request is forgotten when its worker says `Ended`, or is lost and nothing is left to do. CLOSING means that its client
 has been answered and its worker has not yet said that it let go.
 """
@@ -47,16 +48,22 @@ class Call:
     deadline_s: float | None
     state: State = State.WAITING
     placement: int = 0
+    highest: int = 0
+    """The highest placement that some worker may know of it, besides `placement`."""
     prefill: str = ""
     decode: str = ""
     prefill_life: Life | None = None
     decode_life: Life | None = None
     key: ModelKey = ("", 1)
+    """Of the decode worker."""
+    prefill_key: ModelKey = ("", 1)
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0
     emitted: list[int] = field(default_factory=list)
     losses: int = 0
-    """Placements that ended because their decode worker was lost."""
+    """Placements that ended because the decode worker that had accepted them was lost."""
+    unheard: int = 0
+    """Placements whose worker was lost before it said anything to them."""
     victims: set[Life] = field(default_factory=set)
     """Workers that were lost while they held this request; one that turns out to live is taken out again."""
     failed_prefills: set[Life] = field(default_factory=set)

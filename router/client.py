@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 import grpc
 import msgspec
@@ -66,7 +67,7 @@ class Client:
                     time.sleep(_pause_s(error, progress))
                     position = _position(progress)
                     left_s = _left_s(call, began_s)
-                    stream = channel.unary_stream(_RESUME)(_resume(position), timeout=left_s)
+                    stream = _again(channel, position, left_s)
         finally:
             stream.cancel()
             if call.resumable and not progress.is_over and progress.position is not None:
@@ -95,7 +96,7 @@ class Client:
                     await asyncio.sleep(_pause_s(error, progress))
                     position = _position(progress)
                     left_s = _left_s(call, began_s)
-                    stream = channel.unary_stream(_RESUME)(_resume(position), timeout=left_s)
+                    stream = _again(channel, position, left_s)
         finally:
             stream.cancel()
             if call.resumable and not progress.is_over and progress.position is not None:
@@ -155,6 +156,14 @@ class Client:
         if self._aio_channel is None:
             self._aio_channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
         return self._aio_channel
+
+
+def _again(channel: Any, position: Position, timeout_s: float | None) -> Any:
+    """The stream from `position` on. Raises ApiError if the client was closed meanwhile."""
+    try:
+        return channel.unary_stream(_RESUME)(_resume(position), timeout=timeout_s)
+    except (ValueError, grpc.aio.UsageError) as error:
+        raise ApiError("CANCELLED", "the client was closed") from error
 
 
 def _encoded(call: GenerateCall) -> bytes:

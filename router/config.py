@@ -22,8 +22,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_inline_bytes: int = 8 * 1024
     """Longer text is tokenized in a thread, so that it does not hold up other requests."""
     worker_silent_s: float = 10.0
-    """A worker that has not reported for this long gets no new requests. It is not taken for dead: a step may be long.
-    That is proven by the connection alone (`router/dispatch.py`)."""
+    """A worker that has not reported for this long gets no new requests. It is not given up: a step may be long."""
+    worker_hung_s: float = 30.0
+    """A connected worker that has not reported for this long is given up, and so is one that has not been reached for
+    this long. Workers report after every step and four times a second without one, and a step is bounded (`max_batch`,
+    `chunk_tokens`): the longest seen on two busy cores took little over a second. Whatever a device compiles must be
+    compiled before its worker serves."""
+    escalate_s: float = 5.0
+    """A worker that another one calls silent is given up when the router has not heard of it for this long either."""
     unplaceable_s: float = 10.0
     """How long requests wait while no worker is left that could take them."""
     max_placements: int = 3
@@ -34,6 +40,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Placements after losses that all requests together may take at once; it refills within a minute."""
     retry_fraction: float = 0.2
     """How much every new request adds to that budget, up to `retry_reserve`."""
+    settle_s: float = 5.0
+    """How long after its start a router waits for decode workers to report what they kept for it. Until then it hands
+    out nothing of earlier requests."""
     resume_window_s: float = 30.0
     """How long a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000

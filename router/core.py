@@ -22,6 +22,8 @@ from engine.messages import (
     Finish,
     Load,
     NeedPrefill,
+    Orphan,
+    OrphansTold,
     Place,
     Refused,
     Release,
@@ -31,11 +33,14 @@ from engine.messages import (
     Yielded,
 )
 from engine.types import FinishReason, RequestId
+from router.adoption import Adoptions
 from router.beliefs import Beliefs
 from router.call import Call, State
 from router.config import RouterConfig
 from router.endings import DEADLINE, LEFT, complete, ending, unreported
+from router.escalation import Judge, Verdict
 from router.events import (
+    Adopt,
     Begin,
     Command,
     Complete,
@@ -43,12 +48,14 @@ from router.events import (
     Dropped,
     Event,
     Fail,
+    GiveUp,
     Heard,
     Interrupted,
     Joined,
     Left,
     Lost,
     Moved,
+    Named,
     Poisonous,
     SendCancel,
     SendFinish,
@@ -71,7 +78,7 @@ class Router:
     """See the module. `handle` is the only way to change it; the router's event loop owns it."""
 
     # Mutable state: the calls by request, the line and the deadlines as heaps whose stale entries
-    # are skipped, the retry budget, the registry and the prefix index.
+    # are skipped, the retry budget, the adoptions, the registry and the prefix index.
 
     def __init__(
         self,
@@ -85,12 +92,14 @@ class Router:
         self._calls: dict[RequestId, Call] = {}
         self._line: list[tuple[int, RequestId]] = []
         self._deadlines: list[tuple[float, RequestId]] = []
+        self._adoptions = Adoptions(config.settle_s)
         self._turns = 0
         self._placeable_s: float | None = None
         self._beliefs = Beliefs(config.worker_silent_s)
         self.registry, self.index = self._beliefs.registry, self._beliefs.index
         self._placer = Placer(policy, self.registry, self.index)
         self._moves = Moves(self.registry, self._placer, config.moves_at_once)
+        self._judge = Judge(self.registry, config.escalate_s, config.worker_hung_s)
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{r}={c.state.value}@{c.placement}" for r, c in self._calls.items())
@@ -105,6 +114,15 @@ class Router:
         """Requests that some worker may still hold, or that wait."""
         return len(self._calls)
 
+    def is_settled(self, now: float) -> bool:
+        """Whether requests of an earlier router that are not known by now will not be."""
+        return self._adoptions.is_settled(now)
+
+    @property
+    def condemned(self) -> tuple[Verdict, ...]:
+        """Lives of workers that the supervisor shall end. May be read from any thread."""
+        return self._judge.verdicts
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
         out: list[Command] = []
@@ -117,8 +135,13 @@ class Router:
                 self._close(event.request, FinishReason.CANCELLED, now, out)
             case StopFound():
                 self._stop_found(event, out)
+            case Named(decode):
+                self._adoptions.named(decode)
             case Joined():
                 life = (event.peer.name, event.info.incarnation)
+                if self._judge.is_condemned(life):
+                    out.append(GiveUp(Verdict(*life, "it is back after it was given up")))
+                    return out
                 self._lost(event.peer.name, now, out, back=life)
                 for call in self._calls.values():
                     call.victims.discard(life)
@@ -129,6 +152,7 @@ class Router:
                 self._lost(event.worker, now, out)
                 if event.for_good:
                     self.registry.forget(event.worker)
+                    self._judge.forget(event.worker)
                     self.index.forget(event.worker)
                 self._advance(now, out)
             case Tick():
@@ -185,7 +209,7 @@ class Router:
         decode = self.registry.get(choice.decode.name)
         assert decode is not None
         call.move(State.OFFERED)
-        call.placement += 1
+        call.placement = max(call.placement, call.highest) + 1
         call.key = key
         call.decode, call.decode_life = decode.name, decode.life
         call.believed_decode_blocks = choice.decode.cached_blocks
@@ -197,7 +221,9 @@ class Router:
             left_s = max(call.deadline_s - now, 0.0)
             record = msgspec.structs.replace(record, remaining_s=left_s)
         prefill = self._beliefs.use_prefill(call, choice.prefill)
-        place = Place(record=record, placement=call.placement, prefill=prefill)
+        place = Place(
+            record=record, placement=call.placement, prefill=prefill, losses=call.losses
+        )
         out.append(SendPlace(call.decode, place, choice.reason))
         return True
 
@@ -208,8 +234,15 @@ class Router:
         if isinstance(record, Load):
             self.registry.report(event.worker, record, now)
             self.index.evict(event.worker, record.evicted)
+            self._give_up(self._judge.accused(event.worker, record.silent, now), now, out)
             self._advance(now, out)
             self._move(now, out)
+            return
+        if isinstance(record, OrphansTold):
+            self._adoptions.told(event.worker)
+            return
+        if isinstance(record, Orphan):
+            self._adopt(event.worker, record, now, out)
             return
         call = self._calls.get(record.request)
         if call is None or call.placement != record.placement or call.decode != event.worker:
@@ -278,7 +311,7 @@ class Router:
         decode = self.registry.get(call.decode)
         assert decode is not None
         view = self._placer.choose_prefill(
-            call.record, call.chain(call.key), decode, call.failed_prefills, now
+            call.record, call.chain, decode, call.failed_prefills, now
         )
         peer = self._beliefs.replace_prefill(call, view)
         out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))
@@ -349,6 +382,40 @@ class Router:
             out.append(SendRelease(call.source[0], release))
             call.source = None
 
+    def _adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
+        """A decode worker holds this request for a router that is gone: go on with it, or let the worker drop it."""
+        request, home = orphan.record.request, self.registry.get(worker)
+        assert home is not None, f"{worker} reports {request} and is not connected"
+        known = self._calls.get(request)
+        is_mine = known is not None and not self._adoptions.knows(request)
+        if is_mine or not self._adoptions.takes(orphan, now):
+            if known is not None:
+                known.highest = max(known.highest, orphan.placement)
+            cancel = Cancel(request, orphan.placement, FinishReason.CANCELLED)
+            out.append(SendCancel(worker, cancel))
+            return
+        if known is not None:
+            if known.state is not State.WAITING:
+                cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
+                out.append(SendCancel(known.decode, cancel))
+            self._forget(known, out)
+        self._turns += 1
+        left_s = orphan.remaining_s
+        deadline_s = None if left_s is None else now + left_s
+        call = Call(orphan.record, self._turns, deadline_s, State.RUNNING, orphan.placement)
+        call.losses = orphan.losses
+        call.decode, call.decode_life, call.key = worker, home.life, home.key
+        if len(orphan.record.tokens) > orphan.record.prompt_tokens:
+            call.cached_tokens_bound = 0
+        self._calls[request] = call
+        self._beliefs.adopted(call, orphan)
+        if call.deadline_s is not None:
+            heapq.heappush(self._deadlines, (call.deadline_s, request))
+        out.append(Adopt(orphan))
+        call.emitted.extend(orphan.tokens)
+        # One by one, as they came: a front that makes an event of each makes the same events again.
+        out.extend(Deliver(request, [token]) for token in orphan.tokens)
+
     # ---- endings that are not a worker's word
 
     def _stop_found(self, event: StopFound, out: list[Command]) -> None:
@@ -366,6 +433,7 @@ class Router:
         call = self._calls.get(request)
         if call is None or call.state is State.CLOSING:
             return
+        self._adoptions.close(request)
         was_waiting = call.state is State.WAITING
         fault = DEADLINE if reason is FinishReason.DEADLINE else LEFT
         self._answer(call, fault, reason, out)
@@ -404,6 +472,11 @@ class Router:
             if call.decode == name:
                 self._recover(call, announced, now, out)
 
+    def _give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
+        for verdict in verdicts:
+            self._lost(verdict.name, now, out)
+            out.append(GiveUp(verdict))
+
     def _recover(self, call: Call, announced: bool, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
         request, state = call.record.request, call.state
@@ -414,7 +487,10 @@ class Router:
             self._forget(call, out)
             out.append(complete(call, FinishReason.STOP, unreported(call)))
             return
-        call.losses += not announced
+        if state is State.OFFERED:
+            call.unheard += not announced
+        else:
+            call.losses += not announced
         match judge(call, self._config, self._stop_ids, self._budget, now, announced):
             case Again():
                 if state is State.RUNNING:
@@ -433,6 +509,7 @@ class Router:
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
+        self._give_up(self._judge.look(now), now, out)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request = heapq.heappop(self._deadlines)
             self._close(request, FinishReason.DEADLINE, now, out)

@@ -1,9 +1,10 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
 To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
-A stream begins with the worker's `WorkerInfo`. When it breaks, the hub hears `lost` at once and the
-link dials again with growing pauses. Nothing here waits for a client: what is read goes to the hub,
-which only queues; what is sent is collected and leaves as one frame per write.
+A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
+breaks, the hub hears `lost` at once and the link dials again with growing pauses. Nothing here waits
+for a client: what is read goes to the hub, which only queues; what is sent is collected and leaves as
+one frame per write.
 """
 
 import asyncio
@@ -19,12 +20,14 @@ from engine.messages import (
     DecodeRecord,
     PeerAddress,
     Record,
+    RouterHello,
     RouterRecord,
     WorkerInfo,
     decode_decode_frame,
     decode_report_frame,
     encode,
 )
+from engine.types import Incarnation
 from router.hub import Hub
 
 ATTACH = "/headrace.v1.DecodeWorker/Attach"
@@ -77,22 +80,36 @@ class Outbox:
 class Links:
     """All streams to workers. Lives on the router's event loop."""
 
-    # Mutable state: the task of every wanted worker, and the outbox of every attached one.
+    # Mutable state: the task of every wanted worker, the outbox of every attached one, and tasks that are ending.
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, incarnation: Incarnation) -> None:
         self._hub = hub
+        self._hello = RouterHello(incarnation)
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
-        hub.connect(self.send)
+        self._severed: set[asyncio.Task[None]] = set()
+        hub.connect(self.send, self.sever)
 
     def send(self, worker: str, record: RouterRecord) -> None:
         """Queue a record. Raises KeyError if no stream to the worker is open."""
         self._outboxes[worker].put(record)
 
+    def sever(self, worker: str) -> None:
+        """End the stream to a worker that was given up, and dial again in a while: another life may answer then."""
+        for (role, peer), task in list(self._tasks.items()):
+            if peer.name != worker:
+                continue
+            task.cancel()
+            self._severed.add(task)
+            task.add_done_callback(self._severed.discard)
+            again = self._keep(role, peer, after_s=PAUSE_S[1])
+            self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
+
     async def set_workers(
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
     ) -> None:
         """Dial new workers, and leave those that are not named any more."""
+        self._hub.named([peer.name for peer in decode])
         wanted = {("prefill", peer) for peer in prefill} | {("decode", peer) for peer in decode}
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
@@ -105,8 +122,9 @@ class Links:
         for task in tasks.values():
             await _end(task)
 
-    async def _keep(self, role: str, peer: PeerAddress) -> None:
+    async def _keep(self, role: str, peer: PeerAddress, after_s: float = 0.0) -> None:
         """Hold the stream to one worker open, for ever."""
+        await asyncio.sleep(after_s)
         attempt = self._attach if role == "decode" else self._watch
         pause_s = PAUSE_S[0]
         while True:
@@ -130,6 +148,7 @@ class Links:
         try:
             info, rest = _introduction(await _first(call), decode_decode_frame)
             outbox = Outbox()
+            outbox.put(self._hello)
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
             self._outboxes[peer.name] = outbox
             self._hub.joined(peer, info)

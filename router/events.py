@@ -10,6 +10,8 @@ from engine.messages import (
     Finish,
     Load,
     NeedPrefill,
+    Orphan,
+    OrphansTold,
     PeerAddress,
     Place,
     Refused,
@@ -22,6 +24,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
+from router.escalation import Verdict
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -29,6 +32,12 @@ class Submit(msgspec.Struct, frozen=True):
 
     record: RequestRecord
     deadline_s: float | None = None
+
+
+class Named(msgspec.Struct, frozen=True):
+    """These are all decode workers, connected or not."""
+
+    decode: tuple[str, ...]
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -42,7 +51,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A connected worker sent a record."""
 
     worker: str
-    record: Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Load
+    record: Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -69,7 +78,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Joined | Heard | Lost | Left | StopFound | Tick
+Event = Submit | Named | Joined | Heard | Lost | Left | StopFound | Tick
 """What happened."""
 
 
@@ -109,6 +118,13 @@ class Begin(msgspec.Struct, frozen=True):
     and `Moved`."""
 
     request: RequestId
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    """A request of a router that is gone goes on here; its client will come back for all of its output. Said again
+    where a higher placement of it turns up."""
+
+    orphan: Orphan
 
 
 class Interrupted(msgspec.Struct, frozen=True):
@@ -167,6 +183,12 @@ class Dropped(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class GiveUp(msgspec.Struct, frozen=True):
+    """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
+
+    verdict: Verdict
+
+
 Command = (
     SendPlace
     | SendCancel
@@ -175,6 +197,7 @@ Command = (
     | SendYield
     | SendRelease
     | Begin
+    | Adopt
     | Interrupted
     | Moved
     | Poisonous
@@ -182,5 +205,6 @@ Command = (
     | Complete
     | Fail
     | Dropped
+    | GiveUp
 )
 """What is to be done."""

@@ -3,8 +3,9 @@
 `Frontend.generate` validates, tokenizes, submits, and yields events until the end. Closing the
 iterator, in whatever state, cancels the request on its workers at once. A resumable request is only
 left alone: it runs on, and `Frontend.resume` reads on, until the window has passed; `cancel` ends it
-at once. Only the caller's own task waits for the caller: tokens are detokenized and kept when they
-arrive, and no request can keep more than its `max_tokens`.
+at once. It outlives the router: its record says what the next one needs to `revive` it. Only the
+caller's own task waits for the caller: tokens are detokenized and kept when they arrive, and no
+request can keep more than its `max_tokens`.
 """
 
 import asyncio
@@ -13,15 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from engine.messages import Orphan
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord, TooLongError
 from router.api import ApiError, GenerateCall, GenerateEvent, Started
 from router.config import RouterConfig
+from router.context import Context, pack, unpack
 from router.conversation import Conversations, Prompt
 from router.events import Complete
 from router.hub import Hub
 from router.observer import Observer
 from router.output import Detokenizer, Output
-from router.resume import Kept, Resumables
+from router.resume import Kept, Resumables, unknown_token
 from router.stream import Reader, Stream
 from router.timing import Timeline
 from router.validate import UnknownModelError, check_call, namespace, to_record
@@ -62,6 +65,9 @@ class Frontend:
         self._observer = observer
         self._conversations = Conversations(text, config.conversation_tokens)
         self._resumables = Resumables(config.resume_window_s)
+        self._settled = asyncio.Event()
+        self._unwanted: set[str] = set()
+        hub.adopt_with(self.revive)
 
     @property
     def model(self) -> TextModel:
@@ -76,6 +82,7 @@ class Frontend:
         try:
             check_call(call, self._text, self._config)
             prompt = await self._tokenize(call)
+            token = secrets.token_urlsafe(16) if call.resumable else ""
             record = to_record(
                 call,
                 prompt.ids,
@@ -83,6 +90,7 @@ class Frontend:
                 self._config,
                 request=RequestId(secrets.token_hex(8)),
                 seed=secrets.randbits(64),
+                context=self._context(call, token),
             )
         except FieldError as error:
             spent_s = self._clock() - timeline.received_s
@@ -90,14 +98,14 @@ class Frontend:
             raise _refusal(error) from error
         deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
         timeline.submitted(self._clock())
-        token = secrets.token_urlsafe(16) if call.resumable else ""
         stream = Stream(
-            Started(record.request, self._text.name, record.prompt_tokens, token),
+            Started(record.request, self._text.name, record.prompt_tokens, token, call.form),
             Output(self._text.detokenizer(), call.stop),
             timeline,
             self._observer,
         )
-        kept = Kept(record.request, stream, lambda: self._remember(call, record, prompt, stream))
+        chat = _chat(call)
+        kept = Kept(record.request, stream, lambda: self._remember(chat, record, prompt, stream))
         self._hub.submit(record, deadline_s, stream)
         async with aclosing(self._serve(token, kept, stream.read())) as events:
             async for event in events:
@@ -108,12 +116,13 @@ class Frontend:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Go on with a resumable request behind `next_index` output tokens and `text_bytes` bytes of text.
 
-        Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old.
+        Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router
+        knows what it has to go on with from an earlier one.
         """
+        await self._settled.wait()
         kept = self._resumables.find(token)
         if kept is None:
-            message = "resume_token: is unknown, or came too late"
-            raise ApiError("NOT_FOUND", message, "resume_token")
+            raise unknown_token()
         reader = kept.stream.read_on(next_index, text_bytes)
         self._resumables.attached(token)
         async with aclosing(self._serve(token, kept, reader)) as events:
@@ -121,16 +130,53 @@ class Frontend:
                 yield event
 
     def cancel(self, token: str) -> bool:
-        """End a resumable request at once; False if there is none of this token."""
+        """End a resumable request at once; False if there is none of this token. As long as an earlier router's may
+        still turn up, there may be one."""
         kept = self._resumables.forget(token)
-        if kept is None:
+        if not self._settled.is_set():
+            self._unwanted.add(token)
+        elif kept is None:
             return False
+        if kept is None:
+            return True
         self._abandon(kept)
         return True
 
-    def expire(self) -> None:
-        """End what no client came back for in time."""
-        for kept in self._resumables.expired(self._clock()):
+    def revive(self, orphan: Orphan, now: float) -> Stream | None:
+        """The stream of an earlier router's request, kept for its client as if it had just lost its connection.
+
+        None if that router wrote another kind of context, or served another model, or the client has cancelled it."""
+        record = orphan.record
+        context = unpack(record.context)
+        if context is None or context.model != self._text.name or context.token in self._unwanted:
+            return None
+        stream = Stream(
+            Started(record.request, context.model, record.prompt_tokens, context.token, context.form),
+            Output(self._text.detokenizer(), context.stop),
+            Timeline.adopted(orphan.age_s, len(orphan.tokens), now),
+            self._observer,
+            is_adopted=True,
+        )
+        chat = list(context.chat)
+
+        def remember() -> None:
+            prompt = Prompt(self._text.render_chat(chat), record.tokens[: record.prompt_tokens])
+            self._remember(chat, record, prompt, stream)
+
+        kept = Kept(record.request, stream, remember if chat else lambda: None)
+        self._resumables.keep(context.token, kept)
+        self._give_up(self._resumables.detached(context.token, now))
+        return stream
+
+    def tick(self) -> None:
+        """Time has passed: end what no client came back for in time."""
+        if self._hub.is_settled():
+            self._settled.set()
+            self._unwanted.clear()
+        self._give_up(self._resumables.expired(self._clock()))
+
+    def _give_up(self, late: list[Kept]) -> None:
+        for kept in late:
             self._abandon(kept)
 
     async def _serve(
@@ -151,14 +197,21 @@ class Frontend:
                 if not (token and reader.has_started):
                     self._abandon(kept)
                 elif self._resumables.find(token) is kept:
-                    for oldest in self._resumables.detached(token, self._clock()):
-                        self._abandon(oldest)
+                    self._give_up(self._resumables.detached(token, self._clock()))
 
     def _abandon(self, kept: Kept) -> None:
         """Nobody will read it any more."""
         now = self._clock()
         self._hub.leave(kept.request)
         kept.stream.left(now)
+
+    def _context(self, call: GenerateCall, token: str) -> bytes:
+        """Nothing, for a request that ends with its connection."""
+        if not token:
+            return b""
+        chat = tuple(_chat(call))
+        name = self._text.name
+        return pack(Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form))
 
     async def _tokenize(self, call: GenerateCall) -> Prompt:
         prompt = call.prompt
@@ -181,9 +234,12 @@ class Frontend:
         return self._conversations.encode(chat, space)
 
     def _remember(
-        self, call: GenerateCall, record: RequestRecord, prompt: Prompt, stream: Stream
+        self,
+        chat: list[tuple[str, str]],
+        record: RequestRecord,
+        prompt: Prompt,
+        stream: Stream,
     ) -> None:
-        chat = _chat(call)
         if not chat or stream.output.stopped is not None:
             return
         try:

@@ -19,7 +19,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.api import ApiError
-from router.http_generation import Generates, Generation, error_response, json_response
+from router.form import HttpForm
+from router.http_answer import error_response, json_response
+from router.http_generation import Generates, Streams, WholeAnswer, attended
+from router.http_stream import StreamedAnswer
 from router.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.openai_reply import envelope, error_reply
 
@@ -76,6 +79,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
         routes=[
             Route("/v1/chat/completions", _Generate(frontend, parse_chat), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion), methods=["POST"]),
+            Route("/v1/streams/{token}", Streams(frontend), methods=["GET", "DELETE"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -88,7 +92,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
 
 
 class _Generate:
-    """The endpoint of a generating route: body and headers in, then a `Generation` takes over the connection.
+    """The endpoint of a generating route: body and headers in, then an answer takes over the connection.
 
     A plain ASGI callable, because a Starlette function endpoint cannot watch for the client's disconnect.
     """
@@ -111,13 +115,22 @@ class _Generate:
             header = request.headers.get("x-request-timeout-s")
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
             parsed = self._parse(body, label=label, timeout_s=timeout_s)
-            if parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1":
-                call = msgspec.structs.replace(parsed.call, resumable=True)
-                parsed = msgspec.structs.replace(parsed, call=call)
         except ApiError as error:
             await error_response(error_reply(error), label)(scope, receive, send)
             return
-        await Generation(self._frontend, parsed, label)(scope, receive, send)
+        form = HttpForm(
+            chat=parsed.chat,
+            include_usage=parsed.include_usage,
+            return_token_ids=parsed.return_token_ids,
+            created=int(time.time()),
+            label=label,
+        )
+        asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
+        resumable = parsed.call.resumable or asked
+        call = msgspec.structs.replace(parsed.call, resumable=resumable, form=form)
+        events = self._frontend.generate(call)
+        answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
+        await attended(answer, scope, receive, send)
 
 
 async def _body(request: Request) -> bytes | None:

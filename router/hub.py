@@ -9,10 +9,20 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.messages import DecodeRecord, Fault, Load, PeerAddress, RouterRecord, WorkerInfo
+from engine.messages import (
+    DecodeRecord,
+    Fault,
+    Load,
+    Orphan,
+    OrphansTold,
+    PeerAddress,
+    RouterRecord,
+    WorkerInfo,
+)
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core import Router
 from router.events import (
+    Adopt,
     Begin,
     Command,
     Complete,
@@ -20,12 +30,14 @@ from router.events import (
     Dropped,
     Event,
     Fail,
+    GiveUp,
     Heard,
     Interrupted,
     Joined,
     Left,
     Lost,
     Moved,
+    Named,
     Poisonous,
     SendCancel,
     SendFinish,
@@ -66,6 +78,9 @@ class Sink(Protocol):
 
 
 Send = Callable[[str, RouterRecord], None]
+Sever = Callable[[str], None]
+Revive = Callable[[Orphan, float], Sink | None]
+"""Makes the client's side of an adopted request, to which its output so far is then given; None if nobody can."""
 
 
 class Hub:
@@ -77,6 +92,8 @@ class Hub:
         self._observer = observer
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
+        self._revive: Revive = _nobody
+        self._sever: Sever = _stays
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self._core!r})"
@@ -85,9 +102,18 @@ class Hub:
     def core(self) -> Router:
         return self._core
 
-    def connect(self, send: Send) -> None:
-        """From now on records for workers go through `send`, which must not block."""
+    def connect(self, send: Send, sever: Sever | None = None) -> None:
+        """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
         self._send = send
+        self._sever = sever or _stays
+
+    def adopt_with(self, revive: Revive) -> None:
+        """From now on requests of an earlier router get their sinks from `revive`."""
+        self._revive = revive
+
+    def is_settled(self) -> bool:
+        """Whether requests of an earlier router that are not known by now will not be."""
+        return self._core.is_settled(self._clock())
 
     def ready(self) -> bool:
         """Whether a prefill and a decode worker are alive."""
@@ -114,6 +140,10 @@ class Hub:
 
     # ---- from workers
 
+    def named(self, decode: Sequence[str]) -> None:
+        """These are all decode workers."""
+        self._handle(Named(tuple(decode)))
+
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
         self._handle(Joined(peer, info))
 
@@ -129,7 +159,9 @@ class Hub:
                 self._handle(Heard(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
-                if not isinstance(record, Load):
+                if isinstance(record, Orphan):
+                    self._give_up(record.record.request)
+                elif not isinstance(record, Load | OrphansTold):
                     self._give_up(record.request)
 
     def tick(self) -> None:
@@ -146,7 +178,8 @@ class Hub:
                 self._do(command)
             except Exception:
                 log.exception("%s failed", type(command).__name__)
-                request = getattr(command, "request", None)
+                orphan = getattr(command, "orphan", None)
+                request = getattr(orphan.record if orphan else command, "request", None)
                 if request is not None:
                     self._give_up(request)
 
@@ -172,6 +205,8 @@ class Hub:
                 log.info("request %s moves off %s", request, worker)
                 if request in self._sinks:
                     self._sinks[request].moved(stages, now)
+            case Adopt():
+                self._adopt(command.orphan, now)
             case Interrupted():
                 self._interrupted(command, now)
             case Poisonous():
@@ -193,6 +228,18 @@ class Hub:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
             case Dropped():
                 self._observer.dropped(command.kind)
+            case GiveUp(verdict):
+                log.warning("worker %s is given up: %s", verdict.name, verdict.why)
+                self._sever(verdict.name)
+
+    def _adopt(self, orphan: Orphan, now: float) -> None:
+        request = orphan.record.request
+        log.info("request %s goes on behind %d tokens", request, len(orphan.tokens))
+        sink = self._revive(orphan, now)
+        if sink is None:
+            self._handle(Left(request))
+        else:
+            self._sinks[request] = sink
 
     def _interrupted(self, command: Interrupted, now: float) -> None:
         log.warning(
@@ -225,7 +272,15 @@ class Hub:
         if sink is not None:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
-            self._handle(Left(request))
+        self._handle(Left(request))
+
+
+def _nobody(orphan: Orphan, now: float) -> None:
+    """Without clients' sides there is nobody to go on for."""
+
+
+def _stays(worker: str) -> None:
+    """Without links to workers there is no stream to end."""
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

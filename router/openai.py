@@ -86,6 +86,7 @@ class Request(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     timeout: float | None = None
+    resumable: bool | None = None
     n: object = None
     best_of: object = None
     echo: object = None
@@ -212,6 +213,8 @@ def _parsed(
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
         raise invalid("stream_options", "is allowed only with stream: true")
+    if request.resumable and not stream:
+        raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
         raise invalid("seed", "must fit in 64 bits")
     stop = request.stop
@@ -230,6 +233,7 @@ def _parsed(
         ignore_eos=bool(request.ignore_eos),
         request_id=label,
         timeout_s=min(timeouts, default=None),
+        resumable=bool(request.resumable),
     )
     return Parsed(
         call=call,

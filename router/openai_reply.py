@@ -1,15 +1,12 @@
-"""What the two OpenAI routes answer: JSON bodies, stream chunks, and errors in OpenAI's envelope. Pure.
-
-A streamed answer follows OpenAI: `usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its
-own with no choices. The `headrace` object (stages, migration, workers) is always there, in the last chunk.
-"""
+"""What the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
 from typing import Literal
 
 import msgspec
 
-from router.api import ApiError, Finished
+from router.api import ApiError, Finished, Started
+from router.form import HttpForm
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -24,7 +21,13 @@ _STATUS: dict[str, tuple[int, str]] = {
     "UNAVAILABLE": (503, "server_error"),
 }
 _CODES = {"OUT_OF_RANGE": "context_length_exceeded", "NOT_FOUND": "model_not_found"}
-_FIELDS = {"token_ids": "prompt", "timeout_s": "timeout", "request_id": "x-request-id"}
+_FIELDS = {
+    "token_ids": "prompt",
+    "timeout_s": "timeout",
+    "request_id": "x-request-id",
+    "next_index": "Last-Event-ID",
+    "text_bytes": "Last-Event-ID",
+}
 """What this front calls fields that have another name behind the frontend."""
 
 
@@ -101,73 +104,26 @@ class Reply(msgspec.Struct, kw_only=True):
 
 
 class Writer:
-    """Writes the answer to one request. Holds what every chunk repeats; `created` is in seconds since the epoch."""
+    """Writes the answer to one request. Holds what every part of it repeats."""
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        model: str,
-        created: int,
-        chat: bool,
-        include_usage: bool,
-        return_token_ids: bool,
-    ) -> None:
-        self.request_id = request_id
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
-        self._model = model
-        self._created = created
-        self._chat = chat
-        self._include_usage = include_usage
-        self._return_token_ids = return_token_ids
-        self._first = True
+    def __init__(self, started: Started, form: HttpForm) -> None:
+        self._request_id = started.request_id
+        self._id = f"{'chatcmpl' if form.chat else 'cmpl'}-{started.request_id}"
+        self._model = started.model
+        self._form = form
 
     def whole(self, text: str, token_ids: tuple[int, ...], end: Finished) -> bytes:
         choice = Choice(finish_reason=end.reason.value)
-        if self._chat:
+        if self._form.chat:
             choice.message = ChatText(text, refusal=None)
         else:
             choice.text = text
-        if self._return_token_ids:
+        if self._form.return_token_ids:
             choice.token_ids = token_ids
-        kind = "chat.completion" if self._chat else "text_completion"
-        return msgspec.json.encode(self._reply(kind, [choice], usage(end), self._headrace(end)))
+        kind = "chat.completion" if self._form.chat else "text_completion"
+        return msgspec.json.encode(self.reply(kind, [choice], usage(end), self.headrace(end)))
 
-    def delta(self, text: str, token_ids: tuple[int, ...]) -> bytes:
-        """One event of new output, or nothing where the client asked for text and there is none yet."""
-        if not text and not (self._return_token_ids and token_ids):
-            return b""
-        choice = Choice()
-        if not self._chat:
-            choice.text = text
-        elif self._first:
-            choice.delta = ChatText(text)
-        else:
-            choice.delta = ChatText(text, role=msgspec.UNSET)
-        if self._return_token_ids:
-            choice.token_ids = token_ids
-        self._first = False
-        return self._chunk([choice], None, None)
-
-    def last(self, end: Finished) -> bytes:
-        """The finish reason, the usage if asked for, and the end mark."""
-        choice = Choice(finish_reason=end.reason.value)
-        if not self._chat:
-            choice.text = ""
-        else:
-            choice.delta = {"role": "assistant"} if self._first else {}
-        headrace = self._headrace(end)
-        if not self._include_usage:
-            return self._chunk([choice], None, headrace) + DONE
-        return self._chunk([choice], None, None) + self._chunk([], usage(end), headrace) + DONE
-
-    def _chunk(self, choices: list[Choice], use: Usage | None, headrace: Headrace | None) -> bytes:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return event(
-            self._reply(kind, choices, use if self._include_usage else msgspec.UNSET, headrace)
-        )
-
-    def _reply(
+    def reply(
         self,
         kind: str,
         choices: list[Choice],
@@ -177,17 +133,17 @@ class Writer:
         return Reply(
             id=self._id,
             object=kind,
-            created=self._created,
+            created=self._form.created,
             model=self._model,
             choices=choices,
             usage=use,
             headrace=msgspec.UNSET if headrace is None else headrace,
         )
 
-    def _headrace(self, end: Finished) -> Headrace:
+    def headrace(self, end: Finished) -> Headrace:
         stats = end.stats
         return Headrace(
-            request_id=self.request_id,
+            request_id=self._request_id,
             prefill=Place(stats.prefill_worker, stats.prefill_cached_tokens),
             decode=Place(stats.decode_worker, stats.decode_cached_tokens),
             migration=Migration(
@@ -196,15 +152,6 @@ class Writer:
             timing=Timing(end.ttft_s, end.itl_mean_s, end.itl_p99_s, end.e2e_s, stats.stages),
             stop_matched=end.stop_matched,
         )
-
-
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, proxies see traffic."""
-
-
-def event(body: object) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def usage(end: Finished) -> Usage:
@@ -226,11 +173,13 @@ def error_reply(error: ApiError) -> ErrorReply:
     """The HTTP form of an error. A code that is not of docs/http.md's table is our own fault, hence 500."""
     status, kind = _STATUS.get(error.code, _STATUS["INTERNAL"])
     field, message = error.field, error.message
+    code = _CODES.get(error.code, error.code.lower())
+    if field == "resume_token" and error.code == "NOT_FOUND":
+        code = "stream_not_found"
     if field:
         what = message.removeprefix(f"{field}: ")
         field = _FIELDS.get(name := field.partition("[")[0], name) + field[len(name) :]
         message = f"{field}: {what}"
-    code = _CODES.get(error.code, error.code.lower())
     headers = {}
     if status == 429 or (status == 503 and error.retry_after_s is not None):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))

@@ -67,8 +67,12 @@ class Placer:
         for key in sorted({w.key for w in decodes}):
             wanted = demand(record, key[1])
             chain = chain_of(key)
-            views = [self._prefill_view(w, chain, wanted) for w in prefills if w.key == key]
-            if source is not None and source.key == key:
+            views = [
+                self._prefill_view(w, chain_of(w.key), wanted)
+                for w in prefills
+                if w.info.fingerprint == key[0]
+            ]
+            if source is not None and source.info.fingerprint == key[0]:
                 views = [PrefillView(source.name, wanted.prompt_tokens - 1, 0, 0.0, 0)]
             choice = self._policy.choose(
                 wanted,
@@ -101,7 +105,7 @@ class Placer:
     def choose_prefill(
         self,
         record: RequestRecord,
-        chain: list[bytes],
+        chain_of: ChainOf,
         decode: Worker,
         failed: Container[Life],
         now: float,
@@ -109,11 +113,14 @@ class Placer:
         """The best prefill worker for a request that `decode` holds, none of `failed`; None if no other is live."""
         wanted = demand(record, decode.info.block_size)
         views = [
-            self._prefill_view(w, chain, wanted)
+            self._prefill_view(w, chain_of(w.key), wanted)
             for w in self._registry.takers("prefill", now)
-            if w.key == decode.key and w.life not in failed and _holds(w, record)
+            if w.info.fingerprint == decode.info.fingerprint
+            and w.life not in failed
+            and _holds(w, record)
         ]
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, chain)])
+        decodes = [self._decode_view(decode, chain_of(decode.key))]
+        choice = self._policy.choose(wanted, views, decodes)
         return None if choice is None else choice.prefill
 
     def _prefill_view(self, worker: Worker, chain: list[bytes], wanted: Demand) -> PrefillView:

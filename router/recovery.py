@@ -1,9 +1,11 @@
 """What becomes of a request whose worker was lost: it goes on elsewhere, is complete already, or is given up.
 
-Bounded three ways, beside the deadline. A request may lose `max_placements` placements. One that was in the hands of
-two workers that were lost may be what kills them, and is refused as poisonous. And all requests together may be placed
-again only so often: a budget that grows with the requests that arrive keeps a failing cluster from drowning in its own
-retries. Pure: time is an argument.
+Bounded three ways, beside the deadline. A request may lose `max_placements` placements that were accepted; offers
+that were lost unheard are no sign against it, since a router that was itself frozen hears of all its broken streams
+one by one and makes the same offer on each, so they have a wider bound. One that was in the hands of two workers that
+were lost may be what kills them, and is refused as poisonous. And all requests together may be placed again only so
+often: a budget that grows with the requests that arrive keeps a failing cluster from drowning in its own retries.
+Pure: time is an argument.
 """
 
 import msgspec
@@ -16,6 +18,8 @@ from router.config import RouterConfig
 
 POISON_VICTIMS = 2
 """Lost workers after which a request is suspected of having killed them."""
+MAX_UNHEARD = 16
+"""Offers of one request that may be lost with their workers before these said anything."""
 REFILL_S = 60.0
 """In this time the budget's reserve fills up by itself, whatever arrives."""
 
@@ -100,8 +104,9 @@ def judge(
     if poison is not None:
         return Hopeless(poison)
     lost = f"decode worker {call.decode} was lost during the request"
-    if call.losses >= config.max_placements:
-        return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {call.losses} placements"))
+    if call.losses >= config.max_placements or call.unheard >= MAX_UNHEARD:
+        placements = call.losses + call.unheard
+        return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
     if not announced and not budget.take(now):
         return Hopeless(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
     return Again()

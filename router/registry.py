@@ -14,7 +14,8 @@ from engine.types import Incarnation, RequestId
 Life = tuple[str, Incarnation]
 """One life of a worker: a name that comes back as another process is another life."""
 ModelKey = tuple[str, int]
-"""Fingerprint and block size: workers that share it understand each other's blocks."""
+"""Fingerprint and block size: what the identities of a worker's blocks depend on. Workers of one fingerprint can hand
+blocks over to each other, whatever their size."""
 
 
 @dataclass(slots=True)
@@ -86,6 +87,14 @@ class Registry:
     def get(self, name: str) -> Worker | None:
         return self._workers.get(name)
 
+    def life(self, incarnation: Incarnation) -> Life | None:
+        """The worker whose last life is this, connected or not."""
+        return next((life for life in self._lives.items() if life[1] == incarnation), None)
+
+    def lives(self) -> list[Life]:
+        """The last life of every worker, connected or not."""
+        return list(self._lives.items())
+
     def is_connected(self, life: Life) -> bool:
         worker = self._workers.get(life[0])
         return worker is not None and worker.life == life
@@ -132,6 +141,11 @@ class Registry:
         for dispatch in worker.own.values():
             if dispatch.accepted:
                 dispatch.counted = True
+
+    def forgive(self, now: float) -> None:
+        """Nobody could have been heard until now: all silence counts from here."""
+        for worker in self._workers.values():
+            worker.seen_s = now
 
     def dispatched(self, name: str, request: RequestId, tokens: int, blocks: int) -> None:
         self._workers[name].own[request] = Dispatch(tokens, blocks)

@@ -11,10 +11,15 @@ from collections.abc import Callable
 import msgspec
 
 from engine.types import RequestId
+from router.api import ApiError
 from router.stream import Stream
 
 MAX_UNREAD = 4096
 """Streams that wait for their clients; the longest waiting go first."""
+
+
+def unknown_token(why: str = "is unknown, or came too late") -> ApiError:
+    return ApiError("NOT_FOUND", f"resume_token: {why}", "resume_token")
 
 
 class Kept(msgspec.Struct, frozen=True):

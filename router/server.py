@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.messages import PeerAddress
 from router.app import AppFactory, RouterAddresses, RouterApp
 from router.config import RouterConfig
+from router.escalation import Verdict
 from router.frontend import TextModel
 from router.observer import Observer
 from telemetry.metrics import RouterMetrics
@@ -68,6 +69,10 @@ class RouterServer:
             return app.hub.ready()
 
         return asyncio.run_coroutine_threadsafe(ask(), loop).result(CALL_TIMEOUT_S)
+
+    def condemned(self) -> tuple[Verdict, ...]:
+        """Lives of workers that are given up. Never waits for the router's thread."""
+        return self._app.hub.core.condemned if self._app is not None else ()
 
     def wait(self) -> None:
         """Block until stopped; raises what ended the router, if it failed."""

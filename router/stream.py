@@ -7,6 +7,8 @@ stream over; an old one that is still there, on a connection which only it belie
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -24,18 +26,25 @@ class Stream:
     # Mutable state: the deltas given so far, how the request ended, and the present reader.
 
     def __init__(
-        self, started: Started, output: Output, timeline: Timeline, observer: Observer
+        self,
+        started: Started,
+        output: Output,
+        timeline: Timeline,
+        observer: Observer,
+        *,
+        is_adopted: bool = False,
     ) -> None:
         self.started = started
         self.output = output
         self.deltas: list[Delta] = []
         self.end: Complete | ApiError | None = None
-        self.begun = False
+        self.begun = is_adopted
         self.reader: Reader | None = None
         self.changed = asyncio.Event()
         self._finished: Finished | None = None
         self._timeline = timeline
         self._observer = observer
+        self._is_adopted = is_adopted
         self._counted = False
 
     @property
@@ -88,6 +97,8 @@ class Stream:
     def left(self, now: float) -> None:
         """Its client is gone for good, whether or not it saw the end. A reader that still waits is sent away."""
         if isinstance(self.end, Complete):
+            if self._is_adopted and self.reader is None:
+                return  # its client has read it from the router before this one, which counted it
             self.account(self.end, now)
         elif self.end is None:
             self.end = ApiError(LEFT.code, LEFT.message)
@@ -102,22 +113,48 @@ class Stream:
         return self.reader
 
     def read_on(self, next_index: int, text_bytes: int) -> "Reader":
-        """Go on behind what the client has. Raises ApiError for a position that it cannot have reached."""
+        """Go on behind what the client has. Raises ApiError for a position that it cannot have reached; of an adopted
+        stream, the reader does so at the end, as an earlier router may have given more than has come here yet."""
+        if self.is_behind(next_index, text_bytes):
+            self.reader = Reader(self, [], 0, is_first=False, position=(next_index, text_bytes))
+        else:
+            backlog = self.since(next_index, text_bytes)
+            self.reader = Reader(self, backlog, len(self.deltas), is_first=False)
+        self.changed.set()
+        return self.reader
+
+    def is_behind(self, next_index: int, text_bytes: int) -> bool:
+        """Whether a client may have more than has come here, and it may still come."""
+        if not self._is_adopted or self.end is not None:
+            return False
+        return next_index > len(self.ids) or text_bytes > len(self.text.encode())
+
+    def since(self, next_index: int, text_bytes: int) -> list[Started | Delta]:
+        """Started, and what came behind a position. Raises ApiError if there is no such position, or none any more."""
         ids, text = self.ids, self.text.encode()
+        is_beyond = next_index > len(ids) or text_bytes > len(text)
+        if self._is_adopted and is_beyond and isinstance(self.end, ApiError):
+            raise self.end
         if not 0 <= next_index <= len(ids):
             raise _bad("next_index", f"must lie in 0 to {len(ids)}")
         if not 0 <= text_bytes <= len(text):
             raise _bad("text_bytes", f"must lie in 0 to {len(text)}")
         try:
-            rest = text[text_bytes:].decode()
+            text[text_bytes:].decode()
         except UnicodeDecodeError as error:
             raise _bad("text_bytes", "lies inside a character") from error
-        backlog: list[Started | Delta] = [self.started]
-        if rest or next_index < len(ids):
-            backlog.append(Delta(rest, tuple(ids[next_index:])))
-        self.reader = Reader(self, backlog, len(self.deltas), is_first=False)
-        self.changed.set()
-        return self.reader
+        return [self.started, *self._behind(next_index, text_bytes)]
+
+    def _behind(self, next_index: int, text_bytes: int) -> Iterator[Delta]:
+        """What was given behind a position, delta by delta as it was given, so that a front which makes one event of
+        each makes the same events again."""
+        for delta in self.deltas:
+            data = delta.text.encode()
+            rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
+            text_bytes = max(text_bytes - len(data), 0)
+            next_index = max(next_index - len(delta.token_ids), 0)
+            if rest.text or rest.token_ids:
+                yield rest
 
     def account(self, end: Complete, now: float) -> Finished:
         """The account of a request that ended well; the same however often it is asked for."""
@@ -146,15 +183,25 @@ class Stream:
 
 
 class Reader:
-    """Takes a stream's events in order. Only the newest reader of a stream gets any."""
+    """Takes a stream's events in order. Only the newest reader of a stream gets any.
+
+    `position`: output tokens and bytes of text that its client has; it waits until the stream is there.
+    """
 
     def __init__(
-        self, stream: Stream, backlog: list[Started | Delta], at: int, *, is_first: bool
+        self,
+        stream: Stream,
+        backlog: Sequence[Started | Delta],
+        at: int,
+        *,
+        is_first: bool,
+        position: tuple[int, int] | None = None,
     ) -> None:
         self._stream = stream
-        self._backlog = backlog
+        self._backlog = deque(backlog)
         self._at = at
         self._waits_for_start = is_first
+        self._position = position
 
     @property
     def has_started(self) -> bool:
@@ -167,12 +214,16 @@ class Reader:
         while True:
             if stream.reader is not self:
                 raise ApiError("CANCELLED", "another connection has resumed this stream")
+            if self._position is not None and not stream.is_behind(*self._position):
+                self._backlog = deque(stream.since(*self._position))
+                self._at = len(stream.deltas)
+                self._position = None
             if self._backlog:
-                return self._backlog.pop(0)
+                return self._backlog.popleft()
             if self._waits_for_start and stream.begun:
                 self._waits_for_start = False
                 return stream.started
-            if self._at < len(stream.deltas):
+            if self._position is None and self._at < len(stream.deltas):
                 self._at += 1
                 return stream.deltas[self._at - 1]
             if isinstance(stream.end, ApiError):

@@ -8,6 +8,9 @@ A request whose decode worker was lost is routed and reserved again, and both ad
 What it did between acceptance and loss only the lost worker knew: that time is `unattributed`. One
 that moved off a leaving worker brings along what that worker reports.
 
+So is, of a request adopted from an earlier router, what only that one had measured. When its first token came is not
+known unless it came here: `ttft_s` is 0, and gaps between tokens count from the adoption.
+
 The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
 accounts for more time than lies between the two messages heard here, the first was heard late by at
 least the difference: that time is the worker's, and is taken off `reserve`. No clocks are compared.
@@ -32,13 +35,21 @@ class Timeline:
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.gaps_s: list[float] = []
-        self._last_token_s = 0.0
+        self._last_token_s: float | None = None
+        self._replayed_tokens = 0
         self._seconds = dict.fromkeys(("admit", "route", "reserve"), 0.0)
         self._in_line_s: float | None = None
         self._offered_s: float | None = None
         self._accepted_s: float | None = None
         self._last_reserve_s = 0.0
         self._earlier = dict.fromkeys(WORKER_STAGES, 0.0)
+
+    @classmethod
+    def adopted(cls, age_s: float, tokens: int, now: float) -> "Timeline":
+        """Of a request that was accepted `age_s` ago. Its `tokens` output tokens come again, and are not timed."""
+        line = cls(now - age_s)
+        line._replayed_tokens = tokens
+        return line
 
     def submitted(self, now: float) -> None:
         """Validated, and handed to the core."""
@@ -69,7 +80,11 @@ class Timeline:
 
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together: the gap since the last ones is shared among them."""
-        if self.first_token_s is None:
+        if self._replayed_tokens:
+            self._replayed_tokens = max(0, self._replayed_tokens - count)
+            self._last_token_s = now
+            return
+        if self._last_token_s is None:
             self.first_token_s = now
             gap_s, count = 0.0, count - 1
         else:
@@ -96,7 +111,9 @@ class Timeline:
     ) -> Finished:
         """The account of a request that ended well, closed at `now`."""
         gaps = sorted(self.gaps_s)
-        first_s = self.first_token_s if self.first_token_s is not None else now
+        first_s = self.first_token_s
+        if first_s is None:
+            first_s = now if self._last_token_s is None else self.received_s
         stats = msgspec.structs.replace(stats, stages=self.stages(stats.stages, now))
         return Finished(
             reason=reason,

@@ -83,8 +83,9 @@ def to_record(
     *,
     request: RequestId,
     seed: int,
+    context: bytes = b"",
 ) -> RequestRecord:
-    """The record of a checked call whose prompt is `tokens`.
+    """The record of a checked call whose prompt is `tokens`; `context` is that of `router.context`.
 
     `seed` is used where the call has none. An absent max_tokens becomes the configured default or
     what room the context leaves, whichever is less. Raises FieldError and TooLongError.
@@ -119,6 +120,7 @@ def to_record(
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,
         namespace=namespace(call.tenant, config.namespace_key),
+        context=context,
     )
 
 

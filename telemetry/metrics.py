@@ -27,7 +27,29 @@ DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
 TRANSPORTS = ("loopback", "shm", "tcp")
 ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
-DROPPED_KINDS = ("duplicate", "invalid", "late", "unknown")
+HANDOFF_DROPS = {
+    "sender": {
+        "landed: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: unknown chunk": "A chunk that was never offered.",
+        "landed: duplicate": "Said twice, or of a chunk that cannot be read.",
+        "stop: unknown handoff": "It is settled, or of another life of this worker.",
+        "stop: duplicate": "Said twice.",
+    },
+    "receiver": {
+        "offer: unknown handoff": "Of an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap.",
+        "offer: duplicate": "Said twice: the bytes have their receive already.",
+        "offer: stopped": "Its handoff has failed or is being stopped; its bytes are scrap.",
+        "offer: not what was asked for": "Another block, twice one block, or another length: the attempt fails.",
+        "first token: unknown handoff": "Of an earlier attempt, placement or life.",
+        "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
+        "first token: duplicate": "Said twice.",
+        "prefill failed: unknown handoff": "Of an earlier attempt, placement or life.",
+        "prefill failed: stopped": "Its handoff has failed before.",
+    },
+}
+"""What the sides of a handoff drop without harm, each with what it is. Many are a sign of a network that repeats, or of
+workers that come and go."""
+DIGEST_EVENTS = ("made", "verified", "mismatched")
 
 # fmt: off
 TTFT_BUCKETS_S = (
@@ -43,6 +65,7 @@ STAGE_BUCKETS_S = (
 )
 MIGRATION_BUCKETS_S = (.0002, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)
 DECISION_BUCKETS_S = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .05)
+QUARANTINE_BUCKETS_S = (.01, .05, .1, .25, .5, 1, 2, 5, 10, 30, 60, 300, 1800)
 STEP_BUCKETS_S = (.001, .002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5)
 # fmt: on
 
@@ -161,8 +184,23 @@ class WorkerMetrics:
         ]
         self._batch = families.gauge("batch_tokens", "Tokens in the latest engine step.")[()]
         self._dropped = families.counter(
-            "dropped_records_total", "Records ignored, by kind.", kind=DROPPED_KINDS
+            "handoff_dropped_total", "Records of handoffs ignored.", side=(), what=()
         )
+        for side, kinds in HANDOFF_DROPS.items():
+            for kind in kinds:
+                self._dropped[side, kind].inc(0)
+        self._digests = families.counter(
+            "handoff_digests_total", "Digests of KV blocks.", what=DIGEST_EVENTS
+        )
+        self._scrapped = families.counter(
+            "handoff_scrapped_bytes_total", "KV bytes that came too late and landed nowhere."
+        )[()]
+        self._quarantine = families.histogram(
+            "handoff_quarantine_seconds",
+            "Lost receiver to proof that its source blocks are not read any more.",
+            QUARANTINE_BUCKETS_S,
+        )[()]
+        self._seen: dict[tuple[str, str], int] = {}
         self._audit_failures = families.counter(
             "audit_failures_total", "Ledgers of KV blocks that did not add up."
         )[()]
@@ -191,9 +229,25 @@ class WorkerMetrics:
         self._batch.set(tokens)
         self._step.observe(seconds)
 
-    def dropped(self, kind: str) -> None:
-        """A record was ignored."""
-        self._dropped[kind].inc()
+    def handoffs_dropped(self, side: str, totals: Mapping[str, int]) -> None:
+        """What the sending or receiving side has dropped since it started."""
+        for what, total in totals.items():
+            self._dropped[side, what].inc(self._grown((side, what), total))
+
+    def transferred(self, made: int, verified: int, mismatched: int, scrapped_bytes: int) -> None:
+        """Totals of the transfer thread since it started: digests, and late bytes."""
+        for what, total in zip(DIGEST_EVENTS, (made, verified, mismatched), strict=True):
+            self._digests[what].inc(self._grown(("digests", what), total))
+        self._scrapped.inc(self._grown(("bytes", "scrapped"), scrapped_bytes))
+
+    def quarantined(self, seconds: float) -> None:
+        """A handoff's blocks, held for a receiver that was lost, could be let go after so long."""
+        self._quarantine.observe(seconds)
+
+    def _grown(self, name: tuple[str, str], total: int) -> int:
+        grown = total - self._seen.get(name, 0)
+        self._seen[name] = total
+        return grown
 
     def audit_failed(self) -> None:
         """A ledger did not add up."""

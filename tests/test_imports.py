@@ -53,6 +53,7 @@ TORCH_FREE = (
     "engine/config.py",
     "engine/kv/block_pool.py",
     "engine/kv/radix_cache.py",
+    "engine/kv/sorted_keys.py",
     "engine/kv/manager.py",
     "engine/kv/layout.py",
     "engine/model/cache.py",
@@ -68,6 +69,9 @@ TORCH_FREE = (
     "cluster/hosting.py",
     "cluster/launch.py",
     "cluster/*_launcher.py",
+    "cluster/memory.py",
+    "cluster/plan*.py",
+    "cluster/shapes.py",
     "cluster/supervisor.py",
     "telemetry/*.py",
 )
@@ -95,11 +99,13 @@ PURE = (
     "engine/plan.py",
     "engine/kv/block_pool.py",
     "engine/kv/radix_cache.py",
+    "engine/kv/sorted_keys.py",
     "engine/kv/manager.py",
     "transfer/migration.py",
     "router/core.py",
     "router/policy.py",
     "router/prefix_index.py",
+    "cluster/planner.py",
     "cluster/supervisor.py",
 )
 

@@ -17,6 +17,7 @@ from engine.messages import (
     Stop,
 )
 from engine.types import BlockId, Incarnation
+from transfer.negotiation import Agreement
 from transfer.transport import Move
 
 
@@ -34,10 +35,20 @@ class OutgoingBlock(Item, frozen=True):
     identity: bytes
 
 
-class ExpectedBlock(Item, frozen=True):
-    """Where block `index` of the sequence shall land, what it must be, and how many valid tokens it holds."""
+class Rows(Item, frozen=True):
+    """`count` rows of a sender's block, from row `first` on: they go to rows `at ..` of the block `target`."""
 
+    first: int
     target: BlockId
+    at: int
+    count: int
+
+
+class ExpectedBlock(Item, frozen=True):
+    """What block `index` of the sequence, as the sender cuts it, must be, how many valid tokens it holds, and where its
+    rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
+
+    rows: tuple[Rows, ...]
     identity: bytes
     tokens: int
 
@@ -45,7 +56,7 @@ class ExpectedBlock(Item, frozen=True):
 class IncomingBlock(Item, frozen=True):
     """An offered block that matches an expected one, with the digest its valid bytes must have."""
 
-    target: BlockId
+    rows: tuple[Rows, ...]
     generation: int
     tokens: int
     identity: bytes
@@ -58,6 +69,7 @@ class IncomingBlock(Item, frozen=True):
 class Connect(Item, frozen=True):
     peer: Incarnation
     endpoint: Endpoint
+    agreement: Agreement
 
 
 class Disconnect(Item, frozen=True):
@@ -79,7 +91,7 @@ class PostRecv(Item, frozen=True):
 
 
 class PostScrap(Item, frozen=True):
-    """Bytes that nobody wants may be on their way: let them land nowhere. `move.local` is empty."""
+    """Bytes that nobody wants may be on their way: let them land nowhere."""
 
     peer: Incarnation
     move: Move

@@ -1,11 +1,26 @@
 """How KV blocks travel."""
 
+from typing import Literal
+
 import msgspec
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     """`auto` takes `shm` where both workers share a host and `tcp` elsewhere; or a name from `transfer.registry`."""
-    verify_digests: bool = True
+    digests: Literal["all", "sampled", "off"] = "all"
+    """Of which blocks the sender makes a digest and the receiver checks it: of two workers, the stricter decides."""
+    digest_sample: float = 1 / 16
+    """The share of blocks, above 0 and up to 1, that `sampled` covers."""
     tcp_host: str = ""
     """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
+    escalate_s: float = 5.0
+    """A lost reader for whom blocks have been in quarantine for this long is called silent, to the router."""
+    stuck_s: float = 10.0
+    """A worker ends itself when its transfer thread has not come back from one call for this long. A call moves at most
+    one chunk or 16 MiB."""
+
+    @property
+    def digest_share(self) -> float:
+        """The share of blocks that have a digest, as it is told in `Hello`."""
+        return {"all": 1.0, "sampled": self.digest_sample, "off": 0.0}[self.digests]

@@ -3,9 +3,13 @@
 XXH3-64 over the valid bytes of each KV head's slice (`[layers, 2, valid tokens, head_dim]`, in that order), combined
 per block and bound to what the block is and to the transfer it travels in. A fast checksum against corruption and
 mix-ups, not a seal against forgers. A full head slice is hashed in place; XXH3 releases the GIL while it runs.
+
+Where the two workers hold different ranges of the model's KV heads, a block travels with the heads that both hold, and
+its digest covers those: each receiver can check all that it takes, and needs no byte that it does not.
 """
 
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -14,6 +18,8 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 
 ALGORITHM = "xxh3-64"
+_SAMPLING = 0x6865616472616365
+"""Seed of the draw, so that a block's share in it tells nothing about its digest."""
 
 
 def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
@@ -31,6 +37,21 @@ def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
     return numbers + name + identity
 
 
+def is_sampled(binding: bytes, share: float) -> bool:
+    """Whether this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver agree,
+    and a new attempt at the same blocks draws anew."""
+    return share >= 1.0 or xxhash.xxh3_64_intdigest(binding, seed=_SAMPLING) < share * 2.0**64
+
+
+@dataclass(slots=True)
+class Tally:
+    """Digests of one worker since it started. Only the transfer thread writes; the numbers only grow."""
+
+    made: int = 0
+    verified: int = 0
+    mismatched: int = 0
+
+
 def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes) -> int:
     """64 bits over the first `tokens` rows of a block whose flat bytes are `view`.
 
@@ -43,8 +64,7 @@ def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes
         slices = [view[head * size : (head + 1) * size] for head in range(layout.kv_heads)]
         heads = [xxhash.xxh3_64_intdigest(piece) for piece in slices]
     else:
-        shape = (layout.kv_heads, layout.layers, 2, layout.block_size, layout.row_bytes)
-        rows = np.frombuffer(view, dtype=np.uint8).reshape(shape)[:, :, :, :tokens]
+        rows = np.frombuffer(view, dtype=np.uint8).reshape(layout.row_shape)[:, :, :, :tokens]
         heads = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(head).data) for head in rows]
     summary = struct.pack(f"<I{len(heads)}Q", tokens, *heads)
     return xxhash.xxh3_64_intdigest(summary + binding)

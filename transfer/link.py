@@ -12,7 +12,7 @@ from collections import deque
 import msgspec
 import xxhash
 
-from transfer.transport import Completion, Move, Outcome, Ticket, TransferError
+from transfer.transport import Completion, Landing, Move, Outcome, Ticket, TransferError
 
 HEADER = struct.Struct("<4sIQIQ")
 MAGIC = b"HRkv"
@@ -115,12 +115,14 @@ class OutLink:
 
 
 class _Recv:
-    __slots__ = ("head", "left", "parts", "ticket")
+    __slots__ = ("at", "head", "landing", "left", "room", "ticket")
 
-    def __init__(self, ticket: Ticket, head: bytes, parts: list[memoryview], nbytes: int) -> None:
+    def __init__(self, ticket: Ticket, head: bytes, landing: Landing | None, nbytes: int) -> None:
         self.ticket: Ticket | None = ticket
         self.head = head
-        self.parts = deque(parts)  # empty: what is left of the payload goes to scrap
+        self.landing = landing  # None: what is left of the payload goes to scrap
+        self.at = 0
+        self.room = memoryview(b"")  # what is left of the place of block `at`
         self.left = nbytes
 
 
@@ -139,8 +141,8 @@ class InLink:
     def wants_read(self) -> bool:
         return bool(self._queue)
 
-    def post(self, ticket: Ticket, head: bytes, parts: list[memoryview], nbytes: int) -> None:
-        self._queue.append(_Recv(ticket, head, parts, nbytes))
+    def post(self, ticket: Ticket, head: bytes, landing: Landing | None, nbytes: int) -> None:
+        self._queue.append(_Recv(ticket, head, landing, nbytes))
 
     def read(self) -> list[Completion]:
         """Read what has come for posted receives. Raises OSError or TransferError when the connection is lost."""
@@ -179,24 +181,26 @@ class InLink:
         return len(trailer)
 
     def _payload(self, sock: socket.socket, recv: _Recv) -> int:
-        if not recv.parts:
+        if recv.landing is None:
             read = sock.recv_into(self._scrap[: recv.left])
             self.scrapped_bytes += read
             recv.left -= read
             return read
-        read = sock.recv_into(recv.parts[0])
+        if not recv.room:
+            recv.room = recv.landing.place(recv.at)
+        read = sock.recv_into(recv.room)
         recv.left -= read
-        if read == recv.parts[0].nbytes:
-            recv.parts.popleft()
-        else:
-            recv.parts[0] = recv.parts[0][read:]
+        recv.room = recv.room[read:]
+        if not recv.room:
+            recv.landing.landed(recv.at)
+            recv.at += 1
         return read
 
     def cancel(self, ticket: Ticket) -> bool:
         for recv in self._queue:
             if recv.ticket == ticket:
-                recv.ticket = None
-                recv.parts.clear()
+                recv.ticket = recv.landing = None
+                recv.room = memoryview(b"")
                 return True
         return False
 

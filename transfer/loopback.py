@@ -13,7 +13,16 @@ import numpy.typing as npt
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
 from transfer.pull import Puller, Source
-from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, TransferError
+from transfer.transport import (
+    Completion,
+    KVMemory,
+    Landing,
+    Move,
+    Outcome,
+    Span,
+    Ticket,
+    TransferError,
+)
 
 
 class FaultKind(Enum):
@@ -37,15 +46,17 @@ class Fault(msgspec.Struct):
 
 
 class _Pool:
-    """A neighbour's pool. Fulfils `transfer.pull.Source`."""
+    """A neighbour's pool, of which `span` of each block is read. Fulfils `transfer.pull.Source`."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, span: Span) -> None:
         self._memory = memory
+        self._span = span
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
         if not 0 <= block < self._memory.blocks:
             raise TransferError(f"the peer has no block {block}")
-        return np.frombuffer(self._memory.block(block), dtype=np.uint8)
+        whole = np.frombuffer(self._memory.block(block), dtype=np.uint8)
+        return whole[self._span.offset : self._span.offset + self._span.nbytes]
 
     def generation(self, block: BlockId) -> int:
         return self._memory.generation(block)
@@ -95,14 +106,21 @@ class LoopbackHub:
 
 
 class _Held:
-    __slots__ = ("fault", "move", "peer", "polls", "released", "source")
+    __slots__ = ("fault", "landing", "move", "peer", "polls", "released", "source")
 
     def __init__(
-        self, peer: Incarnation, source: Source, move: Move, fault: Fault, released: int
+        self,
+        peer: Incarnation,
+        source: Source,
+        move: Move,
+        landing: Landing | None,
+        fault: Fault,
+        released: int,
     ) -> None:
         self.peer = peer
         self.source = source
         self.move = move
+        self.landing = landing
         self.fault = fault
         self.polls = fault.polls
         self.released = released
@@ -113,24 +131,24 @@ class LoopbackTransport:
 
     name = "loopback"
     reads_remotely = True
+    scrapped_bytes = 0  # what nobody wants is not read
 
     def __init__(self, memory: KVMemory, incarnation: Incarnation, hub: LoopbackHub) -> None:
         self._hub = hub
         self._incarnation = incarnation
-        self._block_bytes = memory.block_bytes
         self._peers: dict[Incarnation, _Pool] = {}
         self._held: dict[Ticket, _Held] = {}
-        self._puller = Puller(memory)
+        self._puller = Puller()
         hub.pools[incarnation] = memory
 
     def describe(self) -> Endpoint:
         return Endpoint(transport=self.name, details={"incarnation": self._incarnation})
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
         memory = self._hub.pools.get(endpoint.details.get("incarnation", peer))
-        if memory is None or memory.block_bytes != self._block_bytes:
+        if memory is None or memory.block_bytes != received.block_bytes:
             raise TransferError(f"no fitting pool of {peer} in this process")
-        self._peers[peer] = _Pool(memory)
+        self._peers[peer] = _Pool(memory, received)
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         if peer not in self._peers:
@@ -139,16 +157,16 @@ class LoopbackTransport:
         self._puller.finish(ticket, Outcome.DONE)
         return ticket
 
-    def recv(self, peer: Incarnation, move: Move) -> Ticket:
+    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
         source: Source | None = self._peers.get(peer)
         if source is None:
             raise TransferError(f"{peer} is not connected")
         ticket = self._puller.ticket()
-        fault = self._hub.take_fault(move) if move.local else None
+        fault = self._hub.take_fault(move) if landing is not None else None
         match fault.kind if fault else None:
             case FaultKind.DROP | FaultKind.DELAY | FaultKind.STALL:
                 assert fault is not None
-                self._held[ticket] = _Held(peer, source, move, fault, self._hub.released)
+                self._held[ticket] = _Held(peer, source, move, landing, fault, self._hub.released)
                 self._puller.bell.ring()
                 return ticket
             case FaultKind.FAIL:
@@ -160,7 +178,7 @@ class LoopbackTransport:
             case FaultKind.SWAP:
                 first, second, *rest = move.remote
                 move = msgspec.structs.replace(move, remote=(second, first, *rest))
-        self._puller.pull(ticket, peer, source, move)
+        self._puller.pull(ticket, peer, source, move, landing)
         return ticket
 
     def fileno(self) -> int:
@@ -174,7 +192,7 @@ class LoopbackTransport:
             stalled = held.fault.kind is FaultKind.STALL and held.released < self._hub.released
             if delayed or stalled:
                 del self._held[ticket]
-                self._puller.pull(ticket, held.peer, held.source, held.move)
+                self._puller.pull(ticket, held.peer, held.source, held.move, held.landing)
         completions = self._puller.run()
         if any(held.fault.kind is not FaultKind.DROP for held in self._held.values()):
             self._puller.bell.ring()

@@ -21,7 +21,6 @@ from transfer.commands import (
     CancelSend,
     Connect,
     Disconnect,
-    IncomingBlock,
     MoverCommand,
     MoverDied,
     MoverEvent,
@@ -33,7 +32,9 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
-from transfer.digest import binding, block_digest
+from transfer.digest import Tally
+from transfer.landing import InPlace, Repacked
+from transfer.route import Route
 from transfer.transport import (
     Completion,
     KVMemory,
@@ -47,31 +48,29 @@ _Key = tuple[str, Ticket]  # transport name, ticket
 
 
 class Mover:
-    """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one.
-
-    `verify` switches digests on: without it the sender offers zeros and the receiver compares nothing.
-    """
+    """Drives the transports of one worker. `submit` may be called from any thread; all else happens in one."""
 
     def __init__(
         self,
         transports: Mapping[str, Transport],
         memory: KVMemory,
         layout: KVLayout,
-        verify: bool,
         on_event: Callable[[MoverEvent], None],
     ) -> None:
         self._transports = dict(transports)
         self._memory = memory
         self._layout = layout
-        self._verify = verify
+        self.digests = Tally()
         self._on_event = on_event
         self._commands: deque[MoverCommand] = deque()
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._routes: dict[Incarnation, Transport] = {}
+        self._busy = False
+        self._calls = 0
+        self._routes: dict[Incarnation, Route] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
-        self._recvs: dict[_Key, tuple[PostRecv, float]] = {}
+        self._recvs: dict[_Key, tuple[PostRecv, InPlace | Repacked, int, float]] = {}
         self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
@@ -104,6 +103,16 @@ class Mover:
         """Transfers posted and not ended, scrap included."""
         return len(self._sends) + len(self._recvs) + len(self._scraps)
 
+    @property
+    def scrapped_bytes(self) -> int:
+        """Bytes that came too late and landed nowhere, since the start; to be asked before `stop`."""
+        return sum(transport.scrapped_bytes for transport in self._transports.values())
+
+    @property
+    def beat(self) -> int | None:
+        """Changes with every command and transport that the thread comes back from; None while it waits for work."""
+        return self._calls if self._busy else None
+
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()
@@ -111,10 +120,12 @@ class Mover:
         while self._commands:
             worked = True
             self._execute(self._commands.popleft())
+            self._calls += 1
         for name, transport in self._transports.items():
             for completion in transport.poll(0.0):
                 worked = True
                 self._ended((name, completion.ticket), completion)
+            self._calls += 1
         return worked
 
     def _main(self) -> None:
@@ -124,7 +135,9 @@ class Mover:
             poller.register(transport.fileno(), select.POLLIN)
         try:
             while not self._stopping:
+                self._busy = False
                 poller.poll()
+                self._busy = True
                 self.run_once()
         except Exception:
             self._on_event(MoverDied(traceback.format_exc()))
@@ -147,10 +160,10 @@ class Mover:
                     )
             case PostScrap():
                 # A peer that is gone has nothing to drain.
-                transport = self._routes.get(command.peer)
-                if transport is not None:
-                    ticket = transport.recv(command.peer, command.move)
-                    self._scraps.add((transport.name, ticket))
+                route = self._routes.get(command.peer)
+                if route is not None:
+                    ticket = route.transport.recv(command.peer, command.move, None)
+                    self._scraps.add((route.transport.name, ticket))
             case CancelRecv():
                 key = self._tickets.get((command.handoff, command.seq))
                 if key is not None:
@@ -162,53 +175,45 @@ class Mover:
             case Connect():
                 self._connect(command)
             case Disconnect():
-                transport = self._routes.pop(command.peer, None)
-                if transport is not None:
-                    transport.disconnect(command.peer)
+                route = self._routes.pop(command.peer, None)
+                if route is not None:
+                    route.transport.disconnect(command.peer)
 
     def _connect(self, command: Connect) -> None:
         name = command.endpoint.transport
         try:
             transport = self._transports[name]
-            transport.connect(command.peer, command.endpoint)
-        except (KeyError, TransferError) as error:
+            route = Route(transport, self._memory, self._layout, command.agreement, self.digests)
+            transport.connect(command.peer, command.endpoint, route.sent, route.received)
+        except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
             return
-        self._routes[command.peer] = transport
+        self._routes[command.peer] = route
 
     def _send(self, command: PostSend) -> None:
         move = command.move
         started_s = time.perf_counter()
-        transport = self._route(command.peer)
-        digests = tuple(
-            block_digest(
-                self._memory.block(block.source),
-                self._layout,
-                block.tokens,
-                binding(block.identity, block.generation, move.handoff),
-            )
-            if self._verify
-            else 0
-            for block in command.blocks
-        )
-        ticket = transport.send(command.peer, move)
-        self._sends[transport.name, ticket] = (command, started_s)
-        self._posted[move.handoff, move.seq] = (transport.name, ticket)
+        route = self._route(command.peer)
+        digests = route.digests(command)
+        key = (route.transport.name, route.transport.send(command.peer, move))
+        self._sends[key] = (command, started_s)
+        self._posted[move.handoff, move.seq] = key
         self._on_event(Posted(move.handoff, move.seq, digests))
 
     def _recv(self, command: PostRecv) -> None:
         started_s = time.perf_counter()
-        transport = self._route(command.peer)
-        ticket = transport.recv(command.peer, command.move)
-        key = (transport.name, ticket)
-        self._recvs[key] = (command, started_s)
+        route = self._route(command.peer)
+        landing = route.landing(command)
+        key = (route.transport.name, route.transport.recv(command.peer, command.move, landing))
+        nbytes = len(command.blocks) * route.incoming.block_bytes
+        self._recvs[key] = (command, landing, nbytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
 
-    def _route(self, peer: Incarnation) -> Transport:
-        transport = self._routes.get(peer)
-        if transport is None:
+    def _route(self, peer: Incarnation) -> Route:
+        route = self._routes.get(peer)
+        if route is None:
             raise TransferError(f"{peer} is not connected")
-        return transport
+        return route
 
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
@@ -218,26 +223,15 @@ class Mover:
             seconds = time.perf_counter() - started_s
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:
-            recv, started_s = self._recvs.pop(key)
+            recv, landing, nbytes, started_s = self._recvs.pop(key)
             del self._tickets[recv.move.handoff, recv.move.seq]
-            if not error and self._verify:
-                error = self._compare(recv)
+            if not error and landing.wrong:
+                error = f"digest mismatch in {landing.wrong} of {len(recv.blocks)} blocks"
             seconds = time.perf_counter() - started_s
-            nbytes = 0 if error else len(recv.blocks) * self._layout.block_bytes
+            nbytes = 0 if error else nbytes
             self._on_event(Received(recv.move.handoff, recv.move.seq, error, seconds, nbytes))
         else:
             self._scraps.remove(key)
-
-    def _compare(self, recv: PostRecv) -> str:
-        wrong = [block for block in recv.blocks if self._digest(recv, block) != block.digest]
-        if not wrong:
-            return ""
-        return f"digest mismatch in {len(wrong)} of {len(recv.blocks)} blocks"
-
-    def _digest(self, recv: PostRecv, block: IncomingBlock) -> int:
-        bound_to = binding(block.identity, block.generation, recv.move.handoff)
-        view = self._memory.block(block.target)
-        return block_digest(view, self._layout, block.tokens, bound_to)
 
 
 def _describe(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from engine.types import BlockId, Incarnation
 from transfer.bell import Bell
 from transfer.transport import (
     Completion,
-    KVMemory,
+    Landing,
     Move,
     Outcome,
     StaleBlockError,
@@ -31,27 +31,29 @@ class Source(Protocol):
     """A peer's pool, as it can be read from here."""
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
-        """A view of one block's bytes. Raises TransferError if there is no such block."""
+        """A view of what travels of one block. Raises TransferError if there is no such block."""
 
     def generation(self, block: BlockId) -> int: ...
 
 
 class _Pull:
-    __slots__ = ("done", "move", "peer", "source", "ticket")
+    __slots__ = ("done", "landing", "move", "peer", "source", "ticket")
 
-    def __init__(self, ticket: Ticket, peer: Incarnation, source: Source, move: Move) -> None:
+    def __init__(
+        self, ticket: Ticket, peer: Incarnation, source: Source, move: Move, landing: Landing
+    ) -> None:
         self.ticket = ticket
         self.peer = peer
         self.source = source
         self.move = move
+        self.landing = landing
         self.done = 0
 
 
 class Puller:
     """The queue of receives of one transport, and its completions. `bell` rings while there is something to do."""
 
-    def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._queue: deque[_Pull] = deque()
         self._completions: list[Completion] = []
         self._last_ticket = 0
@@ -61,14 +63,14 @@ class Puller:
         self._last_ticket += 1
         return Ticket(self._last_ticket)
 
-    def pull(self, ticket: Ticket, peer: Incarnation, source: Source, move: Move) -> None:
+    def pull(
+        self, ticket: Ticket, peer: Incarnation, source: Source, move: Move, landing: Landing | None
+    ) -> None:
         """Queue a receive. A scrap receive is done at once: a wire that carries nothing has nothing to drain."""
-        if not move.local:
+        if landing is None:
             self.finish(ticket, Outcome.DONE)
             return
-        if len(move.local) != len(move.remote):
-            raise TransferError(f"{len(move.local)} targets for {len(move.remote)} blocks")
-        self._queue.append(_Pull(ticket, peer, source, move))
+        self._queue.append(_Pull(ticket, peer, source, move, landing))
         self.bell.ring()
 
     def finish(self, ticket: Ticket, outcome: Outcome, error: str = "") -> None:
@@ -95,7 +97,7 @@ class Puller:
         budget = BLOCKS_PER_RUN
         while self._queue and budget:
             pull = self._queue[0]
-            blocks = min(budget, len(pull.move.local) - pull.done)
+            blocks = min(budget, len(pull.move.remote) - pull.done)
             budget -= blocks
             try:
                 self._copy(pull, blocks)
@@ -103,7 +105,7 @@ class Puller:
                 self._queue.popleft()
                 self.finish(pull.ticket, Outcome.FAILED, f"{type(error).__name__}: {error}")
                 continue
-            if pull.done == len(pull.move.local):
+            if pull.done == len(pull.move.remote):
                 self._queue.popleft()
                 self.finish(pull.ticket, Outcome.DONE)
         completions, self._completions = self._completions, []
@@ -114,16 +116,13 @@ class Puller:
 
     def _copy(self, pull: _Pull, blocks: int) -> None:
         first = pull.done
-        for target, (block, generation) in zip(
-            pull.move.local[first : first + blocks],
-            pull.move.remote[first : first + blocks],
-            strict=True,
-        ):
+        for block, generation in pull.move.remote[first : first + blocks]:
             source = pull.source.read(block)
             self._expect(pull.source, block, generation)
             # numpy's copy releases the GIL; slice assignment of a memoryview does not.
-            np.copyto(np.frombuffer(self._memory.block(target), dtype=np.uint8), source)
+            np.copyto(np.frombuffer(pull.landing.place(pull.done), dtype=np.uint8), source)
             self._expect(pull.source, block, generation)
+            pull.landing.landed(pull.done)
             pull.done += 1
 
     @staticmethod

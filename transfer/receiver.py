@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
@@ -41,11 +42,17 @@ class KVReceiver:
         self.dropped: Counter[str] = Counter()
 
     def expect(self, handoff: Handoff, blocks: Mapping[int, ExpectedBlock]) -> None:
-        """Begin. `blocks` maps positions in the sequence to target blocks, reserved until `Arrived` or `Fenced`."""
+        """Begin. `blocks` maps positions in the sequence, in blocks of the sender, to rows of target blocks, which are
+        reserved until `Arrived` or `Fenced`. No row of a target may be named twice."""
         if handoff in self._handoffs:
             raise HandoffError(f"{handoff} is already expected")
-        if not blocks or len({block.target for block in blocks.values()}) != len(blocks):
-            raise HandoffError(f"{handoff}: target blocks must be distinct, and at least one")
+        rows = sorted((r.target, r.at, r.count) for block in blocks.values() for r in block.rows)
+        twice = any(
+            before[0] == after[0] and before[1] + before[2] > after[1]
+            for before, after in pairwise(rows)
+        )
+        if twice or not blocks or not all(block.rows for block in blocks.values()):
+            raise HandoffError(f"{handoff}: rows of target blocks must be distinct, and at least one")
         self._handoffs[handoff] = _Receiving(dict(blocks))
 
     def offer(self, message: Offer) -> list[Command]:
@@ -77,8 +84,8 @@ class KVReceiver:
         receiving.outstanding[message.seq] = indices
         incoming = tuple(self._incoming(receiving, block) for block in message.blocks)
         remote = tuple((block.source, block.generation) for block in message.blocks)
-        local = tuple(block.target for block in incoming)
-        return [PostRecv(handoff.prefill, Move(handoff, message.seq, local, remote), incoming)]
+        move = Move(handoff, message.seq, remote=remote)
+        return [PostRecv(handoff.prefill, move, incoming)]
 
     def received(self, handoff: Handoff, seq: int, error: str) -> list[Command]:
         """The transfer thread's receive of a chunk has ended."""
@@ -150,7 +157,7 @@ class KVReceiver:
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:
         expected = receiving.expected[block.index]
         return IncomingBlock(
-            expected.target, block.generation, expected.tokens, expected.identity, block.digest
+            expected.rows, block.generation, expected.tokens, expected.identity, block.digest
         )
 
     def _break(self, handoff: Handoff, receiving: _Receiving, why: str) -> list[Command]:
@@ -169,7 +176,7 @@ class KVReceiver:
     def _scrap(self, message: Offer, why: str) -> list[Command]:
         self.dropped[why] += 1
         remote = tuple((block.source, block.generation) for block in message.blocks)
-        return [PostScrap(message.handoff.prefill, Move(message.handoff, message.seq, (), remote))]
+        return [PostScrap(message.handoff.prefill, Move(message.handoff, message.seq, remote=remote))]
 
     def _drop(self, why: str) -> list[Command]:
         self.dropped[why] += 1

@@ -23,6 +23,7 @@ from transfer.commands import (
 )
 from transfer.config import TransferConfig
 from transfer.liveness import ProcessWatch
+from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose
 from transfer.rpc import Accept, Send
 from transfer.transport import Transport
@@ -123,7 +124,7 @@ class Readers:
                 yield FromReader(link.peer, record)
 
     def _welcome(self, link: Link, hello: Hello) -> Iterator[ReaderEvent]:
-        """Answer with this worker's own hello. The reader compares the two and leaves if they do not fit."""
+        """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""
         peer, host = hello.info.incarnation, self._hello.info.host
         known = self._links.get(peer)
         if known is not None and known.stream > hello.stream:
@@ -131,6 +132,13 @@ class Readers:
             return
         name = choose(self._config, host, hello.info.host)
         transport = self._transports[name]
+        answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
+        try:
+            agreement = negotiate(answer, hello)
+        except NegotiationError as error:
+            log.error("decode worker %s is refused: %s", hello.info.name, error)
+            link.send(encode([answer]))
+            return
         if known is not None:
             # The end of the older stream has not been heard of yet. What was said on it may be lost.
             known.send(None)
@@ -139,11 +147,10 @@ class Readers:
         self._links[peer] = link
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
-                self._submit(Connect(peer, endpoint))
+                self._submit(Connect(peer, endpoint, agreement))
         if hello.info.host == host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
-        answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
         link.send(encode([answer]))
         yield ReaderUp(peer, transport.reads_remotely, tuple(hello.unfinished))
 

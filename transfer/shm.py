@@ -15,7 +15,16 @@ from engine.kv.paged import header_bytes
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
 from transfer.pull import Puller
-from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, TransferError
+from transfer.transport import (
+    Completion,
+    KVMemory,
+    Landing,
+    Move,
+    Outcome,
+    Span,
+    Ticket,
+    TransferError,
+)
 
 
 class ShmDetails(msgspec.Struct, frozen=True):
@@ -30,9 +39,9 @@ class ShmDetails(msgspec.Struct, frozen=True):
 
 
 class _Mapping:
-    """A peer's whole pool, read-only. Fulfils `transfer.pull.Source`."""
+    """A peer's whole pool, read-only, of which `span` of each block is read. Fulfils `transfer.pull.Source`."""
 
-    def __init__(self, details: ShmDetails) -> None:
+    def __init__(self, details: ShmDetails, span: Span) -> None:
         path = f"/proc/{details.pid}/fd/{details.fd}"
         header = header_bytes(details.blocks)
         size = header + details.blocks * details.block_bytes
@@ -53,7 +62,8 @@ class _Mapping:
             os.close(fd)
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=details.blocks)
         rows = np.frombuffer(self._map, dtype=np.uint8, offset=header)
-        self._blocks = rows.reshape(details.blocks, details.block_bytes)
+        blocks = rows.reshape(details.blocks, details.block_bytes)
+        self._blocks = blocks[:, span.offset : span.offset + span.nbytes]
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
         if not 0 <= block < len(self._blocks):
@@ -69,13 +79,14 @@ class ShmTransport:
 
     name = "shm"
     reads_remotely = True
+    scrapped_bytes = 0  # what nobody wants is not read
 
     def __init__(self, memory: KVMemory) -> None:
         if memory.fd < 0:
             raise TransferError("shm needs a pool that lives in a memfd")
         self._memory = memory
         self._peers: dict[Incarnation, _Mapping] = {}
-        self._puller = Puller(memory)
+        self._puller = Puller()
 
     def describe(self) -> Endpoint:
         found = os.fstat(self._memory.fd)
@@ -89,14 +100,14 @@ class ShmTransport:
         )
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
         try:
             details = msgspec.convert(endpoint.details, ShmDetails)
         except msgspec.ValidationError as error:
             raise TransferError(f"not a shm endpoint: {error}") from error
-        if details.block_bytes != self._memory.block_bytes or details.blocks <= 0:
-            raise TransferError(f"the peer's blocks are not ours: {details}")
-        self._peers[peer] = _Mapping(details)
+        if details.block_bytes != received.block_bytes or details.blocks <= 0:
+            raise TransferError(f"the peer's blocks are not those of its layout: {details}")
+        self._peers[peer] = _Mapping(details, received)
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         if peer not in self._peers:
@@ -105,12 +116,12 @@ class ShmTransport:
         self._puller.finish(ticket, Outcome.DONE)
         return ticket
 
-    def recv(self, peer: Incarnation, move: Move) -> Ticket:
+    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
         mapping = self._peers.get(peer)
         if mapping is None:
             raise TransferError(f"{peer} is not connected")
         ticket = self._puller.ticket()
-        self._puller.pull(ticket, peer, mapping, move)
+        self._puller.pull(ticket, peer, mapping, move, landing)
         return ticket
 
     def fileno(self) -> int:

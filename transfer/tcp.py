@@ -22,7 +22,16 @@ from engine.types import BlockId, Incarnation
 from transfer.bell import Bell
 from transfer.door import TOKEN_BYTES, Door, greeting
 from transfer.link import InLink, OutLink, header
-from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, TransferError
+from transfer.transport import (
+    Completion,
+    KVMemory,
+    Landing,
+    Move,
+    Outcome,
+    Span,
+    Ticket,
+    TransferError,
+)
 
 
 class TcpDetails(msgspec.Struct, frozen=True):
@@ -33,9 +42,13 @@ class TcpDetails(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("address", "family", "greeting", "incoming", "lost", "outgoing")
+    __slots__ = ("address", "family", "greeting", "incoming", "lost", "outgoing", "received", "sent")
 
-    def __init__(self, family: int, address: tuple[str, int], greeting: bytes) -> None:
+    def __init__(
+        self, family: int, address: tuple[str, int], greeting: bytes, sent: Span, received: Span
+    ) -> None:
+        self.sent = sent
+        self.received = received
         self.family = family
         self.address = address
         self.greeting = greeting
@@ -58,6 +71,7 @@ class TcpTransport:
         self._peers: dict[Incarnation, _Peer] = {}
         self._completions: list[Completion] = []
         self._last_ticket = 0
+        self.scrapped_bytes = 0
         self._selector = selectors.EpollSelector()
         self._bell = Bell()
         try:
@@ -74,7 +88,7 @@ class TcpTransport:
         )
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
         """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
         wait for a name server where the endpoint names no plain address."""
         try:
@@ -83,34 +97,34 @@ class TcpTransport:
             found = socket.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
         except (msgspec.ValidationError, ValueError, OSError) as error:
             raise TransferError(f"not a tcp endpoint: {error}") from error
-        if details.block_bytes != self._memory.block_bytes or len(token) != TOKEN_BYTES:
-            raise TransferError("the peer's blocks are not ours")
+        if len(token) != TOKEN_BYTES:
+            raise TransferError(f"not a tcp endpoint: its token has {len(token)} bytes")
+        if details.block_bytes != received.block_bytes:
+            raise TransferError(f"the peer's blocks are not those of its layout: {details.block_bytes} bytes")
         self.disconnect(peer)
         hello = greeting(token, self._incarnation, peer)
         family, _, _, _, address = found[0]
-        self._peers[peer] = _Peer(family, (str(address[0]), int(address[1])), hello)
+        place = (str(address[0]), int(address[1]))
+        self._peers[peer] = _Peer(family, place, hello, sent, received)
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
-        link = self._known(peer).outgoing
-        blocks = [self._block(block) for block in move.local]
+        found = self._known(peer)
+        link, span = found.outgoing, found.sent
+        blocks = [self._block(block)[span.offset : span.offset + span.nbytes] for block in move.local]
         ticket = self._ticket()
-        link.post(ticket, header(move, len(blocks), self._memory.block_bytes), blocks)
+        link.post(ticket, header(move, len(blocks), span.nbytes), blocks)
         if link.sock is not None:
             self._rewatch(link.sock, self._out_events(link))
         return ticket
 
-    def recv(self, peer: Incarnation, move: Move) -> Ticket:
-        if move.local and len(move.local) != len(move.remote):
-            raise TransferError(f"{len(move.local)} targets for {len(move.remote)} blocks")
+    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
         found = self._known(peer)
-        blocks = [self._block(block) for block in move.local]
         ticket = self._ticket()
         if found.lost:
             self._finish([Completion(ticket, Outcome.FAILED, found.lost)])
             return ticket
-        nbytes = len(move.remote) * self._memory.block_bytes
-        head = header(move, len(move.remote), self._memory.block_bytes)
-        found.incoming.post(ticket, head, blocks, nbytes)
+        head = header(move, len(move.remote), found.received.nbytes)
+        found.incoming.post(ticket, head, landing, len(move.remote) * found.received.nbytes)
         if found.incoming.sock is None:
             self._dial(found)
         else:
@@ -233,11 +247,14 @@ class TcpTransport:
     def _read(self, peer: _Peer, sock: socket.socket) -> None:
         if peer.incoming.sock is not sock:
             return
+        before = peer.incoming.scrapped_bytes
         try:
             self._finish(peer.incoming.read())
         except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"connection lost: {error}")
             return
+        finally:
+            self.scrapped_bytes += peer.incoming.scrapped_bytes - before
         self._watch_incoming(peer)
 
     # ---- both

@@ -28,15 +28,33 @@ class StaleBlockError(TransferError):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """The blocks of one chunk. On the sending side `local` are its source blocks, on the receiving side its target
-    blocks; `remote` are the peer's blocks with the generations they must still have (receiving side only).
-
-    A receive whose `local` is empty is scrap: if the wire carries bytes for it, they land nowhere."""
+    """The sender's blocks of one chunk. The sender names them in `local`, the receiver in `remote`, with the
+    generations that they must still have."""
 
     handoff: Handoff
     seq: int
-    local: tuple[BlockId, ...]
+    local: tuple[BlockId, ...] = ()
     remote: tuple[tuple[BlockId, int], ...] = ()
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The bytes of each block of `block_bytes` that travel: all, or the contiguous slice of the KV heads that both
+    workers hold."""
+
+    offset: int
+    nbytes: int
+    block_bytes: int
+
+
+class Landing(Protocol):
+    """Where the blocks of one receive go. Blocks come one at a time, in the order of `Move.remote`: a transport asks
+    for the place of a block when its bytes begin to come, and says so when they are all there. Neither call raises."""
+
+    def place(self, at: int) -> memoryview:
+        """A writable view of exactly as many bytes as travel of one block."""
+
+    def landed(self, at: int) -> None:
+        """All bytes of the block are in their place, and nothing shows that they are stale."""
 
 
 class Outcome(Enum):
@@ -78,17 +96,21 @@ class Transport(Protocol):
     receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is the
     proof."""
 
+    scrapped_bytes: int
+    """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only grows."""
+
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
-        """Make a peer reachable. Raises TransferError."""
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+        """Make a peer reachable: `sent` of each block of this worker goes there, `received` of each of the peer's comes
+        from there. Raises TransferError."""
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         """Post a send; never blocks."""
 
-    def recv(self, peer: Incarnation, move: Move) -> Ticket:
-        """Post a receive; never blocks."""
+    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
+        """Post a receive; never blocks. None is scrap: if the wire carries bytes for it, they land nowhere."""
 
     def fileno(self) -> int:
         """A descriptor that is readable whenever `poll` has something to do: one thread can wait for several

@@ -24,6 +24,8 @@ class BlockState(StrEnum):
     QUARANTINED = "quarantined"
     """Its request is over, but a peer may still read it: not reusable until that is settled."""
 
+    __hash__ = str.__hash__  # an enum's own is a Python call, and every move of a block looks two states up
+
 
 class BlockPool:
     """Mutable state, all of it: `_free`, `_states`, `_refs`, `_generations`, `_counts`. Owner: the engine thread."""

@@ -11,7 +11,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A pool tensor is `[blocks, kv_heads, layers, 2, block_size, head_dim]`; 2 = key, value.
 
-    One block is one contiguous piece, and so is any range of its heads. Peers compare layouts when they connect.
+    One block is one contiguous piece, and so is any range of its heads. Peers compare layouts when they connect
+    (`transfer.negotiation`). A pool may hold a range of the model's KV heads: `kv_heads` of `total_heads`, from
+    `first_head` on. Raises ValueError for a size below 1, and for heads that the model does not have.
     """
 
     kv_heads: int
@@ -19,6 +21,22 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     block_size: int
     head_dim: int
     dtype: str = "float32"
+    first_head: int = 0
+    total_heads: int = 0
+    """0 stands for as many as are held here."""
+
+    def __post_init__(self) -> None:
+        if not self.total_heads:
+            msgspec.structs.force_setattr(self, "total_heads", self.kv_heads)
+        if min(self.kv_heads, self.layers, self.block_size, self.head_dim) < 1:
+            raise ValueError(f"every size of a KV layout must be at least 1: {self}")
+        if not 0 <= self.first_head <= self.total_heads - self.kv_heads:
+            raise ValueError(f"{self} holds heads that its model does not have")
+
+    @property
+    def heads(self) -> range:
+        """Which of the model's KV heads are held."""
+        return range(self.first_head, self.first_head + self.kv_heads)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -33,6 +51,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def block_bytes(self) -> int:
         return self.kv_heads * self.head_bytes
+
+    @cached_property
+    def row_shape(self) -> tuple[int, int, int, int, int]:
+        """One block as bytes: `[kv_heads, layers, 2, block_size, row_bytes]`."""
+        return (self.kv_heads, self.layers, 2, self.block_size, self.row_bytes)
+
+    def restricted(self, heads: range) -> "KVLayout":
+        """The same blocks, with these of the held heads alone. Raises ValueError if there are none."""
+        return msgspec.structs.replace(self, first_head=heads.start, kv_heads=len(heads))
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold `tokens` tokens."""

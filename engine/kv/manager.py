@@ -27,8 +27,7 @@ class Lease:
     copies: list[tuple[BlockId, BlockId]]
     """(source, target) block copies to be made before the first step; then call `KVCacheManager.copied`."""
     promised: int
-    cursor: Node
-    """Deepest committed node."""
+    namespace: bytes
     path: list[Node]
     """Committed nodes, one per leading block; a node of another block is held as well."""
     released: bool = field(default=False)
@@ -103,8 +102,8 @@ class KVCacheManager:
             cached_tokens=cached,
             copies=copies,
             promised=promised,
-            cursor=match.nodes[-1] if match.nodes else match.root,
-            path=list(match.nodes),
+            namespace=namespace,
+            path=match.nodes,
         )
 
     def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
@@ -135,17 +134,19 @@ class KVCacheManager:
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
         """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far. `tail`
         also indexes a partly filled last block: only when the sequence will not be written again."""
-        size = self.block_size
+        size, path = self.block_size, lease.path
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
-        for start in range(len(lease.path) * size, last, size):
+        for start in range(len(path) * size, last, size):
             block = lease.blocks[start // size]
-            node = self.cache.insert(lease.cursor, tuple(tokens[start : min(start + size, last)]), block)
+            parent = path[-1] if path else self.cache.root(lease.namespace)
+            node = self.cache.insert(parent, tokens[start : min(start + size, last)], block)
+            if node is None:
+                break  # the tail begins a longer block that is cached
             if node.block != block and self._is_idle(node.block):
                 self.pool.recycle(self.cache.rebind(node, block))
             elif node.block != block:
                 self._hold(node.block)
-            lease.path.append(node)
-            lease.cursor = node
+            path.append(node)
 
     def quarantine(self, lease: Lease) -> None:
         """The request is over, but a peer may still read these blocks: they stay held, and are shown as such, until

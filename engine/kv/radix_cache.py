@@ -1,59 +1,86 @@
 """The exact prefix tree: which blocks hold the KV of which token sequences.
 
 One node is one block, its children are keyed by their block's tokens, so no node ever splits and `match` changes
-nothing. A node with fewer tokens than a block is a leaf: the tail of a finished sequence.
+nothing. A node with fewer tokens than a block is a leaf: the tail of a finished sequence. Where a node has several
+children, their keys also stand in order: the one that shares most with a boundary block is found among two neighbours.
 
 Eviction is least recently used, O(1), without scans: all nodes nobody holds stand in one line, in the order in which
 they were let go, a sequence's tail before its head. Whoever holds a node holds the path to it, so a child always stands
 before its parent and the first in line is always a leaf.
-Source: RadixAttention (Zheng et al. 2024, section 3); the line of free blocks follows vLLM's block pool.
+Source: RadixAttention (Zheng et al. 2024, section 3); the line of free blocks follows vLLM's block pool. Why a node
+is one block, and what all this costs: docs/kv-memory.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 
 from engine import identity
+from engine.kv.sorted_keys import SortedKeys
 from engine.types import BlockId
 
-MAX_PARTIAL_CANDIDATES = 8
-"""How many siblings that share a first token are compared for a partial match."""
+TOKEN_BYTES = identity.TOKEN_BYTES
 
 
 class Node:
-    """One cached block. `block` is -1 in a root. Identity is by object."""
+    """One cached block. `key` are its tokens, packed; in a root it is the namespace and `block` is -1. Identity is by
+    object."""
 
-    __slots__ = ("block", "by_first", "children", "identity", "parent", "tokens")
+    __slots__ = ("block", "children", "identity", "key", "order", "parent")
 
-    def __init__(self, parent: "Node | None", tokens: tuple[int, ...], block: BlockId, ident: bytes) -> None:
+    def __init__(self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes) -> None:
         self.parent = parent
-        self.tokens = tokens
+        self.key = key
         self.block = block
         self.identity = ident
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.by_first: dict[int, list[Node]] = {}
+        self.children: dict[bytes, Node] = {}
+        self.order: SortedKeys | None = None
+        """Of the keys of `children`; None as long as there has been but one."""
+
+    def add(self, child: "Node") -> None:
+        if self.order is not None:
+            self.order.add(child.key)
+        elif self.children:
+            self.order = SortedKeys((*self.children, child.key))
+        self.children[child.key] = child
+
+    def remove(self, child: "Node") -> None:
+        del self.children[child.key]
+        if not self.children:
+            self.children, self.order = {}, None  # a dict never shrinks by itself
+        elif self.order is not None:
+            self.order.remove(child.key)
+
+    def neighbours(self, key: bytes) -> Iterable[bytes]:
+        """At most two keys of children, of which one shares as many tokens with `key` as any."""
+        return self.children if self.order is None else self.order.around(key)
 
     def __repr__(self) -> str:
-        return f"Node(block={self.block}, {len(self.tokens)} tokens, {len(self.children)} children)"
+        tokens = len(self.key) // TOKEN_BYTES
+        return f"Node(block={self.block}, {tokens} tokens, {len(self.children)} children)"
 
 
 class Match:
     """The longest cached prefix: whole blocks along `nodes`, then `partial_tokens` of `partial`'s first tokens."""
 
-    __slots__ = ("nodes", "partial", "partial_tokens", "root")
+    __slots__ = ("nodes", "partial", "partial_tokens")
 
-    def __init__(self, root: Node, nodes: list[Node], partial: Node | None, partial_tokens: int) -> None:
-        self.root = root
+    def __init__(self, nodes: list[Node], partial: Node | None, partial_tokens: int) -> None:
         self.nodes = nodes
         self.partial = partial
         self.partial_tokens = partial_tokens
 
 
 class RadixCache:
-    """Mutable state, all of it: the nodes under `_roots`, `_by_block`, and the line `_idle` of nodes nobody holds."""
+    """Mutable state, all of it: the nodes under `_roots`, `_by_block`, and the line `_idle` of nodes nobody holds.
+
+    Tokens are 0 .. 2**32 - 1, else struct.error is raised.
+    """
 
     def __init__(self, block_size: int, fingerprint: str) -> None:
         self.block_size = block_size
         self._fingerprint = fingerprint
+        self._pack = Struct(f"<{block_size}I").pack
         self._roots: dict[bytes, Node] = {}
         self._by_block: dict[BlockId, Node] = {}
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
@@ -66,49 +93,54 @@ class RadixCache:
         """Blocks that could be evicted, one after the other."""
         return len(self._idle)
 
-    def root(self, namespace: bytes) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = Node(None, (), BlockId(-1), identity.root(namespace, self._fingerprint))
-            self._roots[namespace] = root
-        return root
-
     def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
-        """The longest cached prefix of `tokens[:limit]`. Changes nothing but may create an empty root."""
-        root = node = self.root(namespace)
+        """The longest cached prefix of `tokens[:limit]`. Changes nothing."""
         nodes: list[Node] = []
-        size = self.block_size
-        at = 0
+        node = self._roots.get(namespace)
+        if node is None:
+            return Match(nodes, None, 0)
+        size, pack, at = self.block_size, self._pack, 0
         while at + size <= limit:
-            child = node.children.get(tuple(tokens[at : at + size]))
+            child = node.children.get(pack(*tokens[at : at + size]))
             if child is None:
                 break
             nodes.append(child)
             node = child
             at += size
         best, best_tokens = None, 0
-        if at < limit:
-            rest = tokens[at : min(at + size, limit)]
-            for child in node.by_first.get(rest[0], ())[-MAX_PARTIAL_CANDIDATES:]:
-                shared = _common(child.tokens, rest)
+        if at < limit and node.children:
+            rest = self._key(tokens[at : min(at + size, limit)])
+            for key in node.neighbours(rest):
+                shared = _common_tokens(key, rest)
                 if shared > best_tokens:
-                    best, best_tokens = child, shared
-        return Match(root, nodes, best, best_tokens)
+                    best, best_tokens = node.children[key], shared
+        return Match(nodes, best, best_tokens)
 
-    def insert(self, parent: Node, tokens: tuple[int, ...], block: BlockId) -> Node:
-        """The child of `parent` for these tokens: the one there is, or a new one that indexes `block`. A shorter tail
-        of the same tokens that nobody holds gives way and stays first in line for eviction."""
-        child = parent.children.get(tokens)
+    def root(self, namespace: bytes) -> Node:
+        """Where this namespace's sequences begin: valid until the next `evict`, or as long as it has children."""
+        root = self._roots.get(namespace)
+        if root is None:
+            ident = identity.root(namespace, self._fingerprint)
+            root = self._roots[namespace] = Node(None, namespace, BlockId(-1), ident)
+        return root
+
+    def insert(self, parent: Node, tokens: Sequence[int], block: BlockId) -> Node | None:
+        """The child of `parent` for these tokens: the one there is, or a new one that indexes `block`; None if they
+        only begin a longer child's. A shorter tail of the same tokens that nobody holds gives way: it becomes first in
+        line for eviction."""
+        key = self._key(tokens)
+        child = parent.children.get(key)
         if child is not None:
             return child
-        child = Node(parent, tokens, block, identity.extend(parent.identity, tokens))
-        for sibling in parent.by_first.get(tokens[0], ()):
-            if len(sibling.tokens) < len(tokens) and tokens[: len(sibling.tokens)] == sibling.tokens:
-                if sibling.block in self._idle:
-                    self._idle.move_to_end(sibling.block, last=False)
-                break
-        parent.children[tokens] = child
-        parent.by_first.setdefault(tokens[0], []).append(child)
+        for near in parent.neighbours(key):
+            if near.startswith(key):
+                return None
+            if key.startswith(near):
+                shorter = parent.children[near].block
+                if shorter in self._idle:
+                    self._idle.move_to_end(shorter, last=False)
+        child = Node(parent, key, block, identity.extend_packed(parent.identity, key))
+        parent.add(child)
         self._by_block[block] = child
         return child
 
@@ -137,11 +169,9 @@ class RadixCache:
         node = self._by_block.pop(block)
         parent = node.parent
         assert parent is not None and not node.children, "a node was evicted before its children"
-        del parent.children[node.tokens]
-        siblings = parent.by_first[node.tokens[0]]
-        siblings.remove(node)
-        if not siblings:
-            del parent.by_first[node.tokens[0]]
+        parent.remove(node)
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.key]
         return node
 
     def nodes(self) -> Iterator[Node]:
@@ -151,13 +181,17 @@ class RadixCache:
         """Recompute the shape of the tree and the order of the line."""
         seen: dict[BlockId, Node] = {}
         stack = list(self._roots.values())
+        assert all(root.children for root in stack), "a namespace without blocks is kept"
         while stack:
             node = stack.pop()
-            assert sum(map(len, node.by_first.values())) == len(node.children)
+            if node.order is None:
+                assert len(node.children) < 2
+            else:
+                assert list(node.order) == sorted(node.children)
             for key, child in node.children.items():
-                assert child.tokens == key and child.parent is node and 0 < len(key) <= self.block_size
-                assert len(key) == self.block_size or not child.children, "a partial block has a child"
-                assert child in node.by_first[key[0]]
+                tokens = len(key) // TOKEN_BYTES
+                assert child.key == key and child.parent is node and 0 < tokens <= self.block_size
+                assert tokens == self.block_size or not child.children, "a partial block has a child"
                 assert child.block not in seen
                 seen[child.block] = child
                 stack.append(child)
@@ -167,11 +201,20 @@ class RadixCache:
             for child in self._by_block[block].children.values():
                 assert place.get(child.block, at) < at, "a parent stands before its child"
 
+    def _key(self, tokens: Sequence[int]) -> bytes:
+        if len(tokens) == self.block_size:
+            return self._pack(*tokens)
+        return Struct(f"<{len(tokens)}I").pack(*tokens)
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """How many tokens two keys begin with alike."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * TOKEN_BYTES
+        if a[:end] == b[:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -31,7 +31,7 @@ class HFModel:
         self.path = path
         raw = read_json(path / "config.json")
         self.family = _family(path / "config.json", raw)
-        self.config = _config(path / "config.json", self.family, raw, path.resolve().name)
+        self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
         self._raw = raw
         self._where: dict[str, SafetensorsFile] = {}
         for shard in shards(path):
@@ -87,7 +87,8 @@ def _family(path: Path, raw: dict[str, Any]) -> Family:
     raise ModelError(path, f"unknown model_type {kind!r}; known: {known}")
 
 
-def _config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
+def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
+    """The sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
     bias = bool(raw.get("attention_bias", False))

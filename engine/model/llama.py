@@ -48,6 +48,11 @@ class Llama:
         self._layers = [_Layer(weights, layer) for layer in range(config.layers)]
         self._cos, self._sin = rope_tables(config, self._embedding.dtype)
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the rotary tables, which every process computes for itself."""
+        return int(self._cos.nbytes + self._sin.nbytes)
+
     @torch.inference_mode()
     def rows_are_independent(self) -> bool:
         """Does each product of this model give a row the same bits in a batch of four and of eight, on this machine?"""

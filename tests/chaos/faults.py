@@ -39,6 +39,14 @@ def kill(pid: int) -> None:
     _wait_until(pid, lambda state: state in ("", "Z"), "SIGKILL")
 
 
+def killed_within(pid: int, limit_s: float) -> None:
+    """Returns once somebody else has ended the process; fails after `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while (state := process_state(pid)) not in ("", "Z"):
+        assert time.monotonic() < deadline_s, f"process {pid} is {state!r} after {limit_s} s"
+        time.sleep(0.01)
+
+
 def freeze(pid: int) -> None:
     """SIGSTOP; returns once the kernel says that it is stopped."""
     os.kill(pid, signal.SIGSTOP)

@@ -13,11 +13,12 @@ from cluster.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.messages import Load
-from engine.types import SamplingParams
+from engine.types import Incarnation, SamplingParams
 from prefill_worker.config import PrefillConfig
 from router.api import ApiError, Delta, Finished, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
+from router.escalation import Verdict
 from tests.chaos import faults
 from tests.chaos.proxy import ProxiedLauncher, Proxy
 from tests.integration.probe import Probe, is_quiet
@@ -39,15 +40,17 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 class Ask:
-    """One request in a thread of its own. `tokens` grow as they come; then `finished` or `error` is set."""
+    """One request in a thread of its own. `tokens` and `text` grow as they come; then `finished` or `error` is set."""
 
-    def __init__(self, client: Client, call: GenerateCall) -> None:
+    def __init__(self, client: Client, call: GenerateCall, resume: bool = False) -> None:
         self.call = call
         self.tokens: list[int] = []
+        self.text = ""
         self.finished: Finished | None = None
         self.error: ApiError | None = None
         self.ended_s = 0.0
         self._client = client
+        self._resume = resume
         self._news = threading.Condition()
         self._left = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -59,12 +62,13 @@ class Ask:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        events = self._client.generate(self.call)
+        events = self._client.generate(self.call, self._resume)
         try:
             for event in events:
                 with self._news:
                     if isinstance(event, Delta):
                         self.tokens += event.token_ids
+                        self.text += event.text
                     elif isinstance(event, Finished):
                         self.finished = event
                     self._news.notify_all()
@@ -111,8 +115,11 @@ class Ground:
         blocks: int = 96,
         factories: dict[str, str] | None = None,
         restarts: int = 100,
+        escalate_s: float = 5.0,
+        hung_s: float = 30.0,
+        stuck_s: float = 10.0,
     ) -> None:
-        transfer = TransferConfig(transport=transport)
+        transfer = TransferConfig(transport=transport, escalate_s=escalate_s, stuck_s=stuck_s)
         engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES)
         config = ClusterConfig(
             launcher="process" if launcher == "process" else "ray",
@@ -121,7 +128,13 @@ class Ground:
             stop_grace_s=1.0,
             log_level="error",
             restart=RestartConfig(limit=restarts, first_pause_s=0.05, longest_pause_s=0.2),
-            router=RouterConfig(grpc_port=0, http_port=-1, unplaceable_s=30.0),
+            router=RouterConfig(
+                grpc_port=0,
+                http_port=-1,
+                unplaceable_s=30.0,
+                escalate_s=escalate_s,
+                worker_hung_s=hung_s,
+            ),
             prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=32),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
@@ -162,7 +175,7 @@ class Ground:
         return [name for name in self.names if name.startswith(role)]
 
     def pid(self, name: str) -> int:
-        return self.cluster.workers[name].pid
+        return self.cluster.router.pid if name == "router" else self.cluster.workers[name].pid
 
     def proxy(self, name: str) -> Proxy:
         return self._launcher.proxies[name]
@@ -195,7 +208,7 @@ class Ground:
         raise AssertionError(f"no {role} worker became busy")
 
     def replaced(self, name: str, old_pid: int, timeout_s: float = HEAL_S) -> None:
-        """Until another process answers to this name."""
+        """Until another process answers to this name, be it a worker's or `router`."""
         deadline_s = time.monotonic() + timeout_s
         while self.pid(name) == old_pid:
             assert time.monotonic() < deadline_s, f"{name} was not replaced: {self.gave_up}"
@@ -225,6 +238,10 @@ class Ground:
         for name, pid in pids.items():
             self.replaced(name, pid)
 
+    def accuse(self, name: str, incarnation: Incarnation) -> None:
+        """As if the router had given this life up."""
+        self._launcher.accused = [Verdict(name, incarnation, "a test says so")]
+
     def renew(self) -> list[str]:
         """Replace every worker that still holds blocks, so that what comes next starts from a whole cluster. Returns
         their names."""
@@ -239,8 +256,19 @@ class Ground:
 
     # requests
 
-    def ask(self, prompt: list[int], mode: str, count: int, tenant: str, **more: object) -> Ask:
-        """`tenant` keeps the prefixes of one request out of another's reach, so that its blocks must migrate."""
+    def ask(
+        self,
+        prompt: list[int],
+        mode: str,
+        count: int,
+        tenant: str,
+        *,
+        resume: bool = False,
+        **more: object,
+    ) -> Ask:
+        """`tenant` keeps the prefixes of one request out of another's reach, so that its blocks must migrate.
+
+        With `resume` the client comes back after a broken connection."""
         sampling, seed = MODES[mode]
         call = GenerateCall(
             prompt=prompt,
@@ -251,4 +279,4 @@ class Ground:
             tenant=tenant,
             **more,  # type: ignore[arg-type]
         )
-        return Ask(self.client, call)
+        return Ask(self.client, call, resume)

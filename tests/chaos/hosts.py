@@ -10,51 +10,56 @@ from typing import Any
 
 import decode_worker.worker
 from decode_worker.worker import DecodeWorker
-from transfer.transport import Completion, KVMemory, Move, Outcome, Ticket, Transport
+from transfer.transport import KVMemory, Landing, Move, Ticket, Transport
 
 FOLDER = "CHAOS_FOLDER"
 
 
-class SpoilingTransport:
-    """Any transport; a landed chunk loses one bit before anybody has compared its digest."""
+class SpoilingLanding:
+    """Any landing; the last block of a chunk loses one bit before anybody has compared its digest."""
 
-    def __init__(self, inner: Transport, memory: KVMemory, folder: Path) -> None:
+    def __init__(self, inner: Landing, blocks: int, folder: Path) -> None:
+        self.place = inner.place
         self._inner = inner
-        self._memory = memory
+        self._last = blocks - 1
         self._folder = folder
-        self._moves: dict[Ticket, Move] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def landed(self, at: int) -> None:
+        if at == self._last:
+            self._spoil(at)
+        self._inner.landed(at)
 
-    def recv(self, peer: Any, move: Move) -> Ticket:
-        ticket = self._inner.recv(peer, move)
-        self._moves[ticket] = move
-        return ticket
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        done = self._inner.poll(timeout_s)
-        for completion in done:
-            move = self._moves.pop(completion.ticket, None)
-            if move is not None and move.local and completion.outcome is Outcome.DONE:
-                self._spoil(move)
-        return done
-
-    def _spoil(self, move: Move) -> None:
+    def _spoil(self, at: int) -> None:
         order = self._folder / "spoil"
         left = int(order.read_text()) if order.exists() else 0
         if left > 0:
             order.write_text(str(left - 1))
-            self._memory.block(move.local[-1])[0] ^= 1
+            self.place(at)[0] ^= 1
             with (self._folder / "spoiled").open("a") as file:
                 file.write(".")
+
+
+class SpoilingTransport:
+    """Any transport, whose receives can be spoiled."""
+
+    def __init__(self, inner: Transport, folder: Path) -> None:
+        self._inner = inner
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def recv(self, peer: Any, move: Move, landing: Landing | None) -> Ticket:
+        if landing is not None:
+            landing = SpoilingLanding(landing, len(move.remote), self._folder)
+        return self._inner.recv(peer, move, landing)
 
 
 def _spoiling(open_transports: Callable[..., dict[str, Transport]]) -> Callable[..., Any]:
     def opened(memory: KVMemory, *rest: Any) -> dict[str, Any]:
         found = open_transports(memory, *rest)
         folder = Path(os.environ[FOLDER])
-        return {name: SpoilingTransport(one, memory, folder) for name, one in found.items()}
+        return {name: SpoilingTransport(one, folder) for name, one in found.items()}
 
     return opened
 

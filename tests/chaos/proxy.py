@@ -7,8 +7,11 @@ import contextlib
 import socket
 import threading
 
+import msgspec
+
 from cluster.spec import Child, ChildReady, ChildSpec, Launcher
 from engine.messages import PeerAddress
+from router.escalation import Verdict
 
 
 class Proxy:
@@ -97,13 +100,15 @@ class ProxiedLauncher:
         self._inner = inner
         self.proxies: dict[str, Proxy] = {}
         self.direct: dict[str, ChildReady] = {}
+        self.accused: list[Verdict] = []
+        """What the router is made to say of workers, beside what it says itself."""
 
     def open(self) -> None:
         self._inner.open()
 
     def launch(self, spec: ChildSpec) -> Child:
         child = self._inner.launch(spec)
-        return child if spec.kind == "router" else _ProxiedChild(child, self)
+        return _ProxiedChild(child, self)
 
     def close(self) -> None:
         for proxy in self.proxies.values():
@@ -119,14 +124,14 @@ class _ProxiedChild:
 
     def started_within(self, timeout_s: float) -> ChildReady | None:
         up = self._child.started_within(timeout_s)
-        if up is None:
-            return None
+        if up is None or self.spec.kind == "router":
+            return up
         old = self._launcher.proxies.get(up.name)
         proxy = self._launcher.proxies[up.name] = Proxy(up.address)
         self._launcher.direct[up.name] = up
         if old is not None:
             old.close()
-        return ChildReady(name=up.name, pid=up.pid, address=proxy.address)
+        return msgspec.structs.replace(up, address=proxy.address)
 
     def failure(self) -> str | None:
         return self._child.failure()
@@ -142,6 +147,12 @@ class _ProxiedChild:
 
     def ready(self) -> bool:
         return self._child.ready()
+
+    def condemned(self) -> list[Verdict]:
+        return self._child.condemned() + self._launcher.accused
+
+    def kill(self) -> None:
+        self._child.kill()
 
     def stop(self, grace_s: float) -> None:
         self._child.stop(grace_s)

@@ -1,8 +1,9 @@
 """Faults of every kind, mixed at random under load, for as long as you like: `python -m tests.chaos.soak`.
 
-Clients ask without pause, greedy and seeded, short and long, some leave early; meanwhile a fault strikes every few
-seconds. The report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if
-a token was wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
+Clients ask without pause, greedy and seeded, short and long, some leave early, half of them come back after a broken
+connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is killed. The
+report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if a token was
+wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
 """
 
 import argparse
@@ -28,6 +29,8 @@ PROMPT_LENGTHS = (20, 120, 400)
 ANSWER_LENGTHS = (4, 16, 40)
 LEAVES = 0.1
 """Share of the requests whose client leaves after the first token."""
+ROUTER_DIES = 0.1
+"""Share of the faults that are the router's death."""
 SILENCE_S = 120.0
 PAUSE_S = (2.0, 6.0)
 ALLOWED_ERRORS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
@@ -102,9 +105,9 @@ class Soak:
         except AssertionError as error:
             self.report.problems.append(f"blocks did not come back: {error}")
 
-    def _ask(self, question: Question, tenant: str) -> Ask:
+    def _ask(self, question: Question, tenant: str, resume: bool = False) -> Ask:
         prompt = tokens(PROMPT_LENGTHS[question.prompt], question.prompt)
-        return self._ground.ask(prompt, question.mode, question.count, tenant)
+        return self._ground.ask(prompt, question.mode, question.count, tenant, resume=resume)
 
     def _break_things(self, until_s: float) -> None:
         rng = random.Random(self._seed)
@@ -113,6 +116,8 @@ class Soak:
             time.sleep(min(rng.uniform(*PAUSE_S), max(0.0, until_s - now)))
             fault = rng.choice(list(Fault))
             name = rng.choice(self._ground.names)
+            if rng.random() < ROUTER_DIES:
+                fault, name = Fault.KILL, "router"
             try:
                 strike(self._ground, fault, [name])
                 report.faults[f"{fault} {name.partition('-')[0]}"] += 1
@@ -129,7 +134,7 @@ class Soak:
             asked += 1
             question = rng.choice(list(self._answers))
             tenant = rng.choice(("shared", f"{number}-{asked}"))
-            ask = self._ask(question, tenant)
+            ask = self._ask(question, tenant, resume=rng.random() < 0.5)
             leaves = rng.random() < LEAVES
             if leaves:
                 with suppress(AssertionError):

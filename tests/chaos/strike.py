@@ -77,7 +77,7 @@ def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None
             victim = ground.ask(PROMPTS["victim"], modes[0], ANSWER_TOKENS, f"{row}-{number}")
             serving = Serving(ground.busy("prefill"), ground.busy("decode"))
             if row.moment is Moment.SENDING:
-                _sending(ground, serving.prefill)
+                sending(ground, serving.prefill)
         bystander = ground.ask(PROMPTS["bystander"], modes[1], ANSWER_TOKENS, f"{row}-{number}")
         if row.moment is Moment.TOKEN:
             victim.wait_tokens(row.token)
@@ -140,7 +140,7 @@ def _asked(ground: Ground, mode: str, tenant: str, held: ExitStack) -> tuple[Ask
         time.sleep(0.002)
 
 
-def _sending(ground: Ground, prefill: str) -> None:
+def sending(ground: Ground, prefill: str) -> None:
     """Until two more of its steps have run, so that their blocks were offered, and it still computes."""
     first = ground.load(prefill)
     assert first is not None

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.ground import Ground
-from tests.chaos.rows import RAY_ROWS
-from tests.chaos.strike import Reference, run_row
+from tests.chaos import faults
+from tests.chaos.ground import MODES, Ground
+from tests.chaos.rows import ANSWER_TOKENS, RAY_ROWS, Ending
+from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, run_row
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 
@@ -26,3 +27,19 @@ def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
 def test_row_over_ray(ground: Ground, reference: Reference, number: int) -> None:
     """Guards against an actor that comes back under its name with another's memory, and one that never does."""
     run_row(ground, reference, RAY_ROWS[number], number)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_killed_router_is_back_over_ray(ground: Ground, reference: Reference, mode: str) -> None:
+    """Guards against an actor of the router that comes back on another port, or without its requests."""
+    ground.settle(SETTLE_S)
+    prompt = PROMPTS["victim"]
+    ask = ground.ask(prompt, mode, ANSWER_TOKENS, f"router-{mode}", resume=True)
+    ask.wait_tokens(3)
+    pid = ground.pid("router")
+    faults.kill(pid)
+    assert not ask.over, "over before the fault"
+    ask.join(END_S)
+    assert reference.judge(ask, "victim", mode) is Ending.EXACT, ask.error
+    ground.replaced("router", pid)
+    ground.settle(SETTLE_S)

@@ -5,12 +5,14 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
 from engine.messages import PeerAddress, WorkerInfo
 from engine.types import Incarnation
 from router.config import RouterConfig
+from router.escalation import Verdict
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):
@@ -29,7 +31,7 @@ class FakeWorker:
         return WorkerInfo(
             name=self.name,
             role="prefill",
-            incarnation=Incarnation(1),
+            incarnation=Incarnation(os.getpid()),
             # The threads that the process was given, where a test can read them.
             address=f"{self.host}:{os.environ['OMP_NUM_THREADS']}",
             model="fake",
@@ -109,9 +111,23 @@ class FakeRouter:
     def ready(self) -> bool:
         return bool(self.workers)
 
+    def condemned(self) -> tuple[Verdict, ...]:
+        return ()
+
     def wait(self) -> None:
         self.stopped.wait()
 
     def stop(self, grace_s: float = 5.0) -> None:
         self.stopped.set()
         self.listener.close()
+
+
+class AccusingRouter(FakeRouter):
+    """Gives up the life that the file `ACCUSED_FILE` names, as `NAME:INCARNATION`, from when it exists."""
+
+    def condemned(self) -> tuple[Verdict, ...]:
+        file = Path(os.environ["ACCUSED_FILE"])
+        if not file.exists():
+            return ()
+        name, _, incarnation = file.read_text().partition(":")
+        return (Verdict(name, Incarnation(int(incarnation)), "a test says so"),)

@@ -8,6 +8,7 @@ import pytest
 
 from cluster import cli
 from cluster.config import ConfigError, default_threads, fields
+from cluster.memory import available_bytes
 from cluster.resolve import Resolved, add_flags, resolve
 
 
@@ -51,11 +52,12 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
         if value is None:
             continue
         extra = []
-        for name in ("dtype", "block_size"):
-            if key.endswith(f"engine.{name}"):
-                # Both pools must agree on these.
-                extra = ["--set", f"prefill.engine.{name}={value}"]
-                extra += ["--set", f"decode.engine.{name}={value}"]
+        if key.endswith("engine.dtype"):
+            # Both pools must agree on it.
+            extra = ["--set", f"prefill.engine.dtype={value}"]
+            extra += ["--set", f"decode.engine.dtype={value}"]
+        if key.endswith(".digest_sample"):
+            value = "0.5"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")
         by_variable = resolved(*extra, **{variable: value})
@@ -75,9 +77,24 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
         (["--set", "stop_grace_s=nan"], {}, "stop_grace_s .*not a finite number"),
         (["--set", "prefill.engine.model_dir=/x"], {}, "unknown setting 'prefill.engine.model_dir"),
         (
-            ["--set", "decode.engine.block_size=32"],
+            ["--set", "decode.engine.dtype=float16"],
             {},
-            r"prefill.engine.block_size \(default\) is 16 but decode.engine.block_size",
+            r"prefill.engine.dtype \(default\) is 'float32' but decode.engine.dtype",
+        ),
+        (
+            ["--set", "prefill.transfer.digests=some"],
+            {},
+            r"prefill.transfer.digests .*'some' is not one of all, sampled, off",
+        ),
+        (
+            ["--set", "decode.transfer.digest_sample=1.5"],
+            {},
+            r"decode.transfer.digest_sample .*1.5 is more than all: a share is at most 1",
+        ),
+        (
+            ["--set", "decode.transfer.digest_sample=0"],
+            {},
+            r"decode.transfer.digest_sample .*0 is too small",
         ),
         (
             ["--set", "prefill.engine.dtype=int3"],
@@ -128,6 +145,20 @@ def test_threads_are_shared_out_unless_given() -> None:
     assert result.config.prefill.engine.threads == default_threads(2)
     assert "computed" in origin(result, "prefill.engine.threads")
     assert default_threads(10_000) == 1
+
+
+def test_memory_is_shared_out_for_pools_that_are_sized_by_it() -> None:
+    """Guards against two workers that each plan with all of the memory, and against a configuration that differs from
+    call to call where nothing asks for that."""
+    result = resolved("--set", "decode.engine.pool_bytes=auto", "--decode", "3")
+    share = result.config.decode.engine.memory_bytes
+    assert 0 < share < 0.3 * available_bytes()
+    assert origin(result, "decode.engine.memory_bytes") == "computed: available memory / 4 workers"
+    assert result.config.prefill.engine.memory_bytes == 0
+    given = resolved(
+        "--set", "decode.engine.pool_bytes=auto", "--set", "decode.engine.memory_bytes=9"
+    )
+    assert given.config.decode.engine.memory_bytes == 9
 
 
 def test_the_example_file_is_valid() -> None:

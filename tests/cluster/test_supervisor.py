@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,12 +17,14 @@ from cluster.leftovers import descendants
 from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import (
     LEAVE_MARGIN_S,
+    Accused,
     Announce,
     AskToLeave,
     Command,
     Discard,
     Ended,
     GiveUp,
+    Kill,
     Launch,
     Leave,
     RestartConfig,
@@ -30,19 +33,24 @@ from cluster.supervisor import (
     Tick,
     Up,
 )
+from engine.types import Incarnation
 from tests.cluster.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
 
 POLICY = RestartConfig(limit=3, window_s=100.0, first_pause_s=1.0, longest_pause_s=3.0)
 START_TIMEOUT_S = 20.0
 
 
-def up(name: str, port: int) -> ChildReady:
-    return ChildReady(name=name, pid=1, address=f"h:{port}")
+def up(name: str, port: int, life: int = 1) -> ChildReady:
+    return ChildReady(name=name, pid=1, address=f"h:{port}", incarnation=Incarnation(life))
 
 
 def supervisor(policy: RestartConfig = POLICY) -> Supervisor:
-    workers = {"prefill-0": ("prefill", up("prefill-0", 1)), "decode-0": ("decode", up("decode-0", 2))}
-    return Supervisor(policy, START_TIMEOUT_S, workers)
+    children = {
+        "prefill-0": ("prefill", up("prefill-0", 1)),
+        "decode-0": ("decode", up("decode-0", 2)),
+        "router": ("router", up("router", 3)),
+    }
+    return Supervisor(policy, START_TIMEOUT_S, children)
 
 
 def names(commands: list[Command]) -> list[str]:
@@ -64,7 +72,7 @@ def test_a_death_is_told_before_the_replacement_exists() -> None:
     assert one.handle(Tick(), 11.0) == [Launch("prefill-0")]
     (announce,) = one.handle(Up(up("prefill-0", 7)), 14.0)
     assert addresses(announce) == (["h:7"], ["h:2"])
-    assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0))"
+    assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0), router=up(0))"
 
 
 def test_pauses_double_and_a_storm_ends_the_cluster_with_the_reason() -> None:
@@ -93,12 +101,23 @@ def test_old_deaths_are_forgiven() -> None:
         one.handle(Up(up("prefill-0", number)), now + 4.0)
 
 
-def test_the_router_is_not_replaced_and_no_limit_means_none() -> None:
-    assert supervisor().handle(Ended("router", "ended with status 1"), 0.0) == [
-        GiveUp("router: ended with status 1")
-    ]
+def test_no_limit_means_none() -> None:
     strict = supervisor(RestartConfig(limit=0))
     assert strict.handle(Ended("decode-0", "x"), 0.0) == [GiveUp("decode-0: x")]
+    assert strict.handle(Ended("router", "y"), 0.0) == [GiveUp("router: y")]
+
+
+def test_a_router_that_is_up_again_is_told_all_that_it_missed() -> None:
+    """Guards against words to a dead router, which ended the cluster, and a new one that knows of no worker or of a
+    dead one."""
+    one = supervisor()
+    assert one.handle(Ended("router", "killed"), 10.0) == [Discard("router")]
+    assert one.handle(Ended("prefill-0", "killed"), 10.5) == [Discard("prefill-0")]
+    assert one.handle(Tick(), 11.0) == [Launch("router")]
+    assert one.handle(Tick(), 11.5) == [Launch("prefill-0")]
+    assert one.handle(Up(up("prefill-0", 7)), 12.0) == []
+    (announce,) = one.handle(Up(up("router", 3)), 13.0)
+    assert addresses(announce) == (["h:7"], ["h:2"])
 
 
 def test_a_start_that_hangs_is_a_death() -> None:
@@ -136,7 +155,9 @@ def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
     one.handle(Ended("decode-0", "ended with status 0", left=True), 5.0)
     one.handle(Tick(), 5.1)
     one.handle(Up(up("decode-0", 8)), 6.0)
-    assert one.is_steady and repr(one) == "Supervisor(prefill-0=up(0), decode-0=up(0))"
+    assert one.is_steady and repr(one) == (
+        "Supervisor(prefill-0=up(0), decode-0=up(0), router=up(0))"
+    )
 
 
 def test_who_leaves_for_good_is_not_replaced() -> None:
@@ -166,6 +187,35 @@ def test_an_end_that_nobody_asked_for_is_a_death() -> None:
     assert names(one.handle(Ended("decode-0", "ended with status 0", left=True), 0.0)) == ["GiveUp"]
 
 
+def test_who_is_given_up_is_killed_once_and_then_has_died_like_anybody() -> None:
+    """Guards against a silent worker that nobody ends, and against one that is killed again and again."""
+    one = supervisor()
+    accused = Accused("decode-0", Incarnation(1), "prefill-0 and the router cannot reach it")
+    assert one.handle(accused, 1.0) == [Kill("decode-0", accused.why)]
+    assert one.handle(accused, 1.1) == []
+    discard, announce = one.handle(Ended("decode-0", "killed by SIGKILL"), 1.2)
+    assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
+    assert one.handle(accused, 1.3) == []
+    strict = supervisor(RestartConfig(limit=0))
+    strict.handle(accused, 1.0)
+    assert strict.handle(Ended("decode-0", "killed by SIGKILL"), 1.2) == [
+        GiveUp(f"decode-0: killed by SIGKILL ({accused.why})")
+    ]
+
+
+def test_no_newer_life_is_killed_for_an_older_one() -> None:
+    """Guards a replacement that the router accuses late, of what its predecessor did."""
+    one = supervisor()
+    one.handle(Ended("decode-0", "x"), 0.0)
+    old = Accused("decode-0", Incarnation(1), "silent")
+    assert one.handle(old, 0.5) == [] and one.handle(Tick(), 1.0) == [Launch("decode-0")]
+    assert one.handle(old, 1.5) == []
+    one.handle(Up(up("decode-0", 3, life=2)), 2.0)
+    assert one.handle(old, 2.1) == []
+    assert one.handle(Accused("decode-0", Incarnation(2), "silent"), 2.2) == [Kill("decode-0", "silent")]
+    assert one.handle(Accused("decode-7", Incarnation(2), "who?"), 2.3) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     """Guards against two processes for one worker, and against more starts than the limit allows in a window; those
@@ -177,12 +227,14 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     while now < 2000.0:
         now += rng.expovariate(0.5)
         name = rng.choice(list(starts))
+        life = rng.randrange(3)
         event = rng.choice(
             [
                 Tick(),
                 Ended(name, "x", left=rng.random() < 0.3),
-                Up(up(name, rng.randrange(9000))),
+                Up(up(name, rng.randrange(9000), life)),
                 Leave((name,), rng.uniform(0.0, 9.0), True),
+                Accused(name, Incarnation(life), "silent"),
             ]
         )
         if isinstance(event, Ended) and event.left and one.state(name) is State.LEAVING:
@@ -191,7 +243,9 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
             one.check()
             if isinstance(command, GiveUp):
                 return
-            if isinstance(command, Discard):
+            if isinstance(command, Kill):
+                assert command.name in living
+            elif isinstance(command, Discard):
                 assert command.name in living
                 living.remove(command.name)
             elif isinstance(command, Launch):
@@ -288,20 +342,50 @@ def test_a_worker_whose_engine_died_is_replaced() -> None:
             assert eventually(replaced(cluster, "prefill-0", pid), 15.0), ended
 
 
-def test_the_routers_death_ends_the_cluster() -> None:
-    """Guards against workers without a router, which nobody can reach, kept alive for nothing."""
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the last step of the ladder against processes that obey nobody: a stopped one hears no request to end."""
+    file = tmp_path / "accused"
+    monkeypatch.setenv("ACCUSED_FILE", str(file))
+    accusing = {**FAKES, "router": "tests.cluster.fakes:AccusingRouter"}
     config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
-    with Cluster(config, make_launcher("process"), FAKES, model_dir="x") as cluster:
+    with Cluster(config, make_launcher(launcher), accusing, model_dir="x") as cluster:
         cluster.start()
-        workers = {up.pid for up in cluster.workers.values()}
-        (router,) = {pid for pid in descendants() if pid not in workers and _is_router(pid)}
-        began_s = time.monotonic()
-        os.kill(router, signal.SIGKILL)
-        with pytest.raises(LaunchError, match=r"^router: killed by SIGKILL$"):
-            cluster.watch()
-        assert time.monotonic() - began_s < 5.0
+        up = cluster.workers["decode-0"]
+        with watched(cluster) as ended:
+            os.kill(up.pid, signal.SIGSTOP)
+            file.write_text(f"decode-0:{up.incarnation + 1}")
+            time.sleep(1.0)
+            assert not gone(up.pid), "killed for another life"
+            file.write_text(f"decode-0:{up.incarnation}")
+            assert eventually(replaced(cluster, "decode-0", up.pid), 30.0), ended
+            assert gone(up.pid)
+            second = cluster.workers["decode-0"].pid
+            time.sleep(0.5)
+            assert not ended and not gone(second) and cluster.workers["decode-0"].pid == second
 
 
-def _is_router(pid: int) -> bool:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read().endswith(b"cluster.child\0router\0")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_router_is_back_on_its_port_and_knows_the_workers(launcher: str) -> None:
+    """Guards against clients that look for the router where it was, and against workers kept alive for a router that
+    does not know them; and the bound on its deaths."""
+    before = set(descendants())
+    config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        address = cluster.start().grpc
+        workers = {name: up.pid for name, up in cluster.workers.items()}
+        with watched(cluster) as ended:
+            for _ in range(RESTARTS.limit):
+                was = cluster.router
+                os.kill(was.pid, signal.SIGKILL)
+                assert eventually(lambda was=was: cluster.router.pid != was.pid, 30.0), ended
+                assert cluster.router.address == address and gone(was.pid)
+                assert eventually(cluster._children["router"].ready, 5.0)
+            os.kill(cluster.router.pid, signal.SIGKILL)
+            assert eventually(lambda: bool(ended), 10.0)
+            assert ended[0].startswith("router: ")
+            assert ended[0].endswith("(3 times in 300 s)")
+        assert {name: up.pid for name, up in cluster.workers.items()} == workers
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before

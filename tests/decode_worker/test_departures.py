@@ -14,18 +14,21 @@ from engine.messages import (
     Handoff,
     Landed,
     Offer,
+    Orphan,
     PeerAddress,
     Place,
     PrefillFailed,
     Record,
     Refused,
     Release,
+    RouterHello,
     StartPrefill,
     Stop,
     Tokens,
     Yield,
     Yielded,
 )
+from engine.plan import STAGES
 from engine.step import StepPlan
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.commands import (
@@ -270,7 +273,7 @@ def test_a_yield_waits_until_the_kv_is_complete() -> None:
         request=A, tokens=list(PROMPT), prompt_tokens=len(PROMPT), max_tokens=12, seed=0
     )
     address = PeerAddress("prefill-0", "p:1")
-    bench.tell(PeerUp(SOURCE, address, "shm"))
+    bench.tell(PeerUp(SOURCE, address, "shm", 4))
     bench.router(Place(record=record, placement=1, prefill=address))
     handoff = Handoff(A, 1, 0, ME, SOURCE)
     first = FirstToken(
@@ -281,6 +284,33 @@ def test_a_yield_waits_until_the_kv_is_complete() -> None:
     bench.router(Yield(A, 1))
     assert bench.step() is None and not bench.of(Yielded)
     assert [type(r) for r in bench.told] == [Accepted, Tokens]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_router_that_dies_in_a_move_loses_nobody_who_comes_back(asked: bool) -> None:
+    """Guards the request that no router knows of, between two decode workers: who has it says so to the next router.
+    `asked`: the other worker has been here, and will say so itself."""
+    bench = Bench()
+    bench.running(context=b"resumable")
+    bench.tell(Leave(300.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    if asked:
+        bench.tell(ReaderUp(READER, True))
+        bench.ask([*PROMPT, 1, 2, 3])
+        bench.land_all()
+    bench.tell(RouterLost(LINK))
+    assert bench.scheduler.is_idle == asked
+    bench.tell(FromRouter(LINK + 1, RouterHello(Incarnation(9))))
+    orphans = [record for record in bench.told if isinstance(record, Orphan)]
+    assert [orphan.tokens for orphan in orphans] == ([] if asked else [[1, 2, 3, 4]])
+    while bench.step() is not None:
+        pass
+    assert bench.scheduler.is_idle
+    if not asked:
+        ended = bench.told[-1]
+        assert isinstance(ended, Ended) and ended.stats.output_tokens == 12
+        assert not ended.stats.stages.keys() - {*STAGES}
 
 
 def test_only_a_leaving_worker_yields() -> None:

@@ -1,22 +1,37 @@
 """The decode worker's book of streams to prefill workers, without any network."""
 
 import msgspec
+import pytest
 
 from decode_worker.events import PeerDown, PeerUp
 from decode_worker.peer import MAX_REDIALS, PeerFrame, PeerGone, PeerLink, Peers
+from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff, Hello, PeerAddress, Stop, WorkerInfo, encode
 from engine.types import Incarnation, RequestId
+from transfer.commands import Connect
+from transfer.negotiation import Agreement
 
 ADDRESS = PeerAddress("prefill-0", "somewhere:1")
 
 
-def _hello(role: str, incarnation: int, fingerprint: str = "m", protocol: int = 1) -> Hello:
+LAYOUT = {"kv_heads": 4, "layers": 2, "block_size": 16, "head_dim": 8}
+
+
+def _hello(
+    role: str,
+    incarnation: int,
+    layout: dict[str, object] | None = None,
+    *,
+    fingerprint: str = "m",
+    model: str = "m",
+    **more: object,
+) -> Hello:
     info = WorkerInfo(
         name=f"{role}-0",
         role=role,
         incarnation=Incarnation(incarnation),
         address="somewhere:1",
-        model="m",
+        model=model,
         fingerprint=fingerprint,
         block_size=16,
         blocks=8,
@@ -25,7 +40,7 @@ def _hello(role: str, incarnation: int, fingerprint: str = "m", protocol: int = 
         host="h",
     )
     endpoint = Endpoint(transport="shm")
-    return Hello(info=info, layout={"heads": 1}, endpoints=[endpoint], protocol=protocol)
+    return Hello(info=info, layout={**LAYOUT, **(layout or {})}, endpoints=[endpoint], **more)  # type: ignore[arg-type]
 
 
 class Rpc:
@@ -35,6 +50,7 @@ class Rpc:
         self.links: list[PeerLink] = []
         self.sent: list[list[bytes | None]] = []
         self.unfinished: list[Handoff] = []
+        self.reached: list[Connect] = []
 
     def connect(self, address: str, method: str, accept) -> None:  # type: ignore[no-untyped-def]
         frames: list[bytes | None] = []
@@ -48,7 +64,7 @@ def _peers() -> tuple[Peers, Rpc]:
         rpc,  # type: ignore[arg-type]
         _hello("decode", 7),
         lambda item: None,
-        lambda peer, hello: None,
+        rpc.reached.append,
         lambda: list(rpc.unfinished),
     )
     return peers, rpc
@@ -109,13 +125,64 @@ def test_redialling_ends() -> None:
     assert len(rpc.links) == 1 + MAX_REDIALS
 
 
-def test_a_peer_of_another_kind_is_refused_by_name_and_left() -> None:
-    for hello, word in (
-        (_hello("prefill", 1, fingerprint="other"), "fingerprint"),
-        (_hello("prefill", 1, protocol=2), "protocol"),
-    ):
-        peers, rpc = _peers()
-        peers.connect(ADDRESS)
-        (down,) = _welcome(peers, rpc.links[0], hello)
-        assert isinstance(down, PeerDown) and down.peer is None and word in down.why
-        assert rpc.sent[0][-1] is None
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (_hello("prefill", 1, protocol=2), "its protocol is 2, this worker's is 1"),
+        (_hello("prefill", 1, model="n"), "its model is n, this worker's is m"),
+        (
+            _hello("prefill", 1, fingerprint="other"),
+            "its model fingerprint is other, this worker's is m",
+        ),
+        (
+            _hello("prefill", 1, {"dtype": "float16"}),
+            "its dtype is float16, this worker's is float32",
+        ),
+        (_hello("prefill", 1, {"layers": 3}), "its number of layers is 3, this worker's is 2"),
+        (_hello("prefill", 1, {"kv_heads": 2}), "its number of KV heads is 2, this worker's is 4"),
+        (_hello("prefill", 1, {"head_dim": 16}), "its head size is 16, this worker's is 8"),
+        (_hello("prefill", 1, digest="crc32"), "its digest is crc32, this worker's is xxh3-64"),
+        (
+            _hello("prefill", 1, {"kv_heads": 2, "first_head": 2, "total_heads": 4}),
+            "it holds KV heads 2 to 3 of 4, this worker needs KV heads 0 to 3 of 4 from one sender",
+        ),
+        (_hello("prefill", 1, {"block_size": 0}), "is not a KV layout: every size"),
+        (_hello("prefill", 1, {"block_size": "many"}), "is not a KV layout: Expected `int`"),
+        (_hello("prefill", 1, digest_share=1.5), "1.5 is no share of blocks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_peer_that_does_not_fit_is_refused_at_once_with_both_values(
+    theirs: Hello, message: str
+) -> None:
+    """Guards against blocks of another model, or bytes in another order, that are taken for this worker's own."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    (down,) = _welcome(peers, rpc.links[0], theirs)
+    assert isinstance(down, PeerDown) and down.peer is None and message in down.why
+    assert rpc.sent[0][-1] is None, "its stream stays open"
+    assert not rpc.reached
+
+
+@pytest.mark.parametrize(
+    ("theirs", "agreement"),
+    [
+        (_hello("prefill", 1), Agreement(KVLayout(**LAYOUT), 1.0)),  # type: ignore[arg-type]
+        (
+            _hello("prefill", 1, {"block_size": 24}, digest_share=0.25),
+            Agreement(KVLayout(**{**LAYOUT, "block_size": 24}), 1.0),  # type: ignore[arg-type]
+        ),
+        (
+            # Without the new fields, as a worker of an older version says hello.
+            _hello("prefill", 1, {"first_head": 0, "total_heads": 0}),
+            Agreement(KVLayout(**LAYOUT), 1.0),  # type: ignore[arg-type]
+        ),
+    ],
+)
+def test_what_can_be_converted_is_agreed_on(theirs: Hello, agreement: Agreement) -> None:
+    """Guards against a refusal of what can be repacked, and against the laxer of two digest modes."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    (up,) = _welcome(peers, rpc.links[0], theirs)
+    assert up == PeerUp(Incarnation(1), ADDRESS, "shm", agreement.layout.block_size)
+    assert [connect.agreement for connect in rpc.reached] == [agreement]

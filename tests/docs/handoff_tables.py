@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from engine import messages
+from telemetry.metrics import HANDOFF_DROPS
 from tests.chaos.rows import RAY_ROWS, ROWS, TCP_ROWS
 from transfer.migration import RECEIVER_TABLE, SENDER_TABLE, R, S
 
@@ -80,6 +81,16 @@ def chaos() -> str:
     return table(["fault", "worker", "when", "over", "the request ends"], rows)
 
 
+def drops() -> str:
+    """What either side of a handoff drops, by the label of its counter."""
+    rows = [
+        [f"`{side}`", f"`{what}`", meaning]
+        for side, kinds in HANDOFF_DROPS.items()
+        for what, meaning in kinds.items()
+    ]
+    return table(["side", "what", "is"], rows)
+
+
 def text(page: str) -> str:
     """The page with every table made anew. Raises KeyError for a table of an unknown name."""
     made = {
@@ -88,6 +99,7 @@ def text(page: str) -> str:
         "sender": lambda: machine(S, SENDER_TABLE),
         "receiver": lambda: machine(R, RECEIVER_TABLE),
         "chaos": chaos,
+        "drops": drops,
     }
     return BLOCK.sub(lambda found: found[1] + made[found[2]]() + found[3], page)
 

@@ -1,9 +1,6 @@
-"""Block pool, radix cache and leases: by example, then against a naive model under random use."""
+"""Block pool, radix cache and leases: the rules of each, by example."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.manager import KVCacheManager, Lease
@@ -115,72 +112,3 @@ def test_two_that_compute_the_same_keep_the_tree_sound() -> None:
     kv.check()
     kv.release(second)
     kv.check()
-
-
-class Leases(RuleBasedStateMachine):
-    """Random requests over a tiny vocabulary: every invariant after every step, and matches against a naive model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = KVCacheManager(12, 4, "m")
-        self.live: list[tuple[Lease, list[int], bool]] = []
-        self.seen: set[tuple[int, ...]] = set()
-
-    @rule(
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
-        grow=st.integers(0, 8),
-        migrating=st.booleans(),
-    )
-    def acquire(self, tokens: list[int], grow: int, migrating: bool) -> None:
-        before = self.kv.pool.counts()
-        match = self.kv.matched_tokens(b"", tokens, len(tokens) - 1)
-        lease = self.kv.acquire(
-            b"",
-            tokens,
-            match_limit=len(tokens) - 1,
-            room_tokens=len(tokens),
-            grow_tokens=len(tokens) + grow,
-            migrating=migrating,
-        )
-        if lease is None:
-            assert self.kv.pool.counts() == before
-            return
-        assert lease.cached_tokens <= match <= len(tokens) - 1
-        assert tuple(tokens[: lease.cached_tokens]) in self.seen or lease.cached_tokens == 0
-        assert len(lease.blocks) == -(-len(tokens) // 4)
-        self.live.append((lease, list(tokens), migrating))
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        at = data.draw(st.integers(0, len(self.live) - 1))
-        lease, tokens, migrating = self.live.pop(at)
-        if migrating and data.draw(st.booleans()):
-            self.kv.release(lease)  # stopped before it landed
-            return
-        self.kv.landed(lease)
-        self.kv.copied(lease)
-        grown = data.draw(st.lists(st.integers(0, 1), max_size=lease.promised * 4))
-        self.kv.extend(lease, len(tokens) + len(grown))
-        tokens += grown
-        self.kv.commit(lease, tokens, tail=data.draw(st.booleans()))
-        self.seen.update(tuple(tokens[:n]) for n in range(len(tokens) + 1))
-        if data.draw(st.booleans()):
-            self.kv.quarantine(lease)
-            self.kv.check()
-        self.kv.release(lease)
-
-    @invariant()
-    def sound(self) -> None:
-        self.kv.check()
-
-    def teardown(self) -> None:
-        for lease, _, _ in self.live:
-            self.kv.release(lease)
-        self.kv.check()
-        counts = self.kv.pool.counts()
-        assert counts["free"] + counts["cached"] == 12
-
-
-TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

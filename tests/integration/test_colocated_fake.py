@@ -1,46 +1,46 @@
 """Both schedulers and the whole handoff with the fake model, whose every token depends on every KV byte.
 
-A block that is misplaced, stale, cut short or reused too early becomes a wrong token here.
+A block that is misplaced, stale, cut short or reused too early becomes a wrong token here. All of it with blocks of
+equal size on both sides, and with smaller and larger ones on the prefill side, which are converted on landing.
 """
 
 import random
+import sys
 
+import msgspec
 import pytest
 
 from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.events import FromRouter
 from engine.device import Device
-from engine.fake import FakeRunner, fake_next
+from engine.fake import fake_next
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
+from tests.integration.fake_device import VOCAB, fake_device
 from transfer.loopback import Fault, FaultKind
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
-VOCAB = 257
+PREFILL_LAYOUT = LAYOUT
 
 
-def _device(blocks: int = 48) -> Device:
-    kv = PagedKV(LAYOUT, blocks)
-    return Device(
-        model="fake",
-        layout=LAYOUT,
-        blocks=blocks,
-        kv=kv,
-        runner=FakeRunner(kv, VOCAB),
-        fingerprint="fake",
-        vocab=VOCAB,
-        context_tokens=4096,
-        stop_ids=frozenset({256}),
-    )
+@pytest.fixture(autouse=True, params=[4, 3, 6], ids="prefill blocks of {} tokens".format)
+def prefill_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVLayout:
+    found = msgspec.structs.replace(LAYOUT, block_size=request.param)
+    monkeypatch.setattr(sys.modules[__name__], "PREFILL_LAYOUT", found)
+    return found
+
+
+def _device(blocks: int = 48, layout: KVLayout = LAYOUT) -> Device:
+    return fake_device(layout, blocks)
 
 
 def _cluster(blocks: int = 48, chunk: int = 8, **decode: int) -> Colocated:
+    tokens = blocks * LAYOUT.block_size
     return Colocated(
-        _device(blocks),
+        _device(PREFILL_LAYOUT.blocks_for(tokens), PREFILL_LAYOUT),
         _device(blocks),
         prefill_config=PrefillConfig(chunk_tokens=chunk),
         decode_config=DecodeConfig(**decode),
@@ -171,7 +171,7 @@ def test_a_bad_chunk_is_a_failed_attempt_never_a_wrong_token(kind: FaultKind) ->
 
 def test_the_fake_model_notices_blocks_that_changed_places() -> None:
     """Guards the guard: without digests, a misplaced block must become a wrong token, or these tests prove nothing."""
-    cluster = Colocated(_device(), _device(), verify_digests=False)
+    cluster = Colocated(_device(64, PREFILL_LAYOUT), _device(), digest_share=0.0)
     record = _record("r", list(range(30)))
     cluster.hub.faults.append(Fault(FaultKind.SWAP))
     (answer,) = cluster.run([record])

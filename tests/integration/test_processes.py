@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,12 +43,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A cluster of three processes, a client, and a probe on either worker."""
 
-    def __init__(self, model_dir: Path, transport: str) -> None:
+    def __init__(self, model_dir: Path, transport: str, prefill_block_size: int = 16) -> None:
         transfer = TransferConfig(transport=transport)
+        self.transport = transport
         config = ClusterConfig(
             launcher="process",
             router=RouterConfig(grpc_port=0, http_port=-1),
-            prefill=PrefillConfig(transfer=transfer),
+            prefill=PrefillConfig(
+                transfer=transfer, engine=EngineConfig(block_size=prefill_block_size)
+            ),
             decode=DecodeConfig(transfer=transfer),
         )
         self.cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))
@@ -116,6 +120,48 @@ def test_the_second_time_the_prompt_is_cached_on_both_sides(running: Running) ->
     assert first == second
     assert cold.cached_tokens == 0 and warm.cached_tokens == 63
     assert warm.stats.decode_cached_tokens == 48 and warm.stats.migrated_blocks == 1
+
+
+def test_prefill_blocks_of_another_size_make_the_same_tokens(
+    running: Running, model_dir: Path
+) -> None:
+    """Guards conversion between real processes: rows of 32-token blocks are repacked into blocks of 16."""
+    converting = Running(model_dir, running.transport, prefill_block_size=32)
+    try:
+        for seed, count in ((21, 40), (22, 90)):
+            prompt = _tokens(count, seed)
+            wanted, _ = running.ask(prompt, ignore_eos=True)
+            got, finished = converting.ask(prompt, ignore_eos=True)
+            assert got == wanted, f"{count} tokens"
+            assert finished.stats.migrated_blocks == -(-count // 16)
+            assert finished.stats.transport == running.transport
+            assert finished.stats.prefill_worker == "prefill-0"
+            # Its next turn: what is cached here is whole blocks of 16, which may end in the middle of one of 32.
+            longer = [*prompt, *wanted, *_tokens(30, seed + 100)]
+            wanted, equal = running.ask(longer, ignore_eos=True)
+            got, finished = converting.ask(longer, ignore_eos=True)
+            assert got == wanted, f"{count} tokens, the second turn"
+            cached = (equal.stats.decode_cached_tokens, equal.stats.prefill_cached_tokens)
+            assert cached == (
+                finished.stats.decode_cached_tokens,
+                finished.stats.prefill_cached_tokens,
+            )
+        converting.wait_quiet()
+        assert _metric(converting.decode, 'handoff_digests_total{what="verified"') > 0
+        assert _metric(converting.decode, 'handoff_digests_total{what="mismatched"') == 0
+        assert _metric(converting.prefill, 'handoff_digests_total{what="made"') > 0
+    finally:
+        converting.close()
+
+
+def _metric(worker: Probe, start: str) -> float:
+    """The value of a worker's sample whose name and label are in `start`."""
+    name, _, label = start.partition("{")
+    assert worker.info is not None
+    with urllib.request.urlopen(f"http://{worker.info.metrics_address}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = [x for x in lines if x.startswith(f"headrace_{name}{{") and label in x]
+    return float(line.rpartition(" ")[2])
 
 
 def test_turn_two_finds_the_very_tokens_of_turn_one(running: Running) -> None:

@@ -206,7 +206,7 @@ def test_stop_frees_everything_at_any_time(steps: int) -> None:
         bench.step()
     bench.tell(FromReader(PEER, Stop(handoff)))
     bench.run()
-    assert bench.scheduler.jobs == 0
+    assert bench.scheduler.is_idle
     assert bench.pool["active"] == bench.pool["quarantined"] == 0
     bench.tell(FromReader(PEER, Stop(handoff)))  # again: dropped, and counted
     assert bench.scheduler.sender.dropped
@@ -219,9 +219,12 @@ def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
     bench.start("r", _tokens(100, 1))
     bench.run()
     bench.tell(ReaderLost(PEER))
-    assert bench.pool["quarantined"] == 7 and bench.scheduler.jobs == 1
+    assert bench.pool["quarantined"] == 7 and not bench.scheduler.is_idle
+    lost_at, bench.now = bench.now, bench.now + 3.0
+    assert bench.scheduler.take_quarantined() == []
     bench.tell(ReaderDead(PEER))
-    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.is_idle
+    assert bench.scheduler.take_quarantined() == [lost_at], "how long it took is not known"
     bench.scheduler.check()
 
 
@@ -235,7 +238,7 @@ def test_a_reader_that_comes_back_says_what_it_still_reads() -> None:
     bench.tell(ReaderUp(PEER, True, (kept,)))
     assert bench.scheduler.sender.unsettled == [kept] and gone != kept
     bench.tell(FromReader(PEER, Stop(kept)))
-    assert bench.scheduler.jobs == 0 and bench.pool["quarantined"] == bench.pool["active"] == 0
+    assert bench.scheduler.is_idle and bench.pool["quarantined"] == bench.pool["active"] == 0
     bench.scheduler.check()
 
 
@@ -245,7 +248,7 @@ def test_a_reader_that_was_pushed_to_needs_no_proof() -> None:
     bench.start("r", _tokens(100, 1))
     bench.run()
     bench.tell(ReaderLost(PEER))
-    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.is_idle
 
 
 def test_a_passed_deadline_is_told_and_fenced() -> None:
@@ -255,9 +258,9 @@ def test_a_passed_deadline_is_told_and_fenced() -> None:
     bench.run()
     (failed,) = bench.emitted
     assert isinstance(failed, PrefillFailed) and failed.fault.code == "DEADLINE_EXCEEDED"
-    assert bench.scheduler.jobs == 1, "blocks went before the reader said stop"
+    assert not bench.scheduler.is_idle, "blocks went before the reader said stop"
     bench.tell(FromReader(PEER, Stop(handoff)))
-    assert bench.scheduler.jobs == 0 and bench.pool["active"] == 0
+    assert bench.scheduler.is_idle and bench.pool["active"] == 0
 
 
 def test_bad_records_are_refused_by_name() -> None:
@@ -269,4 +272,4 @@ def test_bad_records_are_refused_by_name() -> None:
         ("OUT_OF_RANGE", "prompt"),
         ("INVALID_ARGUMENT", "token_ids"),
     ]
-    assert bench.scheduler.jobs == 0
+    assert bench.scheduler.is_idle

@@ -7,6 +7,7 @@ import codecs
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
+import msgspec
 
 from engine.messages import (
     Accepted,
@@ -14,11 +15,14 @@ from engine.messages import (
     Ended,
     Finish,
     Load,
+    Orphan,
+    OrphansTold,
     PeerAddress,
     Place,
     Record,
     Refused,
     RequestStats,
+    RouterHello,
     Tokens,
     WorkerInfo,
     decode_router_frame,
@@ -67,7 +71,9 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
 
-def worker_info(name: str, role: str, incarnation: int = 1, blocks: int = 64) -> WorkerInfo:
+def worker_info(
+    name: str, role: str, incarnation: int = 1, blocks: int = 64, block_size: int = 16
+) -> WorkerInfo:
     return WorkerInfo(
         name=name,
         role=role,
@@ -75,7 +81,7 @@ def worker_info(name: str, role: str, incarnation: int = 1, blocks: int = 64) ->
         address=f"{name}:1",
         model="bytes",
         fingerprint="f",
-        block_size=16,
+        block_size=block_size,
         blocks=blocks,
         context_tokens=512,
         pid=1,
@@ -100,7 +106,8 @@ class FakeWorkers:
 
     A new stream takes over the old one's voice: what still runs goes on talking on it, as a ghost would. `got` holds
     every record the decode worker received. `slow_s` pauses between tokens; `hold` set means that nothing is answered
-    to a Place at all; `mute_s` is a silence before every acceptance; `refusals` is how many Places to refuse.
+    to a Place at all; `mute_s` is a silence before every acceptance; `refusals` is how many Places to refuse. A router
+    of another incarnation is told of everything that has a context, without end. `deaf` set, its hello is not answered.
     """
 
     def __init__(self, decode: str = "d0", prefill: str = "p0") -> None:
@@ -109,6 +116,10 @@ class FakeWorkers:
         self.slow_s = 0.0
         self.mute_s = 0.0
         self.hold = False
+        self.deaf = False
+        self.orphans: dict[str, Orphan] = {}
+        self._ends: dict[str, Ended] = {}
+        self._router = 0
         self.refusals = 0
         self.got: list[Place | Cancel | Finish] = []
         self.port = 0
@@ -161,6 +172,9 @@ class FakeWorkers:
         async def read() -> None:
             async for frame in frames:
                 for record in decode_router_frame(frame):
+                    if isinstance(record, RouterHello):
+                        self._hello(record)
+                        continue
                     self.got.append(record)
                     self._take(record)
 
@@ -177,6 +191,17 @@ class FakeWorkers:
                 yield encode([record])
         finally:
             reader.cancel()
+
+    def _hello(self, hello: RouterHello) -> None:
+        if self.deaf:
+            return
+        if hello.incarnation != self._router:
+            for name, orphan in self.orphans.items():
+                self._outbox.put_nowait(msgspec.structs.replace(orphan, tokens=list(orphan.tokens)))
+                if name in self._ends:
+                    self._outbox.put_nowait(self._ends[name])
+        self._router = hello.incarnation
+        self._outbox.put_nowait(OrphansTold())
 
     def _take(self, record: Place | Cancel | Finish) -> None:
         if isinstance(record, Place):
@@ -206,12 +231,22 @@ class FakeWorkers:
         if record.max_tokens < len(ids):
             ids, reason = ids[: record.max_tokens], FinishReason.LENGTH
         history = len(record.tokens) - record.prompt_tokens
+        if record.context:
+            self.orphans[record.request] = Orphan(
+                record=record,
+                placement=place.placement,
+                prefill=self.prefill,
+                tokens=ids[:history],
+                age_s=0.5,
+            )
         for index, token in enumerate(ids):
             if index < history:
                 continue
             if self.slow_s:
                 await asyncio.sleep(self.slow_s)
             self._outbox.put_nowait(Tokens(record.request, place.placement, index, [token]))
+            if record.context:
+                self.orphans[record.request].tokens.append(token)
         self._running.pop(record.request, None)
         self._ended(record.request, place.placement, reason, len(ids))
 
@@ -224,9 +259,9 @@ class FakeWorkers:
             prefill_worker=self.prefill,
             decode_worker=self.decode,
         )
-        self._outbox.put_nowait(
-            Ended(request=request, placement=placement, reason=reason, stats=stats)  # type: ignore[arg-type]
-        )
+        end = Ended(request=request, placement=placement, reason=reason, stats=stats)  # type: ignore[arg-type]
+        self._ends[request] = end
+        self._outbox.put_nowait(end)
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:

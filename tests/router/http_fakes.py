@@ -15,6 +15,7 @@ from engine.types import FinishReason
 from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.http import build_app
 from router.http_generation import Generates
+from router.resume import unknown_token
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(
@@ -73,6 +74,14 @@ class FakeFrontend:
                     self.yielded += 1
         finally:
             self.open -= 1
+
+    def resume(
+        self, token: str, next_index: int, text_bytes: int
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        raise unknown_token()
+
+    def cancel(self, token: str) -> bool:
+        return False
 
 
 class FakeState:

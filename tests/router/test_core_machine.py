@@ -18,6 +18,7 @@ from engine.messages import (
     Ended,
     Finish,
     NeedPrefill,
+    Orphan,
     PeerAddress,
     Refused,
     RequestStats,
@@ -28,6 +29,7 @@ from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core import Router
 from router.events import (
+    Adopt,
     Begin,
     Complete,
     Deliver,
@@ -65,14 +67,16 @@ def token(request: str, index: int) -> int:
 class Job:
     """A placement as its worker knows it."""
 
-    def __init__(self, place: SendPlace) -> None:
-        self.worker = place.worker
-        self.request = place.place.record.request
-        self.placement = place.place.placement
-        self.prefill = place.place.prefill.name
+    def __init__(
+        self, worker: str, record: RequestRecord, placement: int, prefill: str, sent: int
+    ) -> None:
+        self.worker = worker
+        self.request = record.request
+        self.placement = placement
+        self.prefill = prefill
         self.accepted = False
         self.asked_to_yield = False
-        self.sent = len(place.place.record.tokens) - place.place.record.prompt_tokens
+        self.sent = sent
         self.told: Cancel | Finish | None = None
 
 
@@ -126,6 +130,11 @@ class RouterMachine(RuleBasedStateMachine):
                     assert not self.ends[command.request]
                     self.begun.add(command.request)
                     self.interrupted.discard(command.request)
+                case Adopt():
+                    request = command.orphan.record.request
+                    self.begun.add(request)
+                    self.interrupted.discard(request)
+                    self.given[request], self.ends[request] = [], 0
                 case Interrupted():
                     assert command.emitted_tokens == len(self.given[command.request])
                     self.interrupted.add(command.request)
@@ -158,10 +167,11 @@ class RouterMachine(RuleBasedStateMachine):
         )
         prefill = command.place.prefill.name
         assert prefill in self.up if prefill else not self.up & set(PREFILLS)
+        place = command.place
         kept = {worker for worker, request, _ in self.kept if request == record.request}
         assert {prefill} == kept if kept else prefill not in WORKERS
         assert command.worker not in self.known_leaving
-        self.jobs.append(Job(command))
+        self.jobs.append(Job(command.worker, record, place.placement, prefill, len(history)))
 
     def back(self, name: str) -> None:
         """Connected as a new process."""
@@ -174,7 +184,9 @@ class RouterMachine(RuleBasedStateMachine):
         role = "prefill" if name in PREFILLS else "decode"
         blocks = 64 if name in PREFILLS else BLOCKS
         peer = PeerAddress(name, f"{name}:1")
-        self.do(Joined(peer, worker_info(name, role, self.lives[name], blocks)))
+        # One prefill worker has blocks of another size: its tree has other identities, the pairs are the same.
+        size = 24 if name == PREFILLS[-1] else 16
+        self.do(Joined(peer, worker_info(name, role, self.lives[name], blocks, size)))
         if name in self.leaving:
             self.report(name, 0)
 
@@ -347,6 +359,38 @@ class RouterMachine(RuleBasedStateMachine):
         failed = job.prefill
         self.do(Heard(job.worker, NeedPrefill(job.request, job.placement, failed)))
         assert job.told or job.prefill != failed or failed in self.up
+
+    @rule(
+        name=st.sampled_from(WORKERS),
+        placement=st.integers(1, 6),
+        tokens=st.integers(0, 16),
+        again=st.booleans(),
+        prefill=st.sampled_from(["", *PREFILLS, "p9"]),
+    )
+    def report_orphan(
+        self, name: str, placement: int, tokens: int, again: bool, prefill: str
+    ) -> None:
+        """A worker has a request of an earlier router; `again`: one that was reported before, or was placed here."""
+        if name not in self.up or (again and not self.minted):
+            return
+        if not again:
+            self.minted += 1
+        request = RequestId(f"r{self.minted - 1}")
+        if any(j.request == request and j.placement == placement for j in self.jobs + self.ghosts):
+            return
+        record = RequestRecord(
+            request=request, tokens=[1] * 20, prompt_tokens=20, max_tokens=16, seed=0, context=b"x"
+        )
+        job = Job(name, record, placement, prefill, tokens)
+        job.accepted = True
+        self.jobs.append(job)
+        ids = [token(request, i) for i in range(tokens)]
+        self.do(
+            Heard(
+                name,
+                Orphan(record=record, placement=placement, prefill=prefill, tokens=ids, age_s=0.0),
+            )
+        )
 
     @rule(name=st.sampled_from(WORKERS), active=st.integers(0, BLOCKS))
     def report(self, name: str, active: int) -> None:

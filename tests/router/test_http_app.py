@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from router import http_generation
+from router import http_stream
 from router.api import ApiError, Delta
 from tests.router.http_fakes import ANSWER, FINISHED, STARTED, FakeFrontend, FakeState, ask, refusal
 
@@ -184,7 +184,7 @@ def test_silence_is_filled_with_comments(
     tail: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against proxies that cut a stream which says nothing while its prompt waits."""
-    monkeypatch.setattr(http_generation, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(http_stream, "KEEP_ALIVE_S", 0.02)
     frontend = FakeFrontend(STARTED, 0.15, *tail)  # type: ignore[arg-type]
     reply = ask(frontend, "POST", TEXT, json={"prompt": "hi", "stream": True})
     assert reply.status_code == 200

@@ -24,7 +24,7 @@ from router.events import (
 from router.hub import Hub
 from router.observer import NullObserver
 from router.placement import LOCAL
-from router.recovery import RetryBudget
+from router.recovery import MAX_UNHEARD, RetryBudget
 from tests.router.bench import STOP_ID, A, B, Bench, ended
 from tests.router.fake_cluster import load
 
@@ -135,6 +135,19 @@ def test_a_worker_that_never_took_it_is_no_victim() -> None:
     _, place = lose(bench, home)
     (again,) = bench.do(Lost(place.worker))
     assert isinstance(again, SendPlace) and again.worker not in (home, place.worker)
+
+
+def test_offers_lost_unheard_are_no_lost_placements() -> None:
+    """Guards against a router that gives a request up when it thaws: it hears of every broken stream one by one, and
+    has offered the request on each. But nobody is offered without end."""
+    bench = Bench(decodes=20, max_placements=2)
+    (place,) = bench.submit(A)
+    for _ in range(MAX_UNHEARD - 1):
+        assert isinstance(place, SendPlace)
+        (place,) = bench.do(Lost(place.worker))
+    assert isinstance(place, SendPlace)
+    (end,) = bench.do(Lost(place.worker))
+    assert isinstance(end, Fail) and end.fault.code == "UNAVAILABLE"
 
 
 def test_two_lost_workers_are_poison() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from decode_worker import handoffs
 from decode_worker.departures import Departures
 from decode_worker.events import Tell
 from decode_worker.handoffs import Handoffs
@@ -21,6 +22,7 @@ from engine.messages import Landed, Refused
 from engine.types import FinishReason
 from transfer import digest
 from transfer.commands import Arrived, Disconnect, Emit
+from transfer.conversion import rows_by_block
 from transfer.migration import R
 from transfer.receiver import KVReceiver
 from transfer.sender import KVSender
@@ -197,6 +199,15 @@ def departure_freed_while_read() -> list[Patch]:
     return [(Departures, "_let_go", hasty)]
 
 
+def cached_rows_repacked() -> list[Patch]:
+    """A block of another size is repacked whole: its first rows go into a block that was cached, and may be shared."""
+
+    def whole(tokens: int, have: int, sender_size: int, *rest: Any) -> Any:
+        return rows_by_block(tokens, have // sender_size * sender_size, sender_size, *rest)
+
+    return [(handoffs, "rows_by_block", whole)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -211,6 +222,7 @@ BUGS: dict[str, Plant] = {
         duplicate_acknowledgement_counted,
         indexed_before_landed,
         departure_freed_while_read,
+        cached_rows_repacked,
     )
 }
 

@@ -37,7 +37,9 @@ class State:
         self.faults = 0
         for at, (d, p) in enumerate(layout):
             name = Handoff(RequestId(f"r{at}"), 1, 0, Incarnation(d), Incarnation(p))
-            blocks = {i: c.ExpectedBlock(BlockId(i), b"", 1) for i in range(chunks[at])}
+            blocks = {
+                i: c.ExpectedBlock((c.Rows(0, BlockId(i), 0, 1),), b"", 1) for i in range(chunks[at])
+            }
             self.receivers[d].expect(name, blocks)
             self.senders[p].open(name, remote)
             self.reserved |= {name}

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 from engine.messages import (
     Fault,
     Load,
+    Orphan,
     PeerAddress,
+    RouterHello,
     RouterRecord,
     WorkerInfo,
     decode_decode_frame,
     decode_report_frame,
     encode,
 )
-from engine.types import FinishReason, RequestRecord
+from engine.types import FinishReason, Incarnation, RequestRecord
+from router.call import State
 from router.config import RouterConfig
 from router.core import Router
 from router.dispatch import ATTACH, PAUSE_S, WATCH
@@ -26,6 +29,7 @@ from router.observer import NullObserver
 from router.policy import make_policy
 from tests.sim.clock import Process, Violation
 from tests.sim.network import Send, Session
+from tests.sim.revived import Revived
 from tests.sim.shadow import expected_output
 
 if TYPE_CHECKING:
@@ -47,6 +51,10 @@ class Client:
     want: list[int] = field(default_factory=list)
     began: bool = False
     left: bool = False
+    adrift: bool = False
+    """Its router died; it comes back, and goes on where it was."""
+    kept_by: Process | None = None
+    """Of one that is adrift: the decode worker that ran it for the router, if both knew so."""
     outcome: str = ""
     ended_at: float = 0.0
 
@@ -108,9 +116,37 @@ class Client:
             self.left = True
             self._over("CANCELLED", self.world.clock.now)
 
-    def router_lost(self) -> None:
-        if not self.outcome:
+    def router_lost(self, kept_by: Process | None) -> None:
+        if self.outcome or self.adrift:
+            return
+        if self.record.context and self.began:
+            self.adrift, self.kept_by = True, kept_by
+            self.world.note("client adrift")
+            self.world.clock.at(self.world.rng.uniform(0.001, 0.2), self._come_back)
+        else:
             self._over("UNAVAILABLE", self.world.clock.now)
+
+    def _come_back(self) -> None:
+        """Ask the router of the time, until one has an answer."""
+        world, now = self.world, self.world.clock.now
+        if self.outcome:
+            return
+        if self.deadline_s is not None and now >= self.deadline_s:
+            self._over("DEADLINE_EXCEEDED", now)
+            return
+        front = world.front
+        if not front.process.alive or front.process.frozen or not front.hub.is_settled():
+            world.clock.at(world.rng.uniform(0.01, 0.05), self._come_back)
+            return
+        self.adrift = False
+        revived = front.revived.get(self.name)
+        if revived is not None:
+            world.note("client resumed")
+            revived.read_on(now)
+            front.check()
+        else:
+            world.lost(self)
+            self._over("UNAVAILABLE", now)
 
     def _over(self, outcome: str, now: float) -> None:
         if self.outcome:
@@ -149,6 +185,8 @@ class _Link:
             info = records.pop(0)
             assert isinstance(info, WorkerInfo)
             self._joined = True
+            if self._role == "decode":
+                self._send(encode([RouterHello(Incarnation(front.process.incarnation))]))
             front.pauses[name] = PAUSE_S[0]
             if self._role == "decode":
                 front.outboxes[name] = self._send
@@ -176,16 +214,21 @@ class Front:
         self.core = Router(config, policy)
         self.hub = Hub(self.core, lambda: world.clock.now, Counting(world.note))
         self.hub.connect(self._to_worker)
+        self.hub.adopt_with(self._revive)
+        self.revived: dict[str, Revived] = {}
         self.outboxes: dict[str, Send] = {}
         self.pauses: dict[str, float] = {}
 
     def start(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        self.hub.named([peer.name for peer in decode])
         for role, peers in (("prefill", prefill), ("decode", decode)):
             for peer in peers:
                 self._dial(role, peer)
         self.process.later(TICK_S, self._tick)
 
     def check(self) -> None:
+        if not self.world.is_checked():
+            return
         try:
             self.core.check()
         except Violation:
@@ -207,6 +250,19 @@ class Front:
         self.pauses[peer.name] = min(pause * 2, PAUSE_S[1])
         jitter = self.world.rng.uniform(0.8, 1.2)
         self.process.later(pause * jitter, partial(self._dial, role, peer))
+
+    def runs_on(self, client: Client) -> str:
+        """The decode worker that runs its request, for all this router knows; empty if it is not running."""
+        call = self.core._calls.get(client.record.request)
+        running = call is not None and call.state in (State.RUNNING, State.FINISHING)
+        return call.decode if call is not None and running else ""
+
+    def _revive(self, orphan: Orphan, now: float) -> Revived:
+        name = orphan.record.request
+        self.world.note("orphan adopted" if name not in self.revived else "orphan: a higher placement")
+        client = next(c for c in self.world.clients if c.name == name)
+        revived = self.revived[name] = Revived(client)
+        return revived
 
     def _dial(self, role: str, peer: PeerAddress) -> None:
         def accept(send: Send) -> Session:

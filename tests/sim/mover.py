@@ -8,21 +8,23 @@ that it was when the receive was posted.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.kv.block_pool import BlockState
+from engine.kv.layout import KVLayout
 from engine.messages import Handoff
-from engine.types import Incarnation
+from engine.types import BlockId, Incarnation
 from tests.sim.clock import Violation
 from tests.sim.faults import Fault
 from tests.sim.pipes import Frame, Pipe, SimTransport
-from tests.sim.shadow import ShadowKV
+from tests.sim.shadow import ShadowKV, block_digest
 from transfer.commands import (
     CancelRecv,
     CancelSend,
     Connect,
     Disconnect,
+    IncomingBlock,
     MoverCommand,
     MoverEvent,
     Posted,
@@ -33,6 +35,7 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
+from transfer.digest import Tally
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -50,12 +53,14 @@ class _Send:
 @dataclass(slots=True, eq=False)
 class _Recv:
     command: PostRecv | PostScrap
-    targets: list[int]  # generations of the target blocks when the receive was posted
+    targets: dict[BlockId, int]  # generations of the target blocks when the receive was posted
     pipe: Pipe | None
     done: int = 0
     half: int = 0
     cancelled: bool = False
     flip: Fault | None = None
+    buffer: list[int] = field(default_factory=list)  # one block of another size than ours
+    wrong: int = 0
 
 
 class SimMover:
@@ -66,14 +71,15 @@ class SimMover:
         world: "World",
         transports: Mapping[str, SimTransport],
         memory: ShadowKV,
-        layout: object,
-        verify: bool,
+        layout: KVLayout,
         on_event: Callable[[MoverEvent], None],
     ) -> None:
         self._world = world
         self._memory = memory
         self._process = memory.process
         self._remote = "shm" in transports
+        self.digests = Tally()
+        self.scrapped_bytes = 0
         self._tell = on_event
         self._commands: deque[MoverCommand] = deque()
         self._routes: dict[Incarnation, ShadowKV] = {}
@@ -83,6 +89,7 @@ class SimMover:
         self._incoming: dict[Incarnation, Pipe] = {}
         self._armed = False
         self.speed = 1.0
+        self.beat: int | None = None
         world.movers[self._process.pid] = self
 
     def start(self) -> None:
@@ -142,7 +149,7 @@ class SimMover:
                 self._post_recv(command)
             case PostScrap(peer):
                 if not self._remote and peer in self._routes:
-                    self._recvs.setdefault(peer, deque()).append(_Recv(command, [], self._dial(peer)))
+                    self._recvs.setdefault(peer, deque()).append(_Recv(command, {}, self._dial(peer)))
             case CancelRecv(handoff, seq):
                 self._cancel(handoff, seq)
             case CancelSend(handoff, seq):
@@ -162,7 +169,8 @@ class SimMover:
         for block in command.blocks:
             self._pinned(memory, block.source, block.generation, "is digested")
         digests = tuple(
-            memory.digest(b.source, b.tokens, b.identity, b.generation, name) for b in command.blocks
+            block_digest(memory.rows[b.source], b.tokens, b.identity, b.generation, name)
+            for b in command.blocks
         )
         pipe = frame = None
         if not self._remote:
@@ -184,7 +192,7 @@ class SimMover:
             return
         recv = _Recv(
             command,
-            [self._memory.generations[b.target] for b in command.blocks],
+            {r.target: self._memory.generations[r.target] for b in command.blocks for r in b.rows},
             self._dial(command.peer),
         )
         recv.flip = self._world.faults.takes("corrupt", name)
@@ -327,7 +335,7 @@ class SimMover:
             return True
         if recv.done >= len(frame.blocks):
             return False
-        if recv.done + 1 == len(move.local) and recv.half and not frame.vouched:
+        if recv.done + 1 == len(move.remote) and recv.half and not frame.vouched:
             if frame.vouched is None:
                 return False
             pipe.frames.popleft()
@@ -335,7 +343,7 @@ class SimMover:
             self._end_recv(recv, "the sender withdrew the chunk")
             return True
         fits = self._copy(queue, recv, memory, frame.blocks)
-        if recv.done == len(move.local) and recv not in queue:
+        if recv.done == len(move.remote) and recv not in queue:
             pipe.frames.popleft()
         return fits
 
@@ -355,43 +363,60 @@ class SimMover:
         source, generation = command.move.remote[at]
         if self._remote:
             self._pinned(memory, source, generation, f"is read by {self._process}")
-        state = mine.pool.state(block.target)
-        shared = mine.pool.refs(block.target) != 1 or mine.manager.cache.holds(block.target)
-        held = state in (BlockState.RESERVED, BlockState.QUARANTINED, BlockState.ACTIVE)
-        if not held or shared or mine.generations[block.target] != recv.targets[at]:
-            raise Violation(
-                f"{self._process}: a copy for {command.move.handoff.request} writes to block "
-                f"{block.target}, which is {state} by now"
-            )
-        size = mine.block_size
+        in_place = memory.block_size == mine.block_size
+        if in_place:
+            self._writable(recv, block.rows[0].target)
+            into = mine.rows[block.rows[0].target]
+        else:
+            self._world.note("converted")
+            into = recv.buffer = recv.buffer or [0] * memory.block_size
+        size = memory.block_size
         first, last = (0, size // 2) if recv.half == 0 else (size // 2, size)
-        mine.rows[block.target][first:last] = rows[source if self._remote else at][first:last]
+        into[first:last] = rows[source if self._remote else at][first:last]
         recv.half ^= 1
         if recv.half == 0:
             if recv.flip is not None and at == 0:
-                mine.rows[block.target][0] ^= 1
+                into[0] ^= 1
                 self._world.faults.strikes(recv.flip)
             recv.done += 1
+            self._check(recv, block, into)
+            if not in_place and not recv.wrong:
+                self._scatter(recv, block, into)
         if recv.done == len(command.blocks):
             queue.remove(recv)
-            self._end_recv(recv, self._compare(command))
+            self._end_recv(recv, "digest mismatch" if recv.wrong else "")
         return True
 
-    def _compare(self, command: PostRecv) -> str:
-        name = command.move.handoff
-        for block in command.blocks:
-            found = self._memory.digest(
-                block.target, block.tokens, block.identity, block.generation, name
+    def _writable(self, recv: _Recv, target: BlockId) -> None:
+        """The fence, seen from outside: a target is still the reserved block that it was, and nobody shares it."""
+        mine = self._memory
+        state = mine.pool.state(target)
+        shared = mine.pool.refs(target) != 1 or mine.manager.cache.holds(target)
+        held = state in (BlockState.RESERVED, BlockState.QUARANTINED, BlockState.ACTIVE)
+        if not held or shared or mine.generations[target] != recv.targets[target]:
+            raise Violation(
+                f"{self._process}: a copy for {recv.command.move.handoff.request} writes to block "
+                f"{target}, which is {state} by now"
             )
-            if found != block.digest:
-                self._world.note("digest mismatch")
-                return "digest mismatch"
-        return ""
+
+    def _check(self, recv: _Recv, block: IncomingBlock, rows: list[int]) -> None:
+        name = recv.command.move.handoff
+        found = block_digest(rows, block.tokens, block.identity, block.generation, name)
+        if found != block.digest:
+            self._world.note("digest mismatch")
+            recv.wrong += 1
+
+    def _scatter(self, recv: _Recv, block: IncomingBlock, source: list[int]) -> None:
+        """As `transfer.landing.Repacked`."""
+        for rows in block.rows:
+            self._writable(recv, rows.target)
+            mine = self._memory.rows[rows.target]
+            mine[rows.at : rows.at + rows.count] = source[rows.first : rows.first + rows.count]
 
     def _end_recv(self, recv: _Recv, error: str) -> None:
         move = recv.command.move
         if isinstance(recv.command, PostRecv):
-            nbytes = 0 if error else len(move.local) * self._memory.block_bytes
+            nbytes = 0 if error else len(move.remote) * self._memory.block_bytes
             self._tell(Received(move.handoff, move.seq, error, 0.0, nbytes))
 
     def _pinned(self, memory: ShadowKV, block: int, generation: int, what: str) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from decode_worker.config import DecodeConfig
 from engine.types import RequestRecord
 from prefill_worker.config import PrefillConfig
@@ -40,7 +42,7 @@ class Plan:
     goings: list[Going] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
     blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
-    block_size: int = 4
+    block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})
     context_tokens: int = 256
     transport: str = "shm"
     slow_copies: float = 0.0
@@ -50,3 +52,12 @@ class Plan:
     strict: bool = True
     """No request may end as UNAVAILABLE while the router lives and some decode worker does."""
     disarm_s: float = 1.5
+    escalate_s: float = 5.0
+    """How long workers and router wait before they call a silent worker so; a hung one, or a missing one, six times as
+    long. Takes the place of what the configs say."""
+
+    def __post_init__(self) -> None:
+        transfer = replace(self.prefill.transfer, escalate_s=self.escalate_s)
+        self.prefill = replace(self.prefill, transfer=transfer)
+        hung_s = 6.0 * self.escalate_s
+        self.router = replace(self.router, escalate_s=self.escalate_s, worker_hung_s=hung_s)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import msgspec
+
 from decode_worker.config import DecodeConfig
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
@@ -24,6 +26,11 @@ def _ask(name: str, *tokens: int, at_s: float = 0.0, max_tokens: int = 4) -> Ask
         ignore_eos=True,
     )
     return Ask(record, at_s)
+
+
+def _resumable(name: str, *tokens: int, max_tokens: int) -> Ask:
+    ask = _ask(name, *tokens, max_tokens=max_tokens)
+    return replace(ask, record=msgspec.structs.replace(ask.record, context=b"resumable"))
 
 
 def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
@@ -123,6 +130,13 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         "Stopped for three seconds, then resumed: nothing that it says of its old work is believed.",
         _one("freeze decode", "copy", 2, lasts_s=3.0),
     ),
+    "reader_frozen_for_ever": (
+        "Stopped and not resumed: accused by the worker that keeps blocks for it, condemned by the router, and killed.",
+        _plan(
+            faults=(Fault("freeze decode", "copy", count=2, lasts_s=8.0),),
+            escalate_s=1.0,
+        ),
+    ),
     "partition_in_the_handoff": (
         "Nothing gets through for 300 ms.",
         _one("partition handoff", "copy", 1, lasts_s=0.3),
@@ -181,5 +195,23 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "router_dies": (
         "Every worker ends what it did for it.",
         _one("crash router", "copy", 2),
+    ),
+    "router_dies_and_its_client_resumes": (
+        "The decode worker runs on; the next router adopts the request, and its client lacks and repeats nothing.",
+        _plan(
+            _resumable("a", 1, 2, max_tokens=16),
+            faults=(Fault("crash router", "Landed", count=4, delay_s=0.003, lasts_s=0.001),),
+        ),
+    ),
+    "two_workers_report_one_request": (
+        "Frozen, so that the request goes on elsewhere, and back when that router is dead: the higher placement goes "
+        "on, the other is cancelled, and until then the client is not told anything.",
+        _plan(
+            _resumable("a", 1, 2, max_tokens=16),
+            faults=(
+                Fault("freeze decode", "Landed", count=4, delay_s=0.003, lasts_s=2.1),
+                Fault("crash router", "FirstToken", count=2, delay_s=0.004, lasts_s=0.001),
+            ),
+        ),
     ),
 }

@@ -18,7 +18,7 @@ WEIGHTS = {
     "crash decode": 6,
     "freeze prefill": 4,
     "freeze decode": 5,
-    "crash router": 1,
+    "crash router": 3,
     "freeze router": 1,
     "cut handoff": 6,
     "cut router": 3,
@@ -44,24 +44,31 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     goings = [_going(rng) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
     moving = any(going.role == "decode" for going in goings)
     size = rng.choice((2, 4, 4))
+    sizes = {"prefill": size if rng.random() < 0.75 else rng.choice((2, 3, 6)), "decode": size}
     asks = _asks(rng, size, (4, 8, 12, 16) if moving else (1, 2, 3, 4, 6, 8))
-    most = max(-(-(a.record.prompt_tokens + a.record.max_tokens) // size) for a in asks)
+    longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
+    most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     return Plan(
         seed=rng.getrandbits(32),
         asks=asks,
-        faults=[_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))],
+        faults=_faults(rng),
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={
-            "prefill": most + rng.randint(0, 3),
-            "decode": most * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 4),
+            "prefill": most["prefill"] + rng.randint(0, 3),
+            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 4),
         },
-        block_size=size,
+        block_size=sizes,
         transport=rng.choice(("shm", "shm", "tcp")),
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
-        decode=DecodeConfig(max_batch=rng.choice((2, 8)), max_handoffs=rng.choice((2, 16))),
+        decode=DecodeConfig(
+            max_batch=rng.choice((2, 8)),
+            max_handoffs=rng.choice((2, 16)),
+            orphan_s=rng.choice((30.0, 30.0, 0.004)),
+        ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
         goings=goings,
+        escalate_s=rng.choice((0.5, 5.0)),
     )
 
 
@@ -90,6 +97,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 0, 1)),
             namespace=rng.choice((b"", b"", b"", b"tenant")),
+            context=rng.choice((b"", b"resumable")),
         )
         asks.append(
             Ask(
@@ -103,11 +111,28 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
     return asks
 
 
+def _faults(rng: Random) -> list[Fault]:
+    faults = [_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+    if rng.random() < 0.06:
+        # The router dies while it takes a decode worker for lost: two workers may hold one request.
+        kind = rng.choice(("cut router", "cut router", "freeze decode", "partition router"))
+        is_cut = kind == "cut router"
+        lasts_s = 0.05 if is_cut else rng.uniform(2.0, 4.0)
+        delay_s = rng.uniform(0.004, 0.035) if is_cut else rng.uniform(1.0, 2.1)
+        return [
+            Fault(kind, "Landed", faults[0].count, lasts_s=lasts_s),
+            Fault("crash router", "Landed", faults[0].count, delay_s=delay_s, lasts_s=0.002),
+        ]
+    return faults
+
+
 def _fault(rng: Random) -> Fault:
     kind = rng.choices(KINDS, [WEIGHTS[k] for k in KINDS])[0]
     lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
     if rng.random() < 0.25 and kind.partition(" ")[0] in ("freeze", "partition"):
         lasts = rng.uniform(2.0, 4.0)
+    if kind == "crash router" and rng.random() < 0.5:
+        lasts = rng.uniform(0.0, 0.004)  # back while its requests still run
     if rng.random() < 0.15:
         return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
     on = rng.choice(ON)

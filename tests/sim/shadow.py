@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import xxhash
 
 from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
-from engine.messages import Handoff
+from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, finish_reason
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestRecord
@@ -54,6 +55,14 @@ def expected_output(record: RequestRecord) -> list[int]:
         past = mix(past, token)
 
 
+def block_digest(
+    rows: list[int], tokens: int, identity: bytes, generation: int, name: Handoff
+) -> int:
+    """As `transfer.digest`: over the valid rows of a block, bound to what the block is and to the attempt."""
+    bound = digest.binding(identity, generation, name)
+    return xxhash.xxh3_64_intdigest(array("Q", rows[:tokens]).tobytes() + bound)
+
+
 class ShadowKV:
     """What `engine.kv.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
 
@@ -61,7 +70,8 @@ class ShadowKV:
         self.process = process
         self.blocks = blocks
         self.block_size = block_size
-        self.block_bytes = block_size * 8
+        self.layout = KVLayout(kv_heads=1, layers=1, block_size=block_size, head_dim=1)
+        self.block_bytes = self.layout.block_bytes
         self.rows = [[0] * block_size for _ in range(blocks)]
         self.generations = [0] * blocks
         self.manager: KVCacheManager = None  # type: ignore[assignment]
@@ -75,11 +85,6 @@ class ShadowKV:
         for block in blocks:
             self.generations[block] += 1
             self.rows[block] = [0] * self.block_size
-
-    def digest(self, block: BlockId, tokens: int, identity: bytes, generation: int, name: Handoff) -> int:
-        """As `transfer.digest`: over the valid rows, bound to what the block is and to the attempt."""
-        bound = digest.binding(identity, generation, name)
-        return xxhash.xxh3_64_intdigest(array("Q", self.rows[block][:tokens]).tobytes() + bound)
 
     def check(self) -> None:
         pool = self.manager.pool
@@ -142,12 +147,9 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT)
         return kv.manager
 
-    layout = SimpleNamespace(
-        block_size=block_size, block_bytes=kv.block_bytes, describe=lambda: {"block_size": block_size}
-    )
     return SimpleNamespace(
         model="shadow",
-        layout=layout,
+        layout=kv.layout,
         blocks=blocks,
         kv=kv,
         runner=kv.runner,
@@ -156,6 +158,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         context_tokens=context_tokens,
         stop_ids=STOP_IDS,
         manager=manager,
+        memory=MemoryUse(),
     )
 
 

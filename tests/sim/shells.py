@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -152,9 +152,10 @@ class NullMetrics:
         return lambda *args, **kwargs: None
 
 
-def _open_device(config: object) -> SimpleNamespace:
+def _open_device(config: object, limits: object) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
-    opened = shadow.device(process, plan.blocks[process.role], plan.block_size, plan.context_tokens)
+    blocks, size = plan.blocks[process.role], plan.block_size[process.role]
+    opened = shadow.device(process, blocks, size, plan.context_tokens)
     _world.memories[process.pid] = opened.kv
     return opened
 
@@ -188,8 +189,10 @@ _REPLACED: list[tuple[Any, Any]] = [
 ]
 
 
+@cache
 def _seams() -> list[tuple[Any, str, Any, Any]]:
-    """(module, name, real, simulated) for every name a shell module has imported of what is replaced."""
+    """(module, name, real, simulated) for every name a shell module has imported of what is replaced; every shell
+    module is imported by then."""
     found = []
     for module_name, module in sorted(sys.modules.items()):
         package = module_name.partition(".")[0]
@@ -225,14 +228,12 @@ _LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "transfer")
 
 
 @contextmanager
-def inside(world: "World") -> Iterator[None]:
-    """While this holds, shells live in `world`."""
-    global _world
-    before, _world = _world, world
-    seams = _seams()
-    for module, name, _, simulated in seams:
-        setattr(module, name, simulated)
+def loud() -> Iterator[None]:
+    """While this holds, an error in the log of what is simulated is a violation. Many worlds may run inside it."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
+    if _LOUD in loggers[0].handlers:
+        yield
+        return
     kept = [(logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
         logger.addHandler(_LOUD)
@@ -245,6 +246,20 @@ def inside(world: "World") -> Iterator[None]:
             logger.removeHandler(_LOUD)
             logger.propagate = propagate
             logger.setLevel(level)
+
+
+@contextmanager
+def inside(world: "World") -> Iterator[None]:
+    """While this holds, shells live in `world`."""
+    global _world
+    before, _world = _world, world
+    seams = _seams()
+    for module, name, _, simulated in seams:
+        setattr(module, name, simulated)
+    try:
+        with loud():
+            yield
+    finally:
         for module, name, real, _ in seams:
             setattr(module, name, real)
         _world = before

@@ -14,11 +14,14 @@ from engine.messages import (
     Load,
     NeedPrefill,
     Offer,
+    Orphan,
+    OrphansTold,
     Place,
     PrefillFailed,
     Record,
     Refused,
     Release,
+    RouterHello,
     StartPrefill,
     Stop,
     Tokens,
@@ -96,10 +99,15 @@ def records_of(stream: Stream, lane: int, data: bytes) -> Sequence[Record]:
 def describe(record: Record) -> str:
     """One record in words; nothing for heartbeats."""
     match record:
-        case Load():
+        case Load() | OrphansTold():
             return ""
-        case WorkerInfo():
+        case WorkerInfo() | RouterHello():
             return "hello"
+        case Orphan():
+            return (
+                f"orphan {record.record.request}/{record.placement}: {record.record.prompt_tokens} prompt tokens, "
+                f"output {record.tokens}"
+            )
         case Hello():
             kept = [_name(handoff) for handoff in record.unfinished]
             return "hello" + (f", still reading {', '.join(kept)}" if kept else "")

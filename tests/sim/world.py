@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
 from engine.messages import (
+    Ended,
     FirstToken,
     Handoff,
     Load,
+    Orphan,
     PeerAddress,
     PrefillFailed,
     Record,
@@ -25,9 +28,11 @@ from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
 
 BOOT_S = 0.05
+SUPERVISES_S = 0.1
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
+CHECK_EVERY = 4
 ROLES = ("prefill", "decode")
 
 
@@ -55,6 +60,9 @@ class World:
         self.breaks = 0
         self.failure = ""
         self._asked = 0
+        self._reported: set[str] = set()
+        self._orphan: str | None = None
+        self._occasions = 0
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
         self.wire.on_cut = self._broke
@@ -76,6 +84,7 @@ class World:
         if self.say is not None and self.clock.now > 0:
             self.say(name, "starts again, as a new life")
         if role == "router":
+            self._reported.clear()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
             self.front.start(self.addresses("prefill"), self.addresses("decode"))
             return
@@ -135,11 +144,21 @@ class World:
             self.movers[process.pid].die()
         if process.role == "router":
             for client in self.clients:
-                client.router_lost()
+                client.router_lost(self._keeper(client))
         else:
             for peer in self.live.values():
                 if peer.alive and peer.pid in self.movers:
                     self.movers[peer.pid].wake()
+
+    def _keeper(self, client: Client) -> Process | None:
+        """The living decode worker that runs a request and is known to, at the moment when the router dies."""
+        process = self.live.get(self.front.runs_on(client))
+        if process is None or not process.alive or process.frozen:
+            return None
+        orphanage = self.workers[process.pid]._scheduler
+        name = client.record.request
+        knows = name in orphanage._requests or name in orphanage.orphans._ended
+        return process if knows else None
 
     def freeze(self, process: Process, seconds: float) -> None:
         """SIGSTOP for a while: silent, its memory as it was, its streams open until their keepalive fails."""
@@ -159,6 +178,21 @@ class World:
                 process.resume()
 
         self.clock.at(seconds, thaw)
+
+    def _supervise(self) -> None:
+        """What the real supervisor does with lives that the router has given up: kill them, and start new ones."""
+        self.clock.at(SUPERVISES_S, self._supervise)
+        router = self.live["router"]
+        if not router.alive or router.frozen:
+            return
+        for verdict in self.front.core.condemned:
+            process = self.live[verdict.name]
+            if process.alive and process.incarnation == verdict.incarnation:
+                self.note("given up, and killed")
+                if self.say is not None:
+                    self.say("supervisor", f"kills {process.name}: {verdict.why}")
+                self.kill(process)
+                self.clock.at(BOOT_S, partial(self.boot, process.name, process.role))
 
     def pick(self, role: str, rng: Random) -> Process | None:
         """One living process of a role, those with open handoffs first."""
@@ -224,6 +258,15 @@ class World:
         if isinstance(record, Load):
             if record.evicted:
                 self.note("cache evicted")
+        elif isinstance(record, Orphan):
+            if record.record.request in self._reported:
+                self.note("orphan: reported by two workers")
+            self._reported.add(record.record.request)
+            self._orphan = record.record.request
+        elif isinstance(record, Ended):
+            if record.request == self._orphan:
+                self.note("orphan: had ended")
+            self._orphan = None
         elif type(record).__name__ in ("Refused", "NeedPrefill"):
             self.note(type(record).__name__)
 
@@ -231,6 +274,13 @@ class World:
         self.note("UNAVAILABLE")
         if self.plan.strict and not self._may_fail():
             raise Violation(f"{client.name}: UNAVAILABLE without need: {message}")
+
+    def lost(self, client: Client) -> None:
+        """A client came back for a request that the new router does not know."""
+        self.note("client lost its request")
+        keeper = client.kept_by
+        if keeper is not None and keeper.alive and self.plan.decode.orphan_s > PATIENCE_S:
+            raise Violation(f"{client.name}: {keeper} ran it, and the new router knows nothing of it")
 
     def _may_fail(self) -> bool:
         """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
@@ -247,17 +297,26 @@ class World:
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 self.notes[f"{name} dropped {why}"] += count
+        if process.role == "decode":
+            self.notes["orphan expired"] += scheduler.orphans.expired
         self.notes["copy on write"] += self.memories[process.pid].runner.copies
 
     # ---- checks
+
+    def is_checked(self) -> bool:
+        """Is it this time's turn? All ledgers are recomputed at every fourth occasion, and at each one when the story
+        is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
+        self._occasions += 1
+        return self._occasions % CHECK_EVERY == 0 or self.say is not None
 
     def check(self, process: Process) -> None:
         """After every step and every batch of events."""
         worker = self.workers[process.pid]
         scheduler = worker._scheduler
         try:
-            scheduler.check()
             self.memories[process.pid].check()
+            if self.is_checked():
+                scheduler.check()
         except Violation:
             raise
         except Exception as error:
@@ -321,6 +380,7 @@ class World:
             for peer in self.addresses(role):
                 self.boot(peer.name, role)
         self.boot("router", "router")
+        clock.at(SUPERVISES_S, self._supervise)
         self._asked = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]

@@ -5,7 +5,14 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.metrics import BLOCK_STATES, OUTCOMES, STAGES, RouterMetrics, WorkerMetrics
+from telemetry.metrics import (
+    BLOCK_STATES,
+    HANDOFF_DROPS,
+    OUTCOMES,
+    STAGES,
+    RouterMetrics,
+    WorkerMetrics,
+)
 
 
 def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -31,6 +38,10 @@ def test_every_label_set_exists_before_the_first_request() -> None:
     worker = samples(WorkerMetrics("m", "decode-0", "decode").render())
     for state in BLOCK_STATES:
         assert worker["headrace_kv_blocks", (("state", state),)] == 0
+    for side, kinds in HANDOFF_DROPS.items():
+        for what in kinds:
+            labels = (("side", side), ("what", what))
+            assert worker["headrace_handoff_dropped_total", labels] == 0
     ok_shm = (("outcome", "ok"), ("transport", "shm"))
     assert worker["headrace_kv_migrations_total", ok_shm] == 0
 
@@ -66,7 +77,11 @@ def test_worker_figures() -> None:
     metrics.generated(4)
     metrics.migration("ok", "shm", 0.02, 4096)
     metrics.step(8, 0.05)
-    metrics.dropped("late")
+    metrics.handoffs_dropped("receiver", {"offer: stopped": 2})
+    metrics.handoffs_dropped("receiver", {"offer: stopped": 3})
+    metrics.transferred(made=0, verified=9, mismatched=1, scrapped_bytes=0)
+    metrics.transferred(made=0, verified=11, mismatched=1, scrapped_bytes=4096)
+    metrics.quarantined(1.5)
     seen = samples(metrics.render())
     assert seen["headrace_kv_blocks", (("state", "free"),)] == 5
     assert seen["headrace_kv_blocks", (("state", "active"),)] == 0
@@ -74,7 +89,12 @@ def test_worker_figures() -> None:
     assert seen["headrace_generated_tokens_total", ()] == 4
     assert seen["headrace_kv_migration_bytes_total", ()] == 4096
     assert seen["headrace_step_seconds_count", ()] == 1
-    assert seen["headrace_dropped_records_total", (("kind", "late"),)] == 1
+    stopped = (("side", "receiver"), ("what", "offer: stopped"))
+    assert seen["headrace_handoff_dropped_total", stopped] == 3
+    assert seen["headrace_handoff_digests_total", (("what", "verified"),)] == 11
+    assert seen["headrace_handoff_digests_total", (("what", "mismatched"),)] == 1
+    assert seen["headrace_handoff_scrapped_bytes_total", ()] == 4096
+    assert seen["headrace_handoff_quarantine_seconds_sum", ()] == 1.5
 
 
 def test_two_in_one_process_do_not_share_a_registry() -> None:

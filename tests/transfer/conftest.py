@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,10 +16,11 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import Into, whole
 from transfer.config import TransferConfig
 from transfer.loopback import LoopbackHub
 from transfer.registry import open_transport
-from transfer.transport import Completion, Move, Outcome, Ticket, Transport
+from transfer.transport import Completion, Move, Outcome, Span, Ticket, Transport
 
 ROOT = Path(__file__).parents[2]
 SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
@@ -44,8 +46,13 @@ class LocalPeer:
         self.kind = kind
         self.completions: list[Completion] = []
 
-    def connect(self, peer: Incarnation, details: dict[str, object]) -> None:
-        self.transport.connect(peer, Endpoint(transport=self.kind, details=details))
+    def connect(
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
+    ) -> None:
+        """`spans` of each block are sent and received; all, if there are none."""
+        every = whole(self.pool.layout)
+        endpoint = Endpoint(transport=self.kind, details=details)
+        self.transport.connect(peer, endpoint, *(spans or (every, every)))
 
     def fill(self, seeds: dict[int, int]) -> None:
         for block, seed in seeds.items():
@@ -111,8 +118,10 @@ class ProcessPeer:
         found: dict[str, object] = json.loads(line)
         return found
 
-    def connect(self, peer: Incarnation, details: dict[str, object]) -> None:
-        self._ask("connect", peer, details)
+    def connect(
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
+    ) -> None:
+        self._ask("connect", peer, details, [msgspec.structs.astuple(s) for s in spans or ()])
 
     def fill(self, seeds: dict[int, int]) -> None:
         self._ask("fill", list(seeds.items()))
@@ -156,29 +165,42 @@ class Rig:
         self.peers: list[Peer] = []
         self.ended: dict[Ticket, Completion] = {}
 
-    def peer(self) -> Peer:
-        """One more sending worker, connected in both directions."""
+    def peer(self, layout: KVLayout | None = None, span: Span | None = None) -> Peer:
+        """One more sending worker, connected in both directions; `span` of each of its blocks travels."""
         me = Incarnation(1000 + len(self.peers))
+        layout = layout or self.layout
         peer: Peer
         if self.in_process:
-            peer = LocalPeer(self.kind, me, self.layout, self.blocks, self.hub)
+            peer = LocalPeer(self.kind, me, layout, self.blocks, self.hub)
         else:
-            peer = ProcessPeer(self.kind, me, self.layout, self.blocks, self.spares)
+            peer = ProcessPeer(self.kind, me, layout, self.blocks, self.spares)
         self.peers.append(peer)
-        self.transport.connect(me, Endpoint(transport=self.kind, details=peer.details))
-        peer.connect(RECEIVER, dict(self.transport.describe().details))
+        span = span or whole(layout)
+        self.connect(me, Endpoint(transport=self.kind, details=peer.details), span)
+        peer.connect(RECEIVER, dict(self.transport.describe().details), (span, whole(self.layout)))
         return peer
+
+    def connect(self, peer: int, endpoint: Endpoint, span: Span | None = None) -> None:
+        every = whole(self.layout)
+        self.transport.connect(Incarnation(peer), endpoint, every, span or every)
 
     def handoff(self, peer: Peer, request: str) -> Handoff:
         return Handoff(RequestId(request), 1, 1, RECEIVER, peer.me)
 
     def recv(
-        self, peer: Peer, request: str, seq: int, sources: list[tuple[int, int]], targets: list[int]
+        self,
+        peer: Peer,
+        request: str,
+        seq: int,
+        sources: list[tuple[int, int]],
+        targets: list[int],
+        span: Span | None = None,
     ) -> Ticket:
-        """`sources` are (block, generation) pairs; no `targets` means scrap."""
+        """`sources` are (block, generation) pairs; no `targets` means scrap. What comes goes to `span` of each."""
         remote = tuple((BlockId(block), generation) for block, generation in sources)
-        local = tuple(BlockId(block) for block in targets)
-        return self.transport.recv(peer.me, Move(self.handoff(peer, request), seq, local, remote))
+        move = Move(self.handoff(peer, request), seq, remote=remote)
+        landing = Into(self.pool, targets, span) if targets else None
+        return self.transport.recv(peer.me, move, landing)
 
     def poison(self) -> None:
         for block in range(self.blocks):

@@ -11,9 +11,10 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import whole
 from transfer.config import TransferConfig
 from transfer.registry import open_transport
-from transfer.transport import Move
+from transfer.transport import Move, Span
 
 
 class Worker:
@@ -25,9 +26,10 @@ class Worker:
         self.pool = PagedKV(KVLayout(**layout), blocks)
         self.transport = open_transport(kind, self.pool, self.me, TransferConfig())
 
-    def connect(self, peer: int, details: dict[str, Any]) -> None:
+    def connect(self, peer: int, details: dict[str, Any], spans: list[list[int]]) -> None:
         endpoint = Endpoint(transport=self.kind, details=details)
-        self.transport.connect(Incarnation(peer), endpoint)
+        sent, received = [Span(*span) for span in spans] or [whole(self.pool.layout)] * 2
+        self.transport.connect(Incarnation(peer), endpoint, sent, received)
 
     def fill(self, seeds: list[tuple[BlockId, int]]) -> None:
         for block, seed in seeds:

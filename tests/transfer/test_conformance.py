@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from transfer.transport import Completion, Outcome, TransferError
+from transfer.transport import Completion, Outcome, Span, TransferError
 
 LATE_TURNS = 40
 
@@ -80,6 +81,30 @@ def test_unwanted_blocks_are_drained(rig: Any, pattern: Any) -> None:
     assert rig.outcome(ticket) is Outcome.DONE
     assert rig.bytes_of(9) == pattern(3, rig.layout.block_bytes)
     assert all(rig.is_poisoned(block) for block in range(rig.blocks) if block != 9)
+    # Where the receiver reads for itself, there is nothing to scrap.
+    pushed = 0 if rig.transport.reads_remotely else 2 * rig.layout.block_bytes
+    assert rig.transport.scrapped_bytes == pushed
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_slice_of_each_block_travels(rig: Any, pattern: Any, head: int) -> None:
+    """Guards against more bytes than were agreed on, and against a slice that is read from another place."""
+    rig.poison()
+    size = rig.layout.head_bytes
+    slim = msgspec.structs.replace(rig.layout, kv_heads=3, total_heads=0)
+    of_theirs = Span((head + 1) * size, size, slim.block_bytes)
+    of_ours = Span(head * size, size, rig.layout.block_bytes)
+    peer = rig.peer(slim, of_theirs)
+    peer.fill({0: 1, 1: 2})
+    peer.send(2**64 - 5, "r", 0, [0, 1])
+    ticket = rig.recv(peer, "r", 0, [(0, 0), (1, 0)], [7, 8], of_ours)
+    assert rig.outcome(ticket) is Outcome.DONE
+    for block, seed in ((7, 1), (8, 2)):
+        got, theirs = rig.bytes_of(block), pattern(seed, slim.block_bytes)
+        assert got[head * size : (head + 1) * size] == theirs[(head + 1) * size : (head + 2) * size]
+        other = (1 - head) * size
+        assert got[other : other + size] == bytes([0xA5]) * size
+    assert all(rig.is_poisoned(block) for block in range(rig.blocks) if block not in (7, 8))
 
 
 def test_disconnect_ends_everything(rig: Any) -> None:
@@ -117,7 +142,7 @@ def test_a_second_life_of_the_connection(rig: Any, pattern: Any) -> None:
 def reconnect(rig: Any, peer: Any) -> None:
     from engine.messages import Endpoint
 
-    rig.transport.connect(peer.me, Endpoint(transport=rig.kind, details=peer.details))
+    rig.connect(peer.me, Endpoint(transport=rig.kind, details=peer.details))
     peer.connect(2**64 - 5, dict(rig.transport.describe().details))
 
 
@@ -160,7 +185,7 @@ def test_a_foreign_endpoint_is_refused(rig: Any) -> None:
         details["block_bytes"] += 8
     for wrong in (details, {"nonsense": 1} if rig.kind != "loopback" else details):
         with pytest.raises(TransferError):
-            rig.transport.connect(4711, Endpoint(transport=rig.kind, details=wrong))
+            rig.connect(4711, Endpoint(transport=rig.kind, details=wrong))
 
 
 def test_wakes_a_waiting_thread(rig: Any) -> None:

@@ -9,7 +9,7 @@ import xxhash
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
-from transfer.digest import binding, block_digest
+from transfer.digest import binding, block_digest, is_sampled
 
 LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
 H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))
@@ -77,6 +77,22 @@ def test_equal_heads_cannot_change_places() -> None:
     assert block_digest(swapped, LAYOUT, 4, BOUND) != block_digest(
         memoryview(block), LAYOUT, 4, BOUND
     )
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 16, 0.5, 1.0])
+def test_the_sample_is_the_share_that_was_agreed_on(share: float) -> None:
+    draws = [is_sampled(binding(bytes([i % 256, i // 256]) * 8, 7, H), share) for i in range(4000)]
+    assert abs(sum(draws) / len(draws) - share) < 0.03
+
+
+def test_every_attempt_draws_anew() -> None:
+    """Guards a sample that leaves out the same block for ever: a spoiled one would pass as often as it is tried."""
+    missed = []
+    for at in range(200):
+        names = [Handoff(H.request, 1, attempt, H.decode, H.prefill) for attempt in range(60)]
+        draws = [is_sampled(binding(bytes([at]) * 16, 7, name), 1 / 8) for name in names]
+        missed.append(not any(draws))
+    assert sum(missed) <= 3, "(7/8)**60 is 0.03 %"
 
 
 @pytest.mark.parametrize(

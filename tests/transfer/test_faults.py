@@ -87,7 +87,7 @@ def test_a_killed_peer_shm(make_rig: Any, pattern: Any) -> None:
     assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [2])) is Outcome.DONE
     assert rig.bytes_of(2) == pattern(1, rig.layout.block_bytes)
     with pytest.raises(TransferError, match="cannot open"):
-        rig.transport.connect(peer.me, Endpoint(transport="shm", details=peer.details))
+        rig.connect(peer.me, Endpoint(transport="shm", details=peer.details))
 
 
 def test_a_killed_receiver_ends_the_sends(make_rig: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_recycled_pid_or_descriptor_is_noticed(make_rig: Any, wrong: str) -> N
     details = dict(peer.details)
     details[wrong] = {"inode": details["inode"] + 1, "blocks": 9999, "fd": 0, "pid": 1}[wrong]
     with pytest.raises(TransferError):
-        rig.transport.connect(peer.me, Endpoint(transport="shm", details=details))
+        rig.connect(peer.me, Endpoint(transport="shm", details=details))
 
 
 def test_the_peers_memory_is_mapped_read_only(make_rig: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_stranger_gets_nothing(make_rig: Any) -> None:
     rig = make_rig("tcp")
     peer = rig.peer()
     details = {**peer.details, "token": "00" * 32}
-    rig.transport.connect(peer.me, Endpoint(transport="tcp", details=details))
+    rig.connect(peer.me, Endpoint(transport="tcp", details=details))
     peer.send(ME, "r", 0, [0])
     rig.poison()
     assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.FAILED
@@ -263,7 +263,7 @@ def test_no_descriptor_is_left(make_rig: Any, kind: str) -> None:
 
     def one_life(number: int) -> None:
         endpoint = Endpoint(transport=kind, details=peer.details)
-        rig.transport.connect(peer.me, endpoint)
+        rig.connect(peer.me, endpoint)
         peer.connect(ME, dict(rig.transport.describe().details))
         peer.send(ME, f"r{number}", 0, [0])
         ticket = rig.recv(peer, f"r{number}", 0, [(0, 0)], [1])

@@ -19,6 +19,7 @@ from transfer.commands import (
     PostRecv,
     PostScrap,
     PostSend,
+    Rows,
     Settled,
 )
 from transfer.migration import RECEIVER_TABLE, SENDER_TABLE, HandoffError, R, S
@@ -36,7 +37,9 @@ def block(index: int) -> OutgoingBlock:
 
 
 def expected(*indices: int) -> dict[int, ExpectedBlock]:
-    return {i: ExpectedBlock(BlockId(200 + i), bytes([i]) * 16, 4) for i in indices}
+    return {
+        i: ExpectedBlock((Rows(0, BlockId(200 + i), 0, 4),), bytes([i]) * 16, 4) for i in indices
+    }
 
 
 def offer(seq: int, *indices: int, tokens: int = 4) -> Offer:
@@ -67,7 +70,8 @@ def test_a_handoff_from_end_to_end() -> None:
     assert sender.sent(H, 0, "") == []
     (recv,) = receiver.offer(emit.record)
     assert isinstance(recv, PostRecv)
-    assert recv.move.local == (200, 201) and recv.move.remote == ((100, 7), (101, 7))
+    assert recv.move.remote == ((100, 7), (101, 7))
+    assert [block.rows for block in recv.blocks] == [(Rows(0, 200, 0, 4),), (Rows(0, 201, 0, 4),)]
     landed, arrived = receiver.received(H, 0, "")
     assert landed == Emit(PREFILL, Landed(H, 0)) and arrived == Arrived(H)
     assert sender.landed(landed.record) == []
@@ -199,7 +203,7 @@ def test_nothing_is_read_after_stop() -> None:
     receiver.offer(offer(0, 0))
     receiver.stop(H)
     (scrap,) = receiver.offer(offer(1, 1))
-    assert isinstance(scrap, PostScrap) and scrap.move.local == ()
+    assert isinstance(scrap, PostScrap) and scrap.move.remote == ((101, 7),)
     receiver.received(H, 0, "cancelled")
     scrap, again = receiver.offer(offer(2, 1))
     assert isinstance(scrap, PostScrap) and len(scrap.move.remote) == 1

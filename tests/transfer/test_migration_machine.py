@@ -27,6 +27,7 @@ from transfer.commands import (
     PostRecv,
     PostScrap,
     PostSend,
+    Rows,
     Settled,
 )
 from transfer.receiver import KVReceiver
@@ -93,7 +94,8 @@ class World:
             return
         handoff = Handoff(RequestId(f"r{len(self.offered)}"), 1, 1, DECODE, PREFILL)
         self.receiver.expect(
-            handoff, {i: ExpectedBlock(BlockId(i), b"i" * 16, 4) for i in range(BLOCKS)}
+            handoff,
+            {i: ExpectedBlock((Rows(0, BlockId(i), 0, 4),), b"i" * 16, 4) for i in range(BLOCKS)},
         )
         self.reserved.add(handoff)
         self.sender.open(handoff, self.reads_remotely)

@@ -3,158 +3,32 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 
-from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
-from engine.messages import Handoff
-from engine.types import BlockId, Incarnation, RequestId
+from engine.messages import Endpoint, Handoff
+from engine.types import Incarnation, RequestId
+from tests.transfer.pair import DECODE, LAYOUT, PREFILL, H, Pair
 from transfer.commands import (
     Arrived,
     Broken,
-    Command,
     Connect,
-    Emit,
-    ExpectedBlock,
     Fenced,
     MoverDied,
-    MoverEvent,
-    OutgoingBlock,
-    Posted,
     Received,
-    Sent,
     Settled,
     Unreachable,
 )
-from transfer.config import TransferConfig
-from transfer.loopback import Fault, FaultKind, LoopbackHub
-from transfer.mover import Mover
-from transfer.receiver import KVReceiver
-from transfer.registry import open_transport
-from transfer.sender import KVSender
-
-LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
-BLOCKS = 40
-PREFILL, DECODE = Incarnation(11), Incarnation(22)
-H = Handoff(RequestId("r"), 1, 1, DECODE, PREFILL)
-
-
-class Worker:
-    """One pool with its transfer thread; events wait in `inbox` for the engine."""
-
-    def __init__(self, kind: str, me: Incarnation, hub: LoopbackHub, verify: bool) -> None:
-        self.pool = PagedKV(LAYOUT, BLOCKS)
-        self.inbox: list[MoverEvent] = []
-        self.transport = open_transport(kind, self.pool, me, TransferConfig(), hub)
-        self.mover = Mover({kind: self.transport}, self.pool, LAYOUT, verify, self.inbox.append)
-
-
-class Pair:
-    """A prefill and a decode worker, and the engine loops that the real workers have."""
-
-    def __init__(self, kind: str, threaded: bool, verify: bool = True) -> None:
-        self.hub = LoopbackHub()
-        self.threaded = threaded
-        self.prefill = Worker(kind, PREFILL, self.hub, verify)
-        self.decode = Worker(kind, DECODE, self.hub, verify)
-        self.sender, self.receiver = KVSender(), KVReceiver()
-        self.told: list[Command] = []
-        self.events: list[MoverEvent] = []
-        self.prefill.mover.submit(Connect(DECODE, self.decode.transport.describe()))
-        self.decode.mover.submit(Connect(PREFILL, self.prefill.transport.describe()))
-        if threaded:
-            self.prefill.mover.start()
-            self.decode.mover.start()
-        else:
-            # The decode worker must be known before anybody dials.
-            self.prefill.mover.run_once()
-            self.decode.mover.run_once()
-
-    def at_prefill(self, commands: list[Command]) -> None:
-        for command in commands:
-            match command:
-                case Emit(record=record):
-                    self.at_decode(self.receiver.offer(record))  # type: ignore[arg-type]
-                case Settled() | Broken():
-                    self.told.append(command)
-                case _:
-                    self.prefill.mover.submit(command)  # type: ignore[arg-type]
-
-    def at_decode(self, commands: list[Command]) -> None:
-        for command in commands:
-            match command:
-                case Emit(record=record):
-                    is_stop = type(record).__name__ == "Stop"
-                    hear: Any = self.sender.stop if is_stop else self.sender.landed
-                    self.at_prefill(hear(record))
-                case Arrived() | Fenced() | Broken():
-                    self.told.append(command)
-                case _:
-                    self.decode.mover.submit(command)  # type: ignore[arg-type]
-
-    def turn(self) -> None:
-        if not self.threaded:
-            self.prefill.mover.run_once()
-            self.decode.mover.run_once()
-        for worker in (self.prefill, self.decode):
-            while worker.inbox:
-                event = worker.inbox.pop(0)
-                self.events.append(event)
-                match event:
-                    case Posted():
-                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests))
-                    case Sent():
-                        self.at_prefill(self.sender.sent(event.handoff, event.seq, event.error))
-                    case Received():
-                        self.at_decode(
-                            self.receiver.received(event.handoff, event.seq, event.error)
-                        )
-
-    def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < end_s, f"{self.told} {self.sender} {self.receiver}"
-            self.turn()
-            time.sleep(0.0005)
-
-    def start(self, blocks: int, last_tokens: int = 4, handoff: Handoff = H) -> None:
-        """Source block i goes to target block 39 - i."""
-        rng = np.random.default_rng(5)
-        self.expected = {}
-        self.outgoing = []
-        for index in range(blocks):
-            source = BlockId(index)
-            self.prefill.pool.block(source)[:] = rng.bytes(LAYOUT.block_bytes)
-            tokens = last_tokens if index == blocks - 1 else 4
-            identity = bytes([index]) * 16
-            generation = self.prefill.pool.generation(source)
-            self.outgoing.append(OutgoingBlock(source, generation, index, tokens, identity))
-            self.expected[index] = ExpectedBlock(BlockId(BLOCKS - 1 - index), identity, tokens)
-        self.receiver.expect(handoff, self.expected)
-        self.sender.open(handoff, self.prefill.transport.reads_remotely)
-
-    def offer(self, *indices: int, handoff: Handoff = H) -> None:
-        self.at_prefill(self.sender.offer(handoff, [self.outgoing[i] for i in indices]))
-
-    def same(self, index: int) -> bool:
-        source = self.prefill.pool.block(BlockId(index))
-        return bytes(source) == bytes(self.decode.pool.block(BlockId(BLOCKS - 1 - index)))
-
-    def close(self) -> None:
-        for worker in (self.prefill, self.decode):
-            worker.mover.stop()
-            worker.pool.close()
+from transfer.loopback import Fault, FaultKind
+from transfer.negotiation import Agreement
 
 
 @pytest.fixture
 def make_pair() -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
-    def make(kind: str = "loopback", threaded: bool = False, verify: bool = True) -> Pair:
-        pairs.append(Pair(kind, threaded, verify))
+    def make(kind: str = "loopback", threaded: bool = False, digest_share: float = 1.0) -> Pair:
+        pairs.append(Pair(kind, threaded, digest_share))
         return pairs[-1]
 
     yield make
@@ -220,12 +94,44 @@ def test_wrong_bytes_are_caught(make_pair: Callable[..., Pair], fault: Fault) ->
     assert isinstance(broken, Broken) and "digest mismatch" in broken.why
 
     fault.applied = 0
-    blind = make_pair(verify=False)
+    blind = make_pair(digest_share=0.0)
     blind.hub.faults.append(fault)
     blind.start(2)
     blind.offer(0, 1)
     blind.until(lambda: Arrived(H) in blind.told)
     assert fault.applied == 1 and not blind.same(0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_both_sides_take_the_same_sample(make_pair: Callable[..., Pair], share: float) -> None:
+    """Guards against a receiver that looks for a digest which the sender did not make, and the other way round."""
+    pair = make_pair(digest_share=share)
+    pair.start(30)
+    for first in range(0, 30, 3):
+        pair.offer(first, first + 1, first + 2)
+    pair.until(lambda: Arrived(H) in pair.told)
+    made, verified = pair.prefill.mover.digests.made, pair.decode.mover.digests.verified
+    assert made == verified and (made == 30 * share or 5 < made < 25)
+    assert pair.decode.mover.digests.mismatched == 0
+
+
+def test_a_sample_catches_what_is_in_it_and_nothing_else(make_pair: Callable[..., Pair]) -> None:
+    """What `sampled` promises, and what not: a spoiled block passes where it is not in the sample."""
+    caught, passed = 0, 0
+    for attempt in range(24):
+        pair = make_pair(digest_share=0.5)
+        fault = Fault(FaultKind.CORRUPT)
+        pair.hub.faults.append(fault)
+        name = Handoff(RequestId("r"), 1, attempt, DECODE, PREFILL)
+        pair.start(1, handoff=name)
+        pair.offer(0, handoff=name)
+        pair.until(lambda pair=pair: bool(pair.told))  # type: ignore[misc]
+        assert fault.applied == 1, "the fault did not take effect"
+        made = pair.prefill.mover.digests.made
+        assert isinstance(pair.told[0], Broken if made else Arrived)
+        assert pair.decode.mover.digests.mismatched == made
+        caught, passed = caught + made, passed + 1 - made
+    assert caught and passed
 
 
 def test_bytes_behind_the_valid_rows_do_not_count(make_pair: Callable[..., Pair]) -> None:
@@ -296,11 +202,9 @@ def test_a_lost_peer_ends_what_is_outstanding(make_pair: Callable[..., Pair], ki
 
 
 def test_a_peer_that_cannot_be_reached_is_reported(make_pair: Callable[..., Pair]) -> None:
-    from engine.messages import Endpoint
-
     pair = make_pair("shm")
     for endpoint in (Endpoint(transport="shm"), Endpoint(transport="carrier-pigeon")):
-        pair.decode.mover.submit(Connect(Incarnation(5), endpoint))
+        pair.decode.mover.submit(Connect(Incarnation(5), endpoint, Agreement(LAYOUT)))
         pair.turn()
         assert isinstance(pair.events[-1], Unreachable)
 

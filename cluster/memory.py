@@ -1,0 +1,61 @@
+"""How much memory this machine, or the container that this process runs in, can still give. Linux."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What can be used now without swapping: the least of the machine's and of every enclosing control group's room.
+
+    Clean file pages (mapped weights among them) count as available. `root` holds `proc` and `sys`. Raises OSError
+    where `/proc/meminfo` cannot be read.
+    """
+    return max(0, min([_machine(root), *_groups(root)]))
+
+
+def _machine(root: Path) -> int:
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(found["MemAvailable"].split()[0]) * 1024
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """The room in each control group that this process is in, version 2 and version 1; none where there is no limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            yield from _walk(root / "sys/fs/cgroup", path, names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _walk(root / "sys/fs/cgroup/memory", path, names)
+
+
+def _walk(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+    """From a group up to the mount's root; a container may see only the upper part of its own path, or only the end."""
+    folder = mount / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        if group.is_dir():
+            room = _room(group, *names)
+            if room is not None:
+                yield room
+        if group == mount:
+            return
+
+
+def _room(group: Path, limit_name: str, usage_name: str, idle_name: str) -> int | None:
+    """Limit − usage + file pages that nobody has touched lately; None without a limit."""
+    try:
+        limit = (group / limit_name).read_text(encoding="ascii").strip()
+        usage = int((group / usage_name).read_text(encoding="ascii"))
+        statistics = (group / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    idle = dict(zip(statistics[::2], statistics[1::2], strict=True)).get(idle_name, "0")
+    return int(limit) - usage + int(idle)

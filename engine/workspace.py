@@ -1,0 +1,213 @@
+"""The workspace of an engine: what a step holds at its peak beside weights and KV pool.
+
+The largest step of a worker is one chunk of a prompt together with a full batch of decoding sequences, all at the end
+of a full context. Its peak is found in two ways, by the same count of live tensor bytes:
+
+- **measured**: the step is run, with the prepared weights, the real runner and a sampler with every option on;
+- **estimated**: the engine's own forward pass is run over tensors without memory, for any shape of model.
+
+Nothing but the residual stream outlives a layer, so two layers reach the peak of all of them. What operators hold
+inside themselves is not seen; `docs/capacity.md` compares the count with a process's resident memory.
+"""
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from engine.attention import AttentionBackend, TorchAttention
+from engine.batch import ForwardBatch, SequenceSlice
+from engine.config import StepLimits
+from engine.kv.layout import KVLayout
+from engine.kv.paged import TORCH_DTYPES, PagedKV
+from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES, layer_key
+from engine.model.llama import Llama, map_weights
+from engine.runner import ModelRunner
+from engine.step import Row, StepPlan
+from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+
+LAYERS = 2
+"""The second finds what the first has left behind."""
+
+SAMPLER_BYTES = 60
+"""Live bytes per vocabulary entry while one row is drawn with penalties, top-k, top-p and min-p in 64 bits."""
+
+_EVERY_OPTION = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts the bytes of every storage that an operator returned and that is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, Tensor):
+                self._see(item.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._storages:
+            self._storages.add(key)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._storages.discard(key)
+        self.live -= nbytes
+
+
+def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> int:
+    """Bytes; runs two small steps and one maximal one, over a pool of one block. Raises ModelError."""
+    whole = ModelConfig.load(model_dir)
+    shape = _shallow(whole)
+    kv = PagedKV(_layout(shape, block_size, shape.dtype), 1)
+    runner = ModelRunner(Llama(shape, map_weights(model_dir)), kv, TorchAttention(shape.heads))
+    counter = LiveBytes()
+    try:
+        with counter:
+            # What is there before a step, weights and pool, is counted as it is first seen.
+            for rows in ([(2, 2)], [(1, 2), (2, 2)]):
+                runner.run(_plan(rows, block_size))
+            before = counter.peak = counter.live
+            runner.run(_plan(_largest(limits, shape), block_size))
+    finally:
+        kv.close()
+    return counter.peak - before
+
+
+def estimate_workspace(
+    shape: ModelConfig, dtype: str, block_size: int, limits: StepLimits, in_place: bool = False
+) -> int:
+    """Bytes for a model that need not exist: `shape` is that of one rank. `in_place`: for attention kernels that read
+    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shape = _shallow(shape)
+    layout = _layout(shape, block_size, dtype)
+    kind, counter = TORCH_DTYPES[dtype], LiveBytes()
+    backend: AttentionBackend = _InPlace() if in_place else TorchAttention(shape.heads)
+    with FakeTensorMode(), torch.inference_mode():
+        kv = cast(
+            PagedKV,
+            SimpleNamespace(layout=layout, tensor=torch.empty(layout.pool_shape(1), dtype=kind)),
+        )
+        model = Llama(shape, _weights(shape, kind))
+        with counter:
+            # Steps see the pool, through views of it; it is not theirs.
+            kv.tensor.view(-1)
+            before = counter.live
+            pieces = [
+                SequenceSlice([0] * count, end - count, _table(end, block_size), True)
+                for count, end in _largest(limits, shape)
+            ]
+            batch = ForwardBatch.build(pieces, block_size)
+            backend.begin(batch, kv)
+            logits = model.forward(batch, kv, backend)
+            drawing = counter.live + SAMPLER_BYTES * shape.vocab
+            del logits
+    return max(counter.peak, drawing) - before
+
+
+class _InPlace:
+    """Fulfils `AttentionBackend` for tensors without content: allocates the answer alone."""
+
+    def begin(self, batch: ForwardBatch, kv: PagedKV) -> None:
+        pass
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV
+    ) -> Tensor:
+        return torch.empty_like(q).view(q.shape[0], -1)
+
+
+def _shallow(shape: ModelConfig) -> ModelConfig:
+    return msgspec.structs.replace(shape, layers=min(LAYERS, shape.layers))
+
+
+def _layout(shape: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(
+        kv_heads=shape.kv_heads,
+        layers=shape.layers,
+        block_size=block_size,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+    )
+
+
+def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    family = FAMILIES[shape.family]
+    found = {
+        weight.name: torch.empty(weight.shape(shape), dtype=dtype)
+        for weight in family.weights
+        if weight.present(shape)
+    }
+    for layer in range(shape.layers):
+        for weight in family.layer_weights:
+            if weight.present(shape):
+                name = layer_key(layer, weight.name)
+                found[name] = torch.empty(weight.shape(shape), dtype=dtype)
+    return found
+
+
+def _largest(limits: StepLimits, shape: ModelConfig) -> list[tuple[int, int]]:
+    """(new tokens, context with them) of each sequence of the largest step."""
+    end = limits.context_tokens or shape.context_tokens
+    return [(1, end)] * limits.batch + [(min(limits.chunk_tokens, end), end)]
+
+
+def _plan(rows: Sequence[tuple[int, int]], block_size: int) -> StepPlan:
+    """Every row draws. All block tables name block 0 again and again: what is read makes no difference to memory."""
+    return StepPlan(
+        tuple(
+            Row(
+                request=(record := _record(end)).request,
+                record=record,
+                tokens=record.tokens,
+                start=end - count,
+                end=end,
+                blocks=_table(end, block_size),
+                draw=True,
+            )
+            for count, end in rows
+        )
+    )
+
+
+def _record(tokens: int) -> RequestRecord:
+    return RequestRecord(
+        request=RequestId("workspace"),
+        tokens=[0] * tokens,
+        prompt_tokens=1,
+        max_tokens=1,
+        seed=0,
+        sampling=_EVERY_OPTION,
+    )
+
+
+def _table(end: int, block_size: int) -> list[BlockId]:
+    return [BlockId(0)] * -(-end // block_size)

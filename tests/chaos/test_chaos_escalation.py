@@ -1,0 +1,159 @@
+"""The ladder on real processes: who is silent, hangs, or cannot stop a copy is ended, and its requests go on."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from engine.types import Incarnation
+from tests.chaos import faults
+from tests.chaos.ground import Ground
+from tests.chaos.hosts import FOLDER
+from tests.chaos.rows import ANSWER_TOKENS, Ending
+from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, Serving, sending
+
+pytestmark = pytest.mark.chaos
+
+ESCALATE_S, HUNG_S, STUCK_S = 1.5, 5.0, 2.0
+MARGIN_S = 4.0
+"""For reports, ticks and polls on two busy cores, beside what the timers say."""
+KEEPALIVE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    found = tmp_path_factory.mktemp("hang")
+    os.environ[FOLDER] = str(found)
+    yield found
+    del os.environ[FOLDER]
+
+
+@pytest.fixture(scope="module")
+def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Ground]:
+    hanging = {
+        "decode": "tests.chaos.hanging:EngineHangsDecode",
+        "prefill": "tests.chaos.hanging:EngineHangsPrefill",
+    }
+    found = Ground(model_dir, factories=hanging, escalate_s=ESCALATE_S, hung_s=HUNG_S)
+    try:
+        reference.make(found)
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("mode", ["greedy", "seeded"])
+def test_a_reader_frozen_for_ever_is_killed_and_its_blocks_come_back(
+    ground: Ground, reference: Reference, mode: str
+) -> None:
+    """Guards blocks kept for a frozen reader: without an end to the ladder they are kept as long as it is stopped."""
+    ground.settle(SETTLE_S)
+    ask = ground.ask(PROMPTS["victim"], mode, ANSWER_TOKENS, f"frozen-{mode}")
+    serving = Serving(ground.busy("prefill"), ground.busy("decode"))
+    sending(ground, serving.prefill)
+    pid = ground.pid(serving.decode)
+    faults.freeze(pid)
+    frozen_s = time.monotonic()
+    kept = 0
+    while not kept and faults.process_state(pid) == "T":
+        load = ground.load(serving.prefill)
+        kept = load.quarantined_blocks if load else 0
+        time.sleep(0.01)
+    assert kept, "no block was in quarantine"
+    faults.killed_within(pid, KEEPALIVE_S + ESCALATE_S + MARGIN_S)
+    assert time.monotonic() - frozen_s > ESCALATE_S, "killed without being waited for"
+    ask.join(END_S)
+    ground.probe(serving.prefill).wait_quiet(MARGIN_S)
+    assert reference.judge(ask, "victim", mode) is Ending.EXACT, ask.error
+    ground.replaced(serving.decode, pid)
+    ground.settle(SETTLE_S)
+
+
+def test_a_frozen_worker_that_nobody_reads_for_is_replaced_too(ground: Ground) -> None:
+    """Guards a pool that is one worker short for ever: an idle worker that is stopped holds nothing of anybody's."""
+    ground.settle(SETTLE_S)
+    pid = ground.pid("prefill-1")
+    faults.freeze(pid)
+    faults.killed_within(pid, KEEPALIVE_S + HUNG_S + MARGIN_S)
+    ground.replaced("prefill-1", pid)
+    ground.settle(SETTLE_S)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_an_engine_that_hangs_is_replaced_and_its_requests_go_on(
+    ground: Ground, reference: Reference, folder: Path, role: str
+) -> None:
+    """Guards requests that wait for their deadline where gRPC's threads answer for an engine that does nothing."""
+    ground.settle(SETTLE_S)
+    ask = ground.ask(PROMPTS["victim"], "seeded", ANSWER_TOKENS, f"hang-{role}")
+    name = ground.busy(role)
+    if role == "decode":
+        ask.wait_tokens(3)
+    pid = ground.pid(name)
+    others = {other: ground.pid(other) for other in ground.names if other != name}
+    (folder / "hang").touch()
+    _wait_for(folder / "hung")
+    hung_s = time.monotonic()
+    assert (folder / "hung").read_text() == str(pid), "another worker hangs"
+    (folder / "hung").unlink()
+    with grpc.insecure_channel(ground.proxy(name).address) as channel:
+        grpc.channel_ready_future(channel).result(2.0)
+    time.sleep(1.0)
+    assert not ask.over and faults.process_state(pid) not in ("", "Z", "T")
+    faults.killed_within(pid, HUNG_S + MARGIN_S)
+    assert time.monotonic() - hung_s > HUNG_S - 0.5, "killed without being waited for"
+    ask.join(END_S)
+    assert reference.judge(ask, "victim", "seeded") is Ending.EXACT, ask.error
+    ground.replaced(name, pid)
+    assert {other: ground.pid(other) for other in others} == others, "an innocent was killed"
+    ground.settle(SETTLE_S)
+
+
+def test_an_innocent_that_is_killed_costs_nothing(ground: Ground, reference: Reference) -> None:
+    """Guards the price of a wrong accusation, which timers can always make: exact recovery, one restart."""
+    ground.settle(SETTLE_S)
+    ask = ground.ask(PROMPTS["victim"], "greedy", ANSWER_TOKENS, "innocent")
+    name = ground.busy("decode")
+    ask.wait_tokens(2)
+    up = ground.cluster.workers[name]
+    ground.accuse(name, Incarnation(up.incarnation ^ 1))
+    time.sleep(0.5)
+    assert ground.pid(name) == up.pid, "killed for another life"
+    ground.accuse(name, up.incarnation)
+    ground.replaced(name, up.pid)
+    ask.join(END_S)
+    assert reference.judge(ask, "victim", "greedy") is Ending.EXACT, ask.error
+    ground.settle(SETTLE_S)
+
+
+def test_a_transfer_thread_that_hangs_ends_its_own_worker(model_dir: Path, folder: Path) -> None:
+    """Guards blocks that are being written by a thread nobody can stop: only the end of the process is a fence."""
+    factories = {"decode": "tests.chaos.hanging:TransferHangs"}
+    ground = Ground(
+        model_dir, factories=factories, decode=1, prefill=1, restarts=0, stuck_s=STUCK_S
+    )
+    try:
+        (folder / "hang").touch()
+        ask = ground.ask(PROMPTS["victim"], "greedy", 4, "stuck")
+        _wait_for(folder / "hung")
+        hung_s = time.monotonic()
+        assert (folder / "hung").read_text() == str(ground.pid("decode-0"))
+        (folder / "hung").unlink()
+        while not ground.gave_up:
+            assert time.monotonic() - hung_s < STUCK_S + MARGIN_S, "it goes on"
+            time.sleep(0.02)
+        assert time.monotonic() - hung_s > STUCK_S
+        assert "the transfer thread is stuck in one call" in ground.gave_up
+        ask.leave()
+    finally:
+        ground.close()
+
+
+def _wait_for(file: Path) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline_s, "nobody hangs"
+        time.sleep(0.005)

@@ -1,0 +1,27 @@
+"""Keys in order, against a plain sorted list."""
+
+from bisect import insort
+from random import Random
+
+from engine.kv.sorted_keys import PIECE_KEYS, SortedKeys
+
+
+def test_neighbours_are_those_of_a_sorted_list() -> None:
+    """Guards the borders of pieces: keys come and go until pieces have been split and emptied."""
+    random = Random(5)
+    keys, model = SortedKeys(()), []
+    for step in range(12 * PIECE_KEYS):
+        if model and (step > 8 * PIECE_KEYS or random.random() < 0.2):
+            key = model.pop(random.randrange(len(model)))
+            keys.remove(key)
+        else:
+            key = random.randbytes(2)
+            if key not in model:
+                keys.add(key)
+                insort(model, key)
+        if step % 16:
+            continue
+        wanted = random.choice([key, random.randbytes(2)])
+        near = [k for k in model if k < wanted][-1:] + [k for k in model if k >= wanted][:1]
+        assert keys.around(wanted) == near
+    assert list(keys) == model and len(model) < 8 * PIECE_KEYS

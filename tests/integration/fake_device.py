@@ -1,0 +1,26 @@
+"""A device with the fake model (`engine.fake`), for both schedulers without weights."""
+
+from engine.device import Device
+from engine.fake import FakeRunner
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.messages import MemoryUse
+
+VOCAB = 257
+STOP_ID = 256
+
+
+def fake_device(layout: KVLayout, blocks: int) -> Device:
+    kv = PagedKV(layout, blocks)
+    return Device(
+        model="fake",
+        layout=layout,
+        blocks=blocks,
+        kv=kv,
+        runner=FakeRunner(kv, VOCAB),
+        fingerprint="fake",
+        vocab=VOCAB,
+        context_tokens=4096,
+        stop_ids=frozenset({STOP_ID}),
+        memory=MemoryUse(),
+    )

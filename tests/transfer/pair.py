@@ -1,0 +1,159 @@
+"""A prefill and a decode worker, as far as their transfer threads and the pure sides of a handoff: no schedulers."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.messages import Handoff
+from engine.types import BlockId, Incarnation, RequestId
+from transfer.commands import (
+    Arrived,
+    Broken,
+    Command,
+    Connect,
+    Emit,
+    ExpectedBlock,
+    Fenced,
+    MoverEvent,
+    OutgoingBlock,
+    Posted,
+    Received,
+    Rows,
+    Sent,
+    Settled,
+)
+from transfer.config import TransferConfig
+from transfer.loopback import LoopbackHub
+from transfer.mover import Mover
+from transfer.negotiation import Agreement
+from transfer.receiver import KVReceiver
+from transfer.registry import open_transport
+from transfer.sender import KVSender
+
+LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
+BLOCKS = 40
+PREFILL, DECODE = Incarnation(11), Incarnation(22)
+H = Handoff(RequestId("r"), 1, 1, DECODE, PREFILL)
+
+
+class Worker:
+    """One pool with its transfer thread; events wait in `inbox` for the engine."""
+
+    def __init__(self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout) -> None:
+        self.me = me
+        self.pool = PagedKV(layout, BLOCKS)
+        self.inbox: list[MoverEvent] = []
+        self.transport = open_transport(kind, self.pool, me, TransferConfig(), hub)
+        self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
+
+    def connect(self, other: "Worker", digest_share: float) -> None:
+        agreement = Agreement(other.pool.layout, digest_share)
+        self.mover.submit(Connect(other.me, other.transport.describe(), agreement))
+
+
+class Pair:
+    """A prefill and a decode worker, and the engine loops that the real workers have."""
+
+    def __init__(
+        self,
+        kind: str,
+        threaded: bool = False,
+        digest_share: float = 1.0,
+        layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
+    ) -> None:
+        self.hub = LoopbackHub()
+        self.threaded = threaded
+        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0])
+        self.decode = Worker(kind, DECODE, self.hub, layouts[1])
+        self.sender, self.receiver = KVSender(), KVReceiver()
+        self.told: list[Command] = []
+        self.events: list[MoverEvent] = []
+        self.prefill.connect(self.decode, digest_share)
+        self.decode.connect(self.prefill, digest_share)
+        if threaded:
+            self.prefill.mover.start()
+            self.decode.mover.start()
+        else:
+            # The decode worker must be known before anybody dials.
+            self.prefill.mover.run_once()
+            self.decode.mover.run_once()
+
+    def at_prefill(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit(record=record):
+                    self.at_decode(self.receiver.offer(record))  # type: ignore[arg-type]
+                case Settled() | Broken():
+                    self.told.append(command)
+                case _:
+                    self.prefill.mover.submit(command)  # type: ignore[arg-type]
+
+    def at_decode(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit(record=record):
+                    is_stop = type(record).__name__ == "Stop"
+                    hear: Any = self.sender.stop if is_stop else self.sender.landed
+                    self.at_prefill(hear(record))
+                case Arrived() | Fenced() | Broken():
+                    self.told.append(command)
+                case _:
+                    self.decode.mover.submit(command)  # type: ignore[arg-type]
+
+    def turn(self) -> None:
+        if not self.threaded:
+            self.prefill.mover.run_once()
+            self.decode.mover.run_once()
+        for worker in (self.prefill, self.decode):
+            while worker.inbox:
+                event = worker.inbox.pop(0)
+                self.events.append(event)
+                match event:
+                    case Posted():
+                        self.at_prefill(self.sender.posted(event.handoff, event.seq, event.digests))
+                    case Sent():
+                        self.at_prefill(self.sender.sent(event.handoff, event.seq, event.error))
+                    case Received():
+                        self.at_decode(
+                            self.receiver.received(event.handoff, event.seq, event.error)
+                        )
+
+    def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        end_s = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < end_s, f"{self.told} {self.sender} {self.receiver}"
+            self.turn()
+            time.sleep(0.0005)
+
+    def start(self, blocks: int, last_tokens: int = 4, handoff: Handoff = H) -> None:
+        """Source block i goes to target block 39 - i."""
+        rng = np.random.default_rng(5)
+        self.expected = {}
+        self.outgoing = []
+        for index in range(blocks):
+            source = BlockId(index)
+            self.prefill.pool.block(source)[:] = rng.bytes(LAYOUT.block_bytes)
+            tokens = last_tokens if index == blocks - 1 else 4
+            identity = bytes([index]) * 16
+            generation = self.prefill.pool.generation(source)
+            self.outgoing.append(OutgoingBlock(source, generation, index, tokens, identity))
+            rows = (Rows(0, BlockId(BLOCKS - 1 - index), 0, tokens),)
+            self.expected[index] = ExpectedBlock(rows, identity, tokens)
+        self.receiver.expect(handoff, self.expected)
+        self.sender.open(handoff, self.prefill.transport.reads_remotely)
+
+    def offer(self, *indices: int, handoff: Handoff = H) -> None:
+        self.at_prefill(self.sender.offer(handoff, [self.outgoing[i] for i in indices]))
+
+    def same(self, index: int) -> bool:
+        source = self.prefill.pool.block(BlockId(index))
+        return bytes(source) == bytes(self.decode.pool.block(BlockId(BLOCKS - 1 - index)))
+
+    def close(self) -> None:
+        for worker in (self.prefill, self.decode):
+            worker.mover.stop()
+            worker.pool.close()
