@@ -131,8 +131,9 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody, and nobody reads or is read from."""
-        return not (self._requests or len(self.handoffs) or len(self.departures))
+        """Nothing is held for anybody, nobody reads or is read from, and no router is to be told of an end."""
+        held = self._requests or len(self.handoffs) or len(self.departures)
+        return not (held or self.orphans.is_untold)
 
     @property
     def running_requests(self) -> int:
