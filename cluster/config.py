@@ -65,6 +65,7 @@ _MAY_BE_ZERO = frozenset(
         "router.http_port",
         "router.max_waiting",
         "router.retry_after_s",
+        "router.settle_s",
         "router.tokenize_inline_bytes",
         "router.unplaceable_s",
         "router.conversation_tokens",
@@ -73,6 +74,7 @@ _MAY_BE_ZERO = frozenset(
         "decode.engine.memory_bytes",
         "decode.engine.reserve_bytes",
         "prefill.fairness_tokens_per_s",
+        "decode.orphan_s",
     }
 )
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}

@@ -16,7 +16,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left."""
     orphan_s: float = 30.0
-    """How long a resumable request whose router is gone runs on, and how long an ended one is remembered."""
+    """How long a resumable request whose router is gone runs on, and an ended one is remembered. 0: neither."""
 
     @property
     def step_limits(self) -> StepLimits:

@@ -23,16 +23,22 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """The CPU kernels over block tables."""
+    """The CPU kernels over block tables. `stable`: a row's bits depend on its own prefix alone."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, stable: bool = True) -> None:
         self._heads = heads
+        self._stable = stable
         self._plan: AttentionPlan | None = None
         self._rows: Tensor | None = None
 
     def begin(self, batch: ForwardBatch, kv: PagedKV) -> None:
         self._plan = plan_attention(
-            batch.query_counts, batch.context_lens, batch.block_tables, kv.tensor, self._heads
+            batch.query_counts,
+            batch.context_lens,
+            batch.block_tables,
+            kv.tensor,
+            self._heads,
+            self._stable,
         )
         self._rows = plan_kv_write(batch.slots, kv.tensor)
 

@@ -22,6 +22,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure the workspace of the largest step at start, also where the pool's size is given."""
     threads: int = 1
     """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host)."""
+    deterministic: Literal["auto", "on", "off"] = "auto"
+    """`on`: every token is a function of its own sequence alone, whatever is in the batch, however the prompt was
+    chunked, wherever it was recomputed; a machine or dtype where a check at start finds otherwise is refused. `auto`:
+    the same where the check holds, else a warning and the other path. `off`: the other path, whose rounding depends on
+    how a prompt was chunked."""
 
     def kv_bytes(self, weights_bytes: int, workspace_bytes: int) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""

@@ -8,11 +8,12 @@ import torch
 
 from engine.attention import TorchAttention
 from engine.config import EngineConfig, StepLimits
+from engine.determinism import deviations
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.paged import PagedKV
 from engine.messages import MemoryUse
-from engine.model.llama import load_model
+from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
@@ -44,13 +45,13 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
     """Map the prepared model and allocate the pool. Sets this process's compute threads.
 
     `limits` are those of the steps to come: what a profiled workspace is measured for. Raises ModelError for a model
-    that is not whole, ValueError for a pool too small to hold one block and for a profile without limits.
+    that is not whole, ValueError for a pool too small to hold one block, for a profile without limits, and where
+    `deterministic` is on and cannot be kept.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     model = load_model(model_dir)
-    if not model.rows_are_independent():
-        log.warning("on this machine a row's bits depend on its batch: answers may differ in near ties")
+    stable = config.deterministic != "off" and _holds(model, config)
     shape = model.config
     layout = KVLayout(
         kv_heads=shape.kv_heads,
@@ -79,10 +80,20 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
         layout=layout,
         blocks=blocks,
         kv=kv,
-        runner=ModelRunner(model, kv, TorchAttention(shape.heads)),
+        runner=ModelRunner(model, kv, TorchAttention(shape.heads, stable)),
         fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
     )
+
+
+def _holds(model: Llama, config: EngineConfig) -> bool:
+    found = deviations(model, config.block_size)
+    told = ", ".join(found)
+    if found and config.deterministic == "on":
+        raise ValueError(f"engine.deterministic: {config.dtype} on this machine gives other bits by {told}")
+    if found:
+        log.warning("answers may differ in near ties on this machine, which gives other bits by %s", told)
+    return not found

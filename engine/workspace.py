@@ -29,7 +29,8 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import TORCH_DTYPES, PagedKV
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
-from engine.model.llama import Llama, map_weights
+from engine.model.llama import Llama
+from engine.model.mapped import map_weights
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
@@ -86,15 +87,20 @@ def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> i
     whole = ModelConfig.load(model_dir)
     shape = _shallow(whole)
     kv = PagedKV(_layout(shape, block_size, shape.dtype), 1)
-    runner = ModelRunner(Llama(shape, map_weights(model_dir)), kv, TorchAttention(shape.heads))
+    model = Llama(shape, map_weights(model_dir))
+
+    def run(rows: Sequence[tuple[int, int]]) -> None:
+        # An attention of its own: one keeps the plan of its latest step.
+        ModelRunner(model, kv, TorchAttention(shape.heads)).run(_plan(rows, block_size))
+
     counter = LiveBytes()
     try:
         with counter:
             # What is there before a step, weights and pool, is counted as it is first seen.
             for rows in ([(2, 2)], [(1, 2), (2, 2)]):
-                runner.run(_plan(rows, block_size))
+                run(rows)
             before = counter.peak = counter.live
-            runner.run(_plan(_largest(limits, shape), block_size))
+            run(_largest(limits, shape))
     finally:
         kv.close()
     return counter.peak - before

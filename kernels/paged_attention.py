@@ -7,16 +7,44 @@ whose keys and values lie in the blocks of its block table. Row r of the sequenc
     out[r] = softmax(q[r] K^T / sqrt(head_dim)) V      per query head, K and V shared by a group of query heads
 
 The pool is `[blocks, kv_heads, layers, 2, block_size, head_dim]`. What depends only on the step's shape (which rows to
-gather, the causal masks) is planned once per step and reused by every layer. Each sequence is attended to on its own,
-at its exact length: its result depends on nothing else in the batch, and stale rows past its end are never read.
-Source: PagedAttention (Kwon et al. 2023, section 4); specification in `kernels.reference`.
+gather, the masks) is planned once per step and reused by every layer. No sequence's result depends on another's, and
+stale rows past a sequence's end are never used. Source: PagedAttention (Kwon et al. 2023, section 4); specification in
+`kernels.reference`.
+
+**Stable** plans give each query row bits that depend on its own prefix alone, however its prompt was cut into chunks.
+The library's kernel walks the keys in tiles of 512, and its products, given four rows or a multiple, add a tile's keys
+in an order that depends on the tile's width only: one order for every width up to 192 and from 384 on, since masked
+keys add exactly nothing there. So the last tile is widened to such a width with masked zero keys, and query rows are
+padded to a multiple of four. `engine.determinism` checks on each machine that this holds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+ROW_MULTIPLE = 4
+KEY_TILE = 512
+LANES = 16
+NARROW, WIDE = 192, 384
+"""Widths of a last tile between these two are added up in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Sequences that one call attends to: either one with many rows, or all decoding ones of the same width.
+
+    `rows`: int64 `[sequences * count]` query rows. `mask`: additive, `[sequences, 1, 1 or rows of a group, width]`, or
+    None where every row sees all."""
+
+    rows: Tensor
+    sequences: int
+    count: int
+    width: int
+    blocks: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,38 +52,84 @@ class AttentionPlan:
     """Where each sequence's KV lies. Valid for every layer of one step over one pool.
 
     `gather`: flat row numbers of layer 0 in the pool seen as `[blocks * kv_heads * layers * 2, block_size * head_dim]`,
-    sequence after sequence, each ordered `[2, kv_heads, its blocks]`. `spans`: (first query row, query rows, context
-    tokens, blocks) per sequence. `masks`: additive, `[group * count, context]`, or None where every row sees all.
+    sequence after sequence, each ordered `[2, kv_heads, its blocks]`. `stale`: rows of what is gathered, seen as
+    `[-1, head_dim]`, that lie past a sequence's end and must be zero.
     """
 
     gather: Tensor
-    spans: tuple[tuple[int, int, int, int], ...]
-    masks: tuple[Tensor | None, ...]
+    stale: Tensor
+    parts: tuple[_Part, ...]
+    row_multiple: int
+
+
+def stable_width(context: int) -> int:
+    """How many keys a stable plan computes with for a context of so many tokens."""
+    rest = context % KEY_TILE
+    lanes = -(-rest // LANES) * LANES
+    return context - rest + (lanes if lanes <= NARROW else max(lanes, WIDE))
 
 
 def plan_attention(
-    query_counts: list[int], context_lens: list[int], block_tables: list[Tensor], pool: Tensor, heads: int
+    query_counts: list[int],
+    context_lens: list[int],
+    block_tables: list[Tensor],
+    pool: Tensor,
+    heads: int,
+    stable: bool = False,
 ) -> AttentionPlan:
     """`block_tables[i]` is int64 `[blocks of i]`, at least ceil(context / block_size) long; `heads` query heads."""
     _, kv_heads, layers, _, block_size, _ = pool.shape
     group = heads // kv_heads
+    starts = [sum(query_counts[:at]) for at in range(len(query_counts))]
+    width_of = stable_width if stable else int
     kv = torch.arange(2).view(2, 1, 1)
     head = torch.arange(kv_heads).view(1, kv_heads, 1) * (layers * 2)
-    pieces, spans, masks = [], [], []
-    start = 0
-    for count, context, table in zip(query_counts, context_lens, block_tables, strict=True):
-        blocks = -(-context // block_size)
-        rows = table[:blocks].view(1, 1, blocks) * (kv_heads * layers * 2) + head + kv
-        pieces.append(rows.reshape(-1))
-        spans.append((start, count, context, blocks))
-        masks.append(_causal_mask(count, context, group, pool.dtype) if count > 1 else None)
-        start += count
-    return AttentionPlan(torch.cat(pieces), tuple(spans), tuple(masks))
+    gathers, stales, parts, offset = [], [], [], 0
+    for members in _together(query_counts, [width_of(context) for context in context_lens]):
+        count, width = query_counts[members[0]], width_of(context_lens[members[0]])
+        blocks = -(-width // block_size)
+        for at in members:
+            table = block_tables[at][: -(-context_lens[at] // block_size)]
+            table = torch.cat([table, table[:1].expand(blocks - len(table))])
+            gathers.append((table * (kv_heads * layers * 2) + head + kv).view(-1))
+            if stable and context_lens[at] < width:
+                slab = torch.arange(2 * kv_heads).view(-1, 1) * (blocks * block_size) + offset
+                stales.append((slab + torch.arange(context_lens[at], width)).view(-1))
+            offset += 2 * kv_heads * blocks * block_size
+        rows = torch.cat([torch.arange(starts[at], starts[at] + count) for at in members])
+        contexts = [context_lens[at] for at in members]
+        mask = _mask(count, contexts, width, group, pool.dtype, ROW_MULTIPLE if stable else 1)
+        parts.append(_Part(rows, len(members), count, width, blocks, mask))
+    stale = torch.cat(stales) if stales else torch.empty(0, dtype=torch.int64)
+    return AttentionPlan(torch.cat(gathers), stale, tuple(parts), ROW_MULTIPLE if stable else 1)
 
 
-def _causal_mask(count: int, context: int, group: int, dtype: torch.dtype) -> Tensor:
-    mask = torch.full((count, context), float("-inf"), dtype=dtype).triu_(context - count + 1)
-    return mask.repeat(group, 1)
+def _together(counts: list[int], widths: list[int]) -> Iterable[list[int]]:
+    """Which sequences one call takes: decoding ones of one width; any other alone."""
+    decoding: dict[int, list[int]] = {}
+    for at, (count, width) in enumerate(zip(counts, widths, strict=True)):
+        if count == 1:
+            decoding.setdefault(width, []).append(at)
+        else:
+            yield [at]
+    yield from decoding.values()
+
+
+def _mask(
+    count: int, contexts: list[int], width: int, group: int, dtype: torch.dtype, multiple: int
+) -> Tensor | None:
+    if count == 1:
+        if all(context == width for context in contexts):
+            return None
+        hidden = torch.arange(width) >= torch.tensor(contexts).view(-1, 1)
+        mask = torch.zeros(len(contexts), width, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return mask.view(len(contexts), 1, 1, width)
+    (context,) = contexts
+    causal = torch.full((count, width), float("-inf"), dtype=dtype).triu_(context - count + 1)
+    rows = causal.repeat(group, 1)
+    if padding := -len(rows) % multiple:
+        rows = torch.cat([rows, rows[-1:].expand(padding, width)])
+    return rows.view(1, 1, -1, width)
 
 
 def paged_attention(q: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, out: Tensor) -> Tensor:
@@ -65,19 +139,23 @@ def paged_attention(q: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, ou
         raise ValueError(f"queries {tuple(q.shape)} do not fit a pool {tuple(pool.shape)}, layer {layer}")
     group = q.shape[1] // kv_heads
     gathered = pool.view(-1, block_size * head_dim).index_select(0, plan.gather + 2 * layer)
+    if len(plan.stale):
+        gathered.view(-1, head_dim).index_fill_(0, plan.stale, 0.0)
     offset = 0
-    for (start, count, context, blocks), mask in zip(plan.spans, plan.masks, strict=True):
-        size = 2 * kv_heads * blocks
-        kv = gathered[offset : offset + size].view(2, 1, kv_heads, blocks * block_size, head_dim)
+    for part in plan.parts:
+        size = part.sequences * 2 * kv_heads * part.blocks
+        kv = gathered[offset : offset + size].view(part.sequences, 2, kv_heads, -1, head_dim)
         offset += size
         # The group's query heads are packed as extra rows, so that each K/V byte is read once per KV head.
-        rows = q[start : start + count].view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        shape = (part.sequences, part.count, kv_heads, group, head_dim)
+        rows = q.index_select(0, part.rows).view(shape).permute(0, 2, 3, 1, 4)
+        rows = rows.reshape(part.sequences, kv_heads, group * part.count, head_dim)
+        if padding := -rows.shape[2] % plan.row_multiple:
+            rows = pad(rows, (0, 0, 0, padding))
         answer = scaled_dot_product_attention(
-            rows.reshape(1, kv_heads, group * count, head_dim),
-            kv[0, :, :, :context],
-            kv[1, :, :, :context],
-            attn_mask=mask,
-        )
-        answer = answer.view(kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
-        out[start : start + count] = answer.reshape(count, -1, head_dim)
+            rows, kv[:, 0, :, : part.width], kv[:, 1, :, : part.width], attn_mask=part.mask
+        )[:, :, : group * part.count]
+        answer = answer.view(part.sequences, kv_heads, group, part.count, head_dim)
+        answer = answer.permute(0, 3, 1, 2, 4).reshape(len(part.rows), -1, head_dim)
+        out.index_copy_(0, part.rows, answer)
     return out

@@ -234,7 +234,8 @@ class Hub:
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request
-        log.info("request %s goes on behind %d tokens", request, len(orphan.tokens))
+        tokens = len(orphan.tokens)
+        log.warning("request %s of an earlier router goes on behind %d tokens", request, tokens)
         sink = self._revive(orphan, now)
         if sink is None:
             self._handle(Left(request))

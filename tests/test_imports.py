@@ -237,7 +237,8 @@ def test_environment_is_read_in_one_place() -> None:
     wrong = [
         f"{relative(path)}:{node.lineno}"
         for path in sources(*OURS)
-        if not matches(path, ("cluster/*.py",))
+        # A benchmark tells its own worker processes where to count; nobody sets it.
+        if not matches(path, ("cluster/*.py", "benchmarks/bed.py", "benchmarks/counting.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]

@@ -81,7 +81,7 @@ def prepare(source: str | None, cache_dir: Path | None = None, dtype: str = "flo
         target = cache / fingerprint
         if _whole(target):
             return target
-        with _locked(cache / f"{fingerprint}.lock"):
+        with locked(cache / f"{fingerprint}.lock"):
             if not _whole(target):
                 _convert(path, dtype, fingerprint, target)
     except OSError as error:
@@ -154,7 +154,8 @@ def _whole(target: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock that a file stands for, against every process of this host."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

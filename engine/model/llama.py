@@ -1,22 +1,26 @@
 """The Llama family's forward pass over paged KV. Everything is passed in; nothing is kept between steps.
 
-Row independence: with 32-bit products over a multiple of four rows, a row's bits do not depend on the other rows (a
-test holds it; below four rows MKL takes other kernels, with other bits). Only the attention backend mixes rows.
+Row independence: with products over a multiple of four rows, a row's bits do not depend on the other rows (fewer rows
+take other kernels, with other bits); `engine.determinism` checks it on each machine. Only attention mixes rows.
 """
 
 import math
+from copy import copy
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from engine.attention import AttentionBackend
 from engine.batch import ForwardBatch
-from engine.kv.paged import TORCH_DTYPES, PagedKV
+from engine.kv.paged import PagedKV
 from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig, ModelError
 from engine.model.families import FAMILIES, layer_key
-from engine.model.weights import WEIGHTS_FILE, WeightIndex
+from engine.model.mapped import map_weights
+from engine.model.packed import packed_weights
+from kernels.linear import linear
 
 
 class _Layer:
@@ -44,7 +48,7 @@ class Llama:
         self.config = config
         self._embedding = weights["embedding"]
         self._norm = weights["norm"]
-        self._head = weights["embedding"] if config.tied else weights["head"]
+        self._head = weights.get("head", self._embedding)
         self._layers = [_Layer(weights, layer) for layer in range(config.layers)]
         self._cos, self._sin = rope_tables(config, self._embedding.dtype)
 
@@ -54,22 +58,22 @@ class Llama:
         return int(self._cos.nbytes + self._sin.nbytes)
 
     @torch.inference_mode()
-    def rows_are_independent(self) -> bool:
-        """Does each product of this model give a row the same bits in a batch of four and of eight, on this machine?"""
-        layer = self._layers[0]
-        generator = torch.Generator().manual_seed(0)
-        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down, self._head):
-            x = torch.randn(8, weight.shape[1], generator=generator).to(weight.dtype)
-            if not torch.equal(linear(x, weight)[:4], linear(x[:4], weight)):
-                return False
-        return True
-
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
         """Logits `[len(batch.logit_rows), vocab]` in float32. `attention` has begun this batch.
 
         Tokens and positions must be in range: the caller has checked them.
         """
+        return self.logits(self.hidden(batch, kv, attention)[batch.logit_rows])
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """float32 `[rows, vocab]` from what the last layer leaves."""
+        wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
+        return linear(wanted, self._head).float()
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
+        """What the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         config = self.config
         eps, shape = config.norm_eps, (config.hidden,)
         rotated = config.heads + config.kv_heads
@@ -89,8 +93,14 @@ class Llama:
             normed = rms_norm(x, shape, layer.mlp_norm, eps)
             gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             x += linear(silu(gate).mul_(up), layer.down, layer.down_bias)
-        wanted = rms_norm(x[batch.logit_rows], shape, self._norm, eps)
-        return linear(wanted, self._head).float()
+        return x
+
+    def first_layer(self) -> "Llama":
+        """A model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
+        short = copy(self)
+        short.config = msgspec.structs.replace(self.config, layers=1)
+        short._layers = self._layers[:1]
+        return short
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`[rows, 1, head_dim]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
@@ -98,29 +108,17 @@ class Llama:
         return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
 
-def load_model(model_dir: Path) -> Llama:
+def load_model(model_dir: Path, packed: bool = True) -> Llama:
     """Map a prepared model's weights and build the model on them: no copy, pages shared by all workers of the host.
+    With `packed`, its matrices are those packed for this processor, made by the first process that needs them.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
         raise ModelError(model_dir, f"unknown family {config.family!r}")
-    return Llama(config, map_weights(model_dir))
-
-
-def map_weights(model_dir: Path) -> dict[str, Tensor]:
-    """Every tensor of a prepared model by name, as views of one private mapping: clean pages, never to be written."""
-    index = WeightIndex.load(model_dir)
-    dtype = TORCH_DTYPES[index.dtype]
-    path = model_dir / WEIGHTS_FILE
-    raw = torch.from_file(str(path), shared=False, size=index.size_bytes, dtype=torch.uint8)
-    tensors = {}
-    for name, entry in index.tensors.items():
-        size = math.prod(entry.shape) * dtype.itemsize
-        piece = raw[entry.offset_bytes : entry.offset_bytes + size]
-        tensors[name] = piece.view(dtype).view(entry.shape)
-    return tensors
+    weights = map_weights(model_dir)
+    return Llama(config, weights | packed_weights(model_dir, weights) if packed else weights)
 
 
 def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

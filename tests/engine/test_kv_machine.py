@@ -14,12 +14,12 @@ from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.radix_cache import Node
 
-BLOCKS, SIZE = 12, 4
+BLOCKS, SIZE = 16, 4
 Slot = tuple[bytes, tuple[int, ...]]
 """Namespace and all tokens up to and with this one."""
 
 names = st.sampled_from([b"", b"tenant"])
-words = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+words = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @dataclass
@@ -123,8 +123,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """A chunk of the prompt, or what a migration brings, or a new token."""
-        request = data.draw(st.sampled_from(self.live))
+        """Some of the batch: for each a chunk of the prompt, or what a migration brings, or a new token."""
+        for request in self.live:
+            if data.draw(st.booleans()):
+                self._step(request, data)
+
+    def _step(self, request: Request, data: st.DataObject) -> None:
         lease = request.lease
         self._reads_its_own(request)
         if request.migrating:
@@ -200,4 +204,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -18,7 +18,8 @@ from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.model.cache import prepare
-from engine.model.llama import Llama, load_model, map_weights
+from engine.model.llama import Llama, load_model
+from engine.model.mapped import map_weights
 
 VOCAB = 320
 BASE: dict[str, Any] = {

@@ -86,7 +86,3 @@ def test_copies_are_made_before_the_rows_run(model: Llama) -> None:
     copies = ((0, other.blocks[0]), (1, other.blocks[1]))
     runner.kv.tensor[other.blocks[1], :, :, :, 3] = float("nan")
     assert runner.run(StepPlan((other,), copies)) == [want]
-
-
-def test_rows_are_independent_on_this_machine(model: Llama) -> None:
-    assert model.rows_are_independent()

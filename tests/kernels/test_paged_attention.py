@@ -5,7 +5,7 @@ import torch
 
 from kernels import reference
 from kernels.kv_write import plan_kv_write, write_kv
-from kernels.paged_attention import paged_attention, plan_attention
+from kernels.paged_attention import paged_attention, plan_attention, stable_width
 
 HEADS = [(4, 4), (3, 1), (9, 3), (8, 2), (16, 2), (6, 1)]
 
@@ -30,12 +30,13 @@ def _case(heads: int, kv_heads: int, block_size: int, spans: list[tuple[int, int
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_equals_the_reference(heads: int, kv_heads: int, block_size: int) -> None:
+@pytest.mark.parametrize("stable", [True, False])
+def test_equals_the_reference(heads: int, kv_heads: int, block_size: int, stable: bool) -> None:
     """Guards head grouping, block order, the causal diagonal and the cut at the last valid row."""
     spans = [(1, 1), (1, 17), (5, 5), (3, 22), (7, 39)]
     q, pool, tables = _case(heads, kv_heads, block_size, spans)
     counts, contexts = [c for c, _ in spans], [n for _, n in spans]
-    plan = plan_attention(counts, contexts, tables, pool, heads)
+    plan = plan_attention(counts, contexts, tables, pool, heads, stable)
     for layer in range(2):
         out = paged_attention(q, pool, layer, plan, torch.zeros_like(q))
         want = reference.paged_attention(q, pool, layer, counts, contexts, tables)
@@ -44,12 +45,13 @@ def test_equals_the_reference(heads: int, kv_heads: int, block_size: int) -> Non
         assert not out[rows:].any(), "padding rows were written"
 
 
-def test_result_is_independent_of_the_rest_of_the_batch() -> None:
+@pytest.mark.parametrize("stable", [True, False])
+def test_result_is_independent_of_the_rest_of_the_batch(stable: bool) -> None:
     """Guards recovery and parity: a sequence's bits must not depend on its neighbours."""
     spans = [(1, 33), (6, 40), (1, 7)]
     q, pool, tables = _case(9, 3, 16, spans)
     together = paged_attention(
-        q, pool, 1, plan_attention([1, 6, 1], [33, 40, 7], tables, pool, 9), torch.zeros_like(q)
+        q, pool, 1, plan_attention([1, 6, 1], [33, 40, 7], tables, pool, 9, stable), torch.zeros_like(q)
     )
     start = 0
     for (count, context), table in zip(spans, tables, strict=True):
@@ -57,11 +59,39 @@ def test_result_is_independent_of_the_rest_of_the_batch() -> None:
             q[start : start + count].clone(),
             pool,
             1,
-            plan_attention([count], [context], [table], pool, 9),
+            plan_attention([count], [context], [table], pool, 9, stable),
             torch.zeros(count, 9, 8),
         )
         assert torch.equal(alone, together[start : start + count])
         start += count
+
+
+def _attend(context: int, cuts: list[int], stable: bool) -> torch.Tensor:
+    """A prompt of `context` tokens, attended to in chunks that end at `cuts`; always the same keys and queries."""
+    q, pool, (table,) = _case(9, 3, 16, [(1, context)], layers=1)
+    q, parts, start = torch.randn(context, 9, 8, generator=torch.Generator().manual_seed(1)), [], 0
+    for cut in cuts:
+        plan = plan_attention([cut - start], [cut], [table], pool, 9, stable)
+        parts.append(paged_attention(q[start:cut], pool, 0, plan, torch.zeros(cut - start, 9, 8)))
+        start = cut
+    return torch.cat(parts)
+
+
+def test_a_stable_plan_gives_a_row_the_same_bits_however_its_prompt_is_cut() -> None:
+    """Guards recovery, which recomputes in chunks what was decoded one by one; the plain plan shows that it matters."""
+    whole = _attend(700, [700], True)
+    singly = list(range(1, 701))
+    for cuts in ([128, 256, 384, 512, 640, 700], [1, 50, 193, 300, 511, 513, 700], singly):
+        assert torch.equal(_attend(700, cuts, True), whole)
+    assert not torch.equal(_attend(700, singly, False), _attend(700, [700], False))
+
+
+@pytest.mark.parametrize(
+    ("context", "width"),
+    [(1, 16), (16, 16), (17, 32), (192, 192), (193, 384), (385, 400), (512, 512), (513, 528), (704, 704), (705, 896)],
+)
+def test_stable_widths(context: int, width: int) -> None:
+    assert stable_width(context) == width
 
 
 def test_physical_block_order_does_not_matter() -> None:

@@ -1,0 +1,122 @@
+"""Workers that count: the real ones, with a stopwatch around every digest and a count of the tokens they compute.
+
+Each process keeps its numbers in `$WORKER_COUNTS/<name>`; see `Counts`. A replaced worker starts again at zero.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import decode_worker.worker
+import prefill_worker.worker
+import transfer.route
+from decode_worker.worker import DecodeWorker
+from engine.runner import Runner
+from engine.step import StepPlan
+from prefill_worker.worker import PrefillWorker
+
+FOLDER = "WORKER_COUNTS"
+FACTORIES = {
+    "prefill": "benchmarks.counting:CountingPrefillWorker",
+    "decode": "benchmarks.counting:CountingDecodeWorker",
+    "router": "router.server:RouterServer",
+}
+TRANSFER_THREAD = "transfer"
+_FORMAT = struct.Struct("<dQQQ")
+
+
+class Counts(msgspec.Struct):
+    """Of one process since it started, or between two looks at it."""
+
+    digest_cpu_s: float = 0.0
+    """CPU time of the threads that made digests, while they did."""
+    digests: int = 0
+    digests_elsewhere: int = 0
+    """Made by any thread but the transfer thread."""
+    computed_tokens: int = 0
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(
+            self.digest_cpu_s - before.digest_cpu_s,
+            self.digests - before.digests,
+            self.digests_elsewhere - before.digests_elsewhere,
+            self.computed_tokens - before.computed_tokens,
+        )
+
+
+def read_counts(folder: Path, name: str) -> Counts:
+    """What the worker `name` has counted so far; all zero before it has started."""
+    path = folder / name
+    raw = path.read_bytes() if path.exists() else b""
+    return Counts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else Counts()
+
+
+class _Ledger:
+    """The numbers of this process. Each is written by one thread."""
+
+    def __init__(self, name: str) -> None:
+        path = Path(os.environ[FOLDER]) / name
+        path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
+        self.counts = Counts()
+
+    def write(self) -> None:
+        counts = self.counts
+        self._memory[:] = _FORMAT.pack(
+            counts.digest_cpu_s, counts.digests, counts.digests_elsewhere, counts.computed_tokens
+        )
+
+
+class _CountingRunner:
+    def __init__(self, inner: Runner, ledger: _Ledger) -> None:
+        self.kv = inner.kv
+        self._inner, self._ledger = inner, ledger
+
+    def run(self, plan: StepPlan) -> list[int]:
+        drawn = self._inner.run(plan)
+        self._ledger.counts.computed_tokens += plan.computed_tokens
+        self._ledger.write()
+        return drawn
+
+
+def _count(name: str, worker_module: Any) -> None:
+    """In a process of its own, where the names it replaces have no other reader."""
+    ledger = _Ledger(name)
+    route: Any = transfer.route
+    digest, open_device = route.block_digest, worker_module.open_device
+
+    def timed(*arguments: Any) -> int:
+        began_s = time.thread_time()
+        found: int = digest(*arguments)
+        ledger.counts.digest_cpu_s += time.thread_time() - began_s
+        ledger.counts.digests += 1
+        ledger.counts.digests_elsewhere += threading.current_thread().name != TRANSFER_THREAD
+        ledger.write()
+        return found
+
+    def opened(*arguments: Any) -> Any:
+        device = open_device(*arguments)
+        return replace(device, runner=_CountingRunner(device.runner, ledger))
+
+    route.block_digest = timed
+    worker_module.open_device = opened
+
+
+class CountingPrefillWorker(PrefillWorker):
+    def __init__(self, name: str, *rest: Any) -> None:
+        _count(name, prefill_worker.worker)
+        super().__init__(name, *rest)
+
+
+class CountingDecodeWorker(DecodeWorker):
+    def __init__(self, name: str, *rest: Any) -> None:
+        _count(name, decode_worker.worker)
+        super().__init__(name, *rest)

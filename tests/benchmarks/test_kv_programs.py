@@ -1,0 +1,139 @@
+"""The programs about KV memory, small: they run, and what they claim holds on a small scale."""
+
+import lzma
+import sys
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from benchmarks import (
+    cache_overhead,
+    eviction,
+    memory_waste,
+    queue_order,
+    radix,
+    traces,
+)
+from benchmarks.compressed_tree import CompressedTree
+from engine.device import Device
+from engine.fake import FakeRunner
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.types import BlockId
+
+ROWS = traces.make(traces.Shape(rows=400), seed=3)
+
+
+def test_a_trace_is_made_from_its_seed() -> None:
+    assert traces.make(traces.Shape(rows=200), 3) == ROWS[:200] != traces.make(traces.Shape(rows=200), 4)
+    assert [row.timestamp for row in ROWS] == sorted(row.timestamp for row in ROWS)
+    assert all(len(row.hash_ids) == -(-row.input_length // 512) for row in ROWS)
+    parents: dict[int, int] = {}
+    for row in ROWS:
+        for parent, block in zip([-1, *row.hash_ids], row.hash_ids, strict=False):
+            assert parents.setdefault(block, parent) == parent, "an id after different content"
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    lines = b"\n".join(map(msgspec.json.encode, ROWS)) + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines))
+    assert traces.read(tmp_path / "a.jsonl") == traces.read(tmp_path / "a.jsonl.xz") == ROWS
+
+
+def test_ideal_reuse_counts_prefixes_only() -> None:
+    """The last block of a prompt counts with the tokens it has."""
+    rows = [traces.Row(0, 1024, 1, [1, 2]), traces.Row(1, 600, 1, [1, 2]), traces.Row(2, 600, 1, [9, 3])]
+    assert traces.ideal(rows) == (2 / 6, 600 / 2224)
+
+
+@pytest.mark.parametrize("capacity", [200, 800])
+def test_the_simulator_s_lru_is_the_engine_s_and_the_optimum_is_above_it(capacity: int) -> None:
+    """Guards a comparison of two different caches: the same order must find the same blocks."""
+    least = eviction.lru(ROWS, capacity)
+    assert eviction.simulate(ROWS, capacity, lambda use: use.tick) == least
+    most = eviction.belady(ROWS, capacity)
+    for policy in eviction.POLICIES.values():
+        assert eviction.simulate(ROWS, capacity, policy) <= most
+    assert 0 < least < most
+
+
+def _best(asked: list[int], cached: frozenset[int], capacity: int) -> int:
+    """Every choice of what to evict, tried."""
+    if not asked:
+        return 0
+    block, rest = asked[0], asked[1:]
+    if block in cached:
+        return 1 + _best(rest, cached, capacity)
+    if len(cached) < capacity:
+        return _best(rest, cached | {block}, capacity)
+    return max(_best(rest, cached - {gone} | {block}, capacity) for gone in cached)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
+    asked = [Random(seed * 100 + at).randrange(5) for at in range(14)]
+    rows = [traces.Row(at, 512, 1, [block]) for at, block in enumerate(asked)]
+    assert eviction.belady(rows, 3) == _best(asked, frozenset(), 3)
+
+
+def test_waste() -> None:
+    mix = memory_waste.Mix()
+    live = {row["slots"]: row["live %"] for row in memory_waste.measure(mix, 16_384, 200, 1)}
+    assert live["blocks of 1"] == 100.0
+    assert float(live["blocks of 16"]) > 96 > float(live["blocks of 128"])
+    assert 10 < float(live["contiguous, context"]) < 40
+    assert round(100 * memory_waste.wasted(8192, [600, 1250, 4000, 128]), 1) == 81.8
+
+
+def test_longest_prefix_first_is_between_first_come_and_the_best() -> None:
+    for row in queue_order.measure(0, cases=2, small=5, large=24):
+        assert row["FCFS %"] <= row["LPF %"] <= 100  # type: ignore[operator]
+        if row["best %"] != "-":
+            assert row["LPF %"] <= row["best %"] <= row["all known %"]  # type: ignore[operator]
+
+
+def test_the_compressed_tree_finds_what_ours_finds() -> None:
+    """The peer is only worth comparing with if it is right, splits included."""
+    tree = CompressedTree(2)
+    sequences = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [1, 2, 9, 9], [5, 6]]
+    for at, sequence in enumerate(sequences):
+        tree.insert(sequence, [BlockId(10 * at + n) for n in range(len(sequence) // 2)])
+    for sequence in sequences:
+        assert tree.match(sequence)[1] == len(sequence) // 2
+    node, blocks = tree.match([1, 2, 3, 4, 7, 9])
+    assert blocks == 2 and node.blocks == [1] and node.parent is not None and node.parent.blocks == [0]
+
+
+def test_radix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Costs per block hardly depend on how many there are. The bound is wide: this machine is busy with other tests."""
+    monkeypatch.setattr(radix, "SIZES", (1000, 4000))
+    monkeypatch.setattr(sys, "argv", ["radix", "--largest", "4000", "--json", str(tmp_path / "radix.json")])
+    radix.main()
+    small, large = msgspec.json.decode((tmp_path / "radix.json").read_bytes())["results"]["ns per block"]
+    for work in ("insert", "match", "evict"):
+        assert large[work] < 4 * small[work]
+
+
+def test_overhead_is_measured_around_the_real_schedulers() -> None:
+    layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
+
+    def device() -> Device:
+        kv = PagedKV(layout, 64)
+        return Device(
+            model="fake",
+            layout=layout,
+            blocks=64,
+            kv=kv,
+            runner=FakeRunner(kv, 257),
+            fingerprint="fake",
+            vocab=257,
+            context_tokens=4096,
+            stop_ids=frozenset({256}),
+        )
+
+    row = cache_overhead.measure(device, (1, 9), 4, batches=1)
+    assert row["calls"] > 8 * 6 and row["steps"] >= 4  # type: ignore[operator]
+    assert 0 < row["us in calls a step"] < 1e5  # type: ignore[operator]

@@ -1,0 +1,62 @@
+"""The order `matched_tokens + λ · waiting_seconds`: its worked example, and how long it can make anybody wait."""
+
+import pytest
+
+from tests.prefill_worker.test_scheduler import Bench, _tokens
+
+CONTEXT_TOKENS = 8192
+"""Of `Bench`."""
+
+
+@pytest.mark.parametrize(("fairness", "first"), [(357.0, "hit"), (358.0, "early")])
+def test_1800_matched_after_a_tenth_of_a_second_against_50_after_five_cross_at_357(
+    fairness: float, first: str
+) -> None:
+    """1800 + 0.1 λ = 50 + 5 λ at λ = 357.1 tokens per second."""
+    bench = Bench(chunk_tokens=64, fairness_tokens_per_s=fairness)
+    long, short = _tokens(1800, 1), _tokens(50, 2)
+    for name, known in (("a", long), ("b", short)):
+        bench.start(name, known)
+        bench.run()
+    begin = bench.now
+    bench.start("early", [*short, *_tokens(400, 3)])
+    bench.now = begin + 4.9
+    bench.start("hit", [*long, *_tokens(400, 4)])
+    bench.now = begin + 5.0
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == [first]
+    assert {row.start for row in plan.rows} == {1800 if first == "hit" else 50}
+
+
+def _overtaken(fairness: float) -> tuple[list[float], int]:
+    """A prompt that nobody knows, and more hits than can be served: by how many seconds later did those arrive that
+    were answered before it, and by how many was it?"""
+    bench = Bench(blocks=4000, chunk_tokens=128, fairness_tokens_per_s=fairness)
+    known = _tokens(480, 1)
+    bench.start("known", known)
+    bench.run()
+    began = bench.now
+    bench.start("old", _tokens(600, 2))
+    arrived = {}
+    for number in range(60):
+        for twin in range(2):
+            name = f"{number}.{twin}"
+            arrived[name] = bench.now - began
+            bench.start(name, [*known, *_tokens(120, 10 + 2 * number + twin)])
+        bench.step()
+    bench.run()
+    before = [at for name, at in arrived.items() if bench.first_at[name] < bench.first_at["old"]]
+    return sorted(before), len(arrived)
+
+
+@pytest.mark.parametrize("fairness", [1000.0, 2000.0, 8000.0])
+def test_nobody_is_overtaken_by_those_who_come_more_than_a_context_later(fairness: float) -> None:
+    """Guards starvation by cache hits. The bound is context / λ seconds."""
+    before, _ = _overtaken(fairness)
+    assert before and before[-1] <= CONTEXT_TOKENS / fairness
+
+
+def test_without_fairness_hits_starve_a_miss() -> None:
+    """The bound above can fail: at λ = 0 every one of the stream goes first."""
+    before, arrived = _overtaken(0.0)
+    assert len(before) == arrived
