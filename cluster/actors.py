@@ -30,6 +30,9 @@ class HostActor:
             return one_line(error)
         return ""
 
+    def leave(self, grace_s: float) -> None:
+        self._host.leave(grace_s)
+
     def stop(self, grace_s: float) -> None:
         if self._hosted is not None:
             self._hosted.stop(grace_s)

@@ -2,7 +2,7 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Stop
+    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Leave, Stop
     child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
@@ -40,6 +40,12 @@ class WhoIsCondemned(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: its process ends by itself, with status 0."""
+
+    grace_s: float
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
@@ -60,7 +66,7 @@ class Condemned(msgspec.Struct, frozen=True, tag=True):
     verdicts: list[Verdict]
 
 
-ToChild = SetWorkers | IsReady | WhoIsCondemned | Stop
+ToChild = SetWorkers | IsReady | WhoIsCondemned | Leave | Stop
 ToParent = Started | Failed | Answer | Condemned
 
 decode_call = msgspec.json.Decoder(ToChild).decode
@@ -119,6 +125,8 @@ class ChildProcess:
             raise RuntimeError("called before it was started")
         if isinstance(call, SetWorkers):
             hosted.set_workers(call.prefill, call.decode)
+        elif isinstance(call, Leave):
+            hosted.leave(call.grace_s)
         elif isinstance(call, WhoIsCondemned):
             self._report(Condemned(hosted.condemned()))
         else:

@@ -25,10 +25,17 @@ from engine.messages import (
     UsePrefill,
 )
 from engine.types import Incarnation, RequestId, RequestRecord
-from prefill_worker import events as prefill_events
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import PrefillScheduler
-from transfer.commands import Connect, Emit, MoverDied
+from transfer.commands import (
+    Connect,
+    Emit,
+    FromReader,
+    MoverDied,
+    ReaderDead,
+    ReaderLost,
+    ReaderUp,
+)
 from transfer.loopback import LoopbackHub, LoopbackTransport
 from transfer.mover import Mover
 from transfer.negotiation import Agreement
@@ -113,7 +120,7 @@ class Colocated:
             agreement = Agreement(device.layout, digest_share)
             self._movers[at].submit(Connect(peer, transports[1 - at].describe(), agreement))
         self._prefill_block_size = prefill.layout.block_size
-        self._engines[0].receive([prefill_events.PeerUp(DECODE, transports[0].reads_remotely)])
+        self._engines[0].receive([ReaderUp(DECODE, transports[0].reads_remotely)])
 
     def submit(self, record: RequestRecord) -> Answer:
         """Hand a request in; a refused one is offered again whenever something ends."""
@@ -125,7 +132,7 @@ class Colocated:
     def lose_prefill(self) -> None:
         """As if the prefill worker's process had ended: nothing that it says is heard any more, and all is let go."""
         self._engines[1].receive([decode_events.PeerDown(ADDRESS, PREFILL, "lost")])
-        self._engines[0].receive([prefill_events.PeerLost(DECODE), prefill_events.PeerDead(DECODE)])
+        self._engines[0].receive([ReaderLost(DECODE), ReaderDead(DECODE)])
         self._to_prefill.clear()
         self._to_decode = [e for e in self._to_decode if isinstance(e, decode_events.FromRouter)]
         self._prefill_is_lost = True
@@ -174,7 +181,7 @@ class Colocated:
                     case Emit(_, record) if at == 0:
                         self._to_decode.append(decode_events.FromPeer(PREFILL, record))  # type: ignore[arg-type]
                     case Emit(_, record):
-                        self._to_prefill.append(prefill_events.FromPeer(DECODE, record))  # type: ignore[arg-type]
+                        self._to_prefill.append(FromReader(DECODE, record))  # type: ignore[arg-type]
                     case ConnectPeer(address) if self._prefill_is_lost:
                         down = decode_events.PeerDown(address, None, "lost")
                         self._to_decode.append(down)

@@ -33,6 +33,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 180.0
     stop_grace_s: float = 5.0
     """How long running requests may take to end before their process is killed."""
+    leave_grace_s: float = 60.0
+    """How long a worker that is to leave the running cluster may take to finish, or to hand over, what it has."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_json: bool = False
     restart: RestartConfig = RestartConfig()

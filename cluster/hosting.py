@@ -53,8 +53,12 @@ class Hosted:
     def condemned(self) -> list[Verdict]:
         return list(self._router("condemned").condemned())
 
+    def leave(self, grace_s: float) -> None:
+        """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""
+        self._server.leave(grace_s)
+
     def wait(self) -> None:
-        """Block until stopped. Raises if the engine died."""
+        """Block until stopped, or left. Raises if the engine died."""
         self._server.wait()
 
     def stop(self, grace_s: float) -> None:

@@ -7,6 +7,7 @@ cluster with the reason.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, Laun
 from cluster.supervisor import (
     Accused,
     Announce,
+    AskToLeave,
     Command,
     Discard,
     Ended,
@@ -28,6 +30,7 @@ from cluster.supervisor import (
     GiveUp,
     Kill,
     Launch,
+    Leave,
     State,
     Supervisor,
     Tick,
@@ -129,6 +132,8 @@ class Cluster:
         self._specs: dict[str, ChildSpec] = {}
         self._supervisor: Supervisor | None = None
         self._opened = False
+        self._orders: queue.SimpleQueue[tuple[Leave, threading.Event]] = queue.SimpleQueue()
+        self._awaited: list[threading.Event] = []
 
     @property
     def workers(self) -> dict[str, ChildReady]:
@@ -195,6 +200,26 @@ class Cluster:
             with shielded():
                 for event in self._news(supervisor):
                     self._carry_out(supervisor.handle(event, time.monotonic()))
+                if supervisor.is_steady:
+                    while self._awaited:
+                        self._awaited.pop().set()
+
+    def roll(self, timeout_s: float | None = None) -> None:
+        """Replace every worker, one after the other, while the cluster serves; requests are finished or moved. Blocks
+        while another thread watches. Raises LaunchError if that takes over `timeout_s`."""
+        self._order(tuple(self.workers), again=True, timeout_s=timeout_s)
+
+    def drain(self, name: str, timeout_s: float | None = None) -> None:
+        """Take one worker away for good, as `roll` does. Raises LaunchError also where there is none of that name."""
+        if name not in self.workers:
+            raise LaunchError(f"there is no worker {name}")
+        self._order((name,), again=False, timeout_s=timeout_s)
+
+    def _order(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
+        done = threading.Event()
+        self._orders.put((Leave(names, self._config.leave_grace_s, again), done))
+        if not done.wait(timeout_s):
+            raise LaunchError(f"{', '.join(names)}: not left in {timeout_s:.0f} s")
 
     def stop(self) -> None:
         """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
@@ -240,8 +265,12 @@ class Cluster:
                 raise LaunchError(f"{name}: {reason}")
 
     def _news(self, supervisor: Supervisor) -> list[Event]:
-        """What has happened to the processes since the last look."""
+        """What has been ordered, and has happened to the processes, since the last look."""
         news: list[Event] = []
+        while not self._orders.empty():
+            order, done = self._orders.get()
+            news.append(order)
+            self._awaited.append(done)
         for name, child in list(self._children.items()):
             why = child.failure()
             if why is None and supervisor.state(name) is State.STARTING:
@@ -254,7 +283,7 @@ class Cluster:
                         self._ready = {**self._ready, name: up}
                         news.append(Up(up))
             if why is not None:
-                news.append(Ended(name, why))
+                news.append(Ended(name, why, child.left()))
             elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
                 news += [Accused(v.name, v.incarnation, v.why) for v in child.condemned()]
         return [*news, Tick()]
@@ -264,9 +293,14 @@ class Cluster:
         for command in commands:
             match command:
                 case Discard(name):
-                    log.warning("%s is gone and will be replaced", name)
+                    log.warning("%s is gone", name)
                     if name in self._children:
                         self._children.pop(name).stop(0.0)
+                    if self._supervisor is not None and name not in self._supervisor:
+                        self._ready = {n: up for n, up in self._ready.items() if n != name}
+                case AskToLeave(name, grace_s):
+                    log.info("%s is asked to leave", name)
+                    self._ask_to_leave(name, grace_s)
                 case Kill(name, why):
                     log.error("%s is killed: %s", name, why)
                     self._children[name].kill()
@@ -282,6 +316,12 @@ class Cluster:
             self._children[name] = self._launcher.launch(_again(self._specs[name], self._ready[name]))
         except LaunchError as error:
             self._has_ended(name, error)
+
+    def _ask_to_leave(self, name: str, grace_s: float) -> None:
+        try:
+            self._children[name].leave(grace_s)
+        except LaunchError as error:  # it has died; that it has is seen by the next look
+            log.info("%s: %s", name, error)
 
     def _tell_router(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """One that cannot be told is as good as dead."""

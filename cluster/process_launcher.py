@@ -13,6 +13,7 @@ from cluster.child import (
     Condemned,
     Failed,
     IsReady,
+    Leave,
     SetWorkers,
     Started,
     Stop,
@@ -75,6 +76,12 @@ class ProcessChild:
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         return f"ended with status {status}"
+
+    def left(self) -> bool:
+        return self._process.poll() == 0 and not self._failed
+
+    def leave(self, grace_s: float) -> None:
+        self._call(Leave(grace_s))
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._call(SetWorkers(prefill, decode))

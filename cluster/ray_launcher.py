@@ -69,15 +69,27 @@ class RayChild:
         return ready
 
     def failure(self) -> str | None:
+        why = self._end()
+        return "ended" if why == "" else why
+
+    def left(self) -> bool:
+        return self._end() == ""
+
+    def _end(self) -> str | None:
+        """Why it failed, nothing where it ended well, None while it runs."""
         if self._wait is None:
             return None
         done, _ = self._ray.wait([self._wait], timeout=0)
         if not done:
             return None
         try:
-            return self._ray.get(self._wait) or "ended"
+            why: str = self._ray.get(self._wait)
         except self._ray.exceptions.RayError as error:
             return _cause(error)
+        return why
+
+    def leave(self, grace_s: float) -> None:
+        self._get(self._actor.leave.remote(grace_s), ANSWER_TIMEOUT_S, "answer")
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._get(self._actor.set_workers.remote(prefill, decode), ANSWER_TIMEOUT_S, "answer")

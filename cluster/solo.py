@@ -11,7 +11,9 @@ from cluster.spec import LaunchError, child_environment
 
 
 def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
-    """Serve until interrupted. Raises LaunchError when the worker cannot start or its engine dies."""
+    """Serve until interrupted, then leave: what runs is finished, or moved, for up to `stop_grace_s`.
+
+    Raises LaunchError when the worker cannot start or its engine dies."""
     model_dir = prepare_model(config)
     spec = next(spec for spec in specs(config, model_dir) if spec.kind == role)
     spec = msgspec.structs.replace(spec, name=name, port=port)
@@ -26,7 +28,12 @@ def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
     try:
         up = hosted.start()
         print(f"{name} is ready: gRPC {up.address}\nCtrl-C stops it.", flush=True)
-        hosted.wait()
+        try:
+            hosted.wait()
+        except Interrupted:
+            print("leaving", flush=True)
+            hosted.leave(config.stop_grace_s)
+            hosted.wait()
     except Interrupted:
         print("stopping", flush=True)
     except Exception as error:

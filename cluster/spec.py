@@ -65,6 +65,12 @@ class Child(Protocol):
     def failure(self) -> str | None:
         """Why it ended, or None while it runs. Never blocks."""
 
+    def left(self) -> bool:
+        """Worker only: whether it has ended because it was asked to leave. Never blocks."""
+
+    def leave(self, grace_s: float) -> None:
+        """Worker only: ask it to take no new work and to end by itself, within `grace_s` seconds."""
+
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Router only: the workers to use from now on."""
 

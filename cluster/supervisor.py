@@ -4,14 +4,18 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
 
     STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
     STARTING --Ended, or too slow--> PAUSING
+    UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`--> the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
-then has died like any other. The router hears of a death before the replacement exists: the dead worker's port may soon
-be somebody else's. A router that is up again is told all workers: what it was told before died with it.
+then has died like any other. Workers leave one at a time, and only while all others are up; who has left as it was
+asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
+old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with
+it.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -44,10 +48,20 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process has ended, or could not start."""
+    """A process has ended, or could not start. `left`: because it was asked to."""
 
     name: str
     why: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
+
+    names: tuple[str, ...]
+    grace_s: float
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +78,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Accused | Tick
+Event = Up | Ended | Accused | Leave | Tick
 
 
 # commands
@@ -93,6 +107,14 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Tell this worker; answered by Ended."""
+
+    name: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Tell the router that these are all its workers."""
 
@@ -107,25 +129,30 @@ class GiveUp:
     reason: str
 
 
-Command = Discard | Kill | Launch | Announce | GiveUp
+Command = Discard | Kill | Launch | AskToLeave | Announce | GiveUp
+
+LEAVE_MARGIN_S = 5.0
+"""How much longer than its grace a leaving worker's process may live."""
 
 
 class State(StrEnum):
     STARTING = "starting"
     UP = "up"
+    LEAVING = "leaving"
     PAUSING = "pausing"
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up. `accused`: why the
-    life that is up is being killed."""
+    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
+    whether it is replaced once it has left. `accused`: why the life that is up is being killed."""
 
     kind: str
     address: PeerAddress
     incarnation: Incarnation
     state: State = State.UP
     due_s: float = 0.0
+    again: bool = True
     accused: str = ""
     deaths: list[float] = field(default_factory=list)
 
@@ -133,7 +160,7 @@ class _Slot:
 class Supervisor:
     """Keeps the pools at their sizes, and one router before them.
 
-    Mutable state: the slots. Owner: the thread that watches the cluster."""
+    Mutable state: the slots, and who is still to leave. Owner: the thread that watches the cluster."""
 
     def __init__(
         self,
@@ -148,19 +175,31 @@ class Supervisor:
             name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
+        self._to_leave: deque[tuple[str, float, bool]] = deque()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event in; returns what is to be done, in order."""
         match event:
             case Up(ready):
                 return self._up(ready)
-            case Ended(name, why):
-                return self._ended(name, why, now)
+            case Ended(name, why, left):
+                return self._ended(name, why, now, left)
+            case Leave(names, grace_s, again):
+                self._to_leave.extend((name, grace_s, again) for name in names)
+                return []
             case Accused():
                 return self._accused(event)
             case Tick():
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
+
+    @property
+    def is_steady(self) -> bool:
+        """Every worker is up, and none is to leave."""
+        return not self._to_leave and all(s.state is State.UP for s in self._slots.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
 
     def state(self, name: str) -> State:
         return self._slots[name].state
@@ -180,18 +219,21 @@ class Supervisor:
     def _accused(self, event: Accused) -> list[Command]:
         """Kill the life that is meant, once, and no newer one."""
         slot = self._slots.get(event.name)
-        if slot is None or slot.state is not State.UP or slot.incarnation != event.incarnation:
+        alive = (State.UP, State.LEAVING)
+        if slot is None or slot.state not in alive or slot.incarnation != event.incarnation:
             return []
         if slot.accused:
             return []
         slot.accused = event.why
         return [Kill(event.name, event.why)]
 
-    def _ended(self, name: str, why: str, now: float) -> list[Command]:
+    def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
         slot = self._slots.get(name)
         if slot is None or slot.state is State.PAUSING:
             return []
-        was_up = slot.state is State.UP
+        if slot.state is State.LEAVING and (left or not slot.again):
+            return self._left(name, slot)
+        was_up = slot.state in (State.UP, State.LEAVING)
         if was_up and slot.accused:
             why = f"{why} ({slot.accused})"
         config = self._config
@@ -204,13 +246,33 @@ class Supervisor:
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *(self._tell() if was_up else [])]
 
+    def _left(self, name: str, slot: _Slot) -> list[Command]:
+        """That is no death. The replacement is started by the next tick."""
+        if slot.again:
+            slot.state, slot.due_s = State.PAUSING, float("-inf")
+        else:
+            del self._slots[name]
+        return [Discard(name), *self._tell()]
+
+    def _next_to_leave(self, now: float) -> list[Command]:
+        while self._to_leave and all(slot.state is State.UP for slot in self._slots.values()):
+            name, grace_s, again = self._to_leave.popleft()
+            slot = self._slots.get(name)
+            if slot is not None:
+                slot.state, slot.due_s = State.LEAVING, now + grace_s + LEAVE_MARGIN_S
+                slot.again = again
+                return [AskToLeave(name, grace_s)]
+        return []
+
     def _tick(self, now: float) -> list[Command]:
-        commands: list[Command] = []
-        for name, slot in self._slots.items():
+        commands = self._next_to_leave(now)
+        for name, slot in list(self._slots.items()):
             if slot.state is State.UP or now < slot.due_s:
                 continue
             if slot.state is State.STARTING:
                 commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
+            elif slot.state is State.LEAVING:
+                commands += self._ended(name, "did not end when it was to leave", now)
             else:
                 slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
@@ -222,11 +284,12 @@ class Supervisor:
         return [self.announcement()] if all(s.state is State.UP for s in routers) else []
 
     def announcement(self) -> Announce:
-        """The workers that are up."""
+        """The workers that can be reached; who is leaving still has requests to finish."""
 
         def up(kind: str) -> tuple[PeerAddress, ...]:
             slots = self._slots.values()
-            return tuple(s.address for s in slots if s.kind == kind and s.state is State.UP)
+            reached = (State.UP, State.LEAVING)
+            return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
 
         return Announce(up("prefill"), up("decode"))
 
@@ -235,3 +298,4 @@ class Supervisor:
         for slot in self._slots.values():
             assert len(slot.deaths) <= self._config.limit + 1
             assert slot.deaths == sorted(slot.deaths)
+        assert sum(slot.state is State.LEAVING for slot in self._slots.values()) <= 1

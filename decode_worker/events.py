@@ -30,7 +30,7 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A prefill worker answered and its memory can be reached. `block_size` is that of its blocks, in tokens."""
+    """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens."""
 
     peer: Incarnation
     address: PeerAddress
@@ -40,7 +40,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """A prefill worker cannot be reached, or is lost. `peer` is None where it was never up."""
+    """A worker to read from cannot be reached, or is lost. `peer` is None where it was never up."""
 
     address: PeerAddress
     peer: Incarnation | None
@@ -49,7 +49,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """A prefill worker said something."""
+    """A worker to read from said something."""
 
     peer: Incarnation
     message: Offer | FirstToken | PrefillFailed
@@ -65,6 +65,6 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """Command: reach this prefill worker; answered by PeerUp or PeerDown."""
+    """Command: reach this worker, to read from it; answered by PeerUp or PeerDown."""
 
     address: PeerAddress

@@ -55,6 +55,12 @@ class Orphans:
         """Ended requests that are remembered."""
         return len(self._ended)
 
+    @property
+    def is_untold(self) -> bool:
+        """Whether ended requests are remembered for a router that is yet to come."""
+        attached = set(self._routers.values())
+        return any(one.request.router not in attached for one in self._ended.values())
+
     def joined(self, link: int, router: Incarnation) -> None:
         """A router has said who it is."""
         self._routers[link] = router

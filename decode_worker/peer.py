@@ -1,4 +1,5 @@
-"""The decode worker's streams to prefill workers: one per peer, opened when a placement first names it.
+"""The decode worker's streams to those it reads from: one per peer, opened when a placement first names it. A peer is a
+prefill worker, or another decode worker that yields its requests.
 
 A stream begins with a hello in either direction. A peer that does not fit (`transfer.negotiation`) is refused at once
 and by name; otherwise its memory is made known to the transfer thread and the peer is up.
@@ -26,10 +27,9 @@ from engine.types import Incarnation
 from transfer.commands import Connect
 from transfer.negotiation import Agreement, NegotiationError, check_whole, negotiate
 from transfer.rpc import RpcLoop, Send
+from transfer.serving import METHOD
 
 log = logging.getLogger(__name__)
-
-METHOD = "/headrace.v1.PrefillWorker/Attach"
 
 REDIAL_S = 0.5
 MAX_REDIALS = 60
@@ -40,7 +40,7 @@ Event = PeerUp | PeerDown | FromPeer
 
 @dataclass(frozen=True, slots=True)
 class PeerFrame:
-    """Bytes from a prefill worker."""
+    """Bytes from a worker to read from."""
 
     link: "PeerLink"
     data: bytes
@@ -53,7 +53,7 @@ class PeerGone:
 
 
 class PeerLink:
-    """One stream to one prefill worker; `incarnation` is known once its hello has come. Identity is by object."""
+    """One stream to one worker to read from; `incarnation` is known once its hello has come. Identity is by object."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PeerLink:
 
 
 class Peers:
-    """All streams to prefill workers. Owner: the engine thread."""
+    """All streams to workers to read from. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Peers:
         try:
             agreement = fit(self._hello, hello)
         except NegotiationError as error:
-            log.error("prefill worker %s is refused: %s", link.address.name, error)
+            log.error("worker %s is refused: %s", link.address.name, error)
             link.send(None)
             return [PeerDown(link.address, None, str(error))]
         link.incarnation = hello.info.incarnation
@@ -178,6 +178,11 @@ class Peers:
                 self._lost[address] = tries + 1
                 self.connect(address)
 
+    def close(self) -> None:
+        """End every stream, behind what was said on it."""
+        for link in self._links.values():
+            link.send(None)
+
     def drop(self, peer: Incarnation, why: str) -> list[Event]:
         """Its memory cannot be reached: as good as gone."""
         link = self._links.pop(peer, None)
@@ -188,9 +193,7 @@ class Peers:
 
 
 def fit(mine: Hello, theirs: Hello) -> Agreement:
-    """How blocks come from a prefill worker to this one. Raises NegotiationError if they cannot."""
-    if theirs.info.role != "prefill":
-        raise NegotiationError(f"it is a {theirs.info.role} worker")
+    """How blocks come from another worker to this one. Raises NegotiationError if they cannot."""
     agreement = negotiate(mine, theirs)
     check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:

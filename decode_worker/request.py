@@ -23,6 +23,8 @@ class State(StrEnum):
     """Prefilled here, in chunks."""
     READY = "ready"
     RUNNING = "running"
+    DEPARTED = "departed"
+    """Yielded: it goes on elsewhere, from the KV that is kept here (`decode_worker.departures`)."""
     ENDING = "ending"
 
 
@@ -51,6 +53,8 @@ class Request:
     """Every block of `tokens` (but the newest one's) is here."""
     elsewhere: bool = False
     abandoned: bool = False
+    yielding: bool = False
+    """The router wants to place it elsewhere, as soon as all of its KV is here."""
     known: int = 0
     """Tokens whose KV is in the blocks, once `arrived`, or so far when prefilled here."""
     losses: int = 0

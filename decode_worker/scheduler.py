@@ -4,6 +4,7 @@
     a lost or useless prefill worker: --> ASKING --the router names another--> handoff
                                                  --none is left--> LOCAL --last chunk--> READY
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
+    a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
 
 A request is taken only with a lease for its whole prompt and the promise of room to grow to `max_tokens`; otherwise the
 answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.config import DecodeConfig
+from decode_worker.departures import Departure, Departures
 from decode_worker.events import (
     ConnectPeer,
     FromPeer,
@@ -50,10 +52,13 @@ from engine.messages import (
     Place,
     PrefillFailed,
     Refused,
+    Release,
     RequestStats,
     RouterHello,
     Tokens,
     UsePrefill,
+    Yield,
+    Yielded,
 )
 from engine.plan import StageClock, banned_tokens, check_record, finish_reason, share_budget
 from engine.step import Row, StepPlan
@@ -66,17 +71,30 @@ from engine.types import (
     TooLongError,
 )
 from transfer.commands import Command as TransferCommand
-from transfer.commands import Received
+from transfer.commands import (
+    FromReader,
+    Leave,
+    Posted,
+    ReaderDead,
+    ReaderEvent,
+    ReaderLost,
+    ReaderUp,
+    Received,
+    Sent,
+)
 from transfer.receiver import KVReceiver
+from transfer.sender import KVSender
 
-Event = FromRouter | RouterLost | PeerUp | PeerDown | FromPeer | Received
+OfSource = PeerUp | PeerDown | FromPeer | Received
+OfReader = ReaderEvent | Posted | Sent
+Event = FromRouter | RouterLost | OfSource | OfReader | Leave
 Command = TransferCommand | Tell | ConnectPeer
 
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, and what `kv`,
-    `handoffs` and `orphans` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and
+    what `kv`, `handoffs`, `departures` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -89,7 +107,9 @@ class DecodeScheduler:
     stop_ids: frozenset[int]
     block_bytes: int
     handoffs: Handoffs = field(init=False)
+    departures: Departures = field(init=False)
     orphans: Orphans = field(init=False)
+    leaving: bool = False
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed here."""
@@ -102,7 +122,18 @@ class DecodeScheduler:
 
     def __post_init__(self) -> None:
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
+        self.departures = Departures(self.kv, self.fingerprint)
         self.orphans = Orphans(self.config.orphan_s)
+
+    @property
+    def sender(self) -> KVSender:
+        return self.departures.sender
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody, nobody reads or is read from, and no router is to be told of an end."""
+        held = self._requests or len(self.handoffs) or len(self.departures)
+        return not (held or self.orphans.is_untold)
 
     @property
     def running_requests(self) -> int:
@@ -131,6 +162,14 @@ class DecodeScheduler:
                 return self._cancel(link, message, now)
             case FromRouter(_, Finish(name, placement, kept)):
                 return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
+            case FromRouter(_, Yield(name, placement)):
+                request = self._requests.get(name)
+                if request is not None and request.placement == placement:
+                    request.yielding = self.leaving
+                return []
+            case FromRouter(_, Release(name, placement)):
+                self.departures.release(name, placement, now)
+                return []
             case FromRouter(link, RouterHello(router)):
                 return self._router_joined(link, router, now)
             case FromPeer(_, FirstToken() as message):
@@ -145,12 +184,18 @@ class DecodeScheduler:
                 return self._settle(self.handoffs.peer_up(event, now), now)
             case PeerDown():
                 return self._settle(self.handoffs.peer_down(event, now), now)
+            case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
+                return [*self.departures.handle(event, now)]
+            case Leave():
+                self.leaving = True
+                return []
             case RouterLost(link):
                 return self._router_lost(link, now)
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
+        self.departures.tick(now)
         self.orphans.tick(now)
         late = [r for r in self._requests.values() if now >= r.deadline]
         commands = self._end_all(late, FinishReason.DEADLINE, now)
@@ -167,6 +212,8 @@ class DecodeScheduler:
         over = [r for r in lost if not r.record.context]
         commands = self._end_all(over, FinishReason.CANCELLED, now)
         self._orphan([r for r in lost if r.record.context], now)
+        for departure in self.departures.router_lost(link, now):
+            commands += self._take_back(departure, now)
         return commands if heir == NOBODY else commands + self._hand_over(heir, now)
 
     def _router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
@@ -183,6 +230,17 @@ class DecodeScheduler:
             self.orphans.leave(request, now)
             if request.state is State.ASKING:
                 self._prefill_here(request, now)
+
+    def _take_back(self, departure: Departure, now: float) -> list[Command]:
+        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
+        request = departure.request
+        self._requests[request.record.request] = request
+        self.orphans.leave(request, now)
+        request.yielding = False
+        request.clock.resume("decode_queue", now)
+        request.state = State.READY
+        self._ready.append(request)
+        return [] if departure.token is None else self._drawn(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
         """The router on `link` gets what belonged to routers that are gone."""
@@ -222,7 +280,7 @@ class DecodeScheduler:
             )
             return [*commands, Tell(link, ended)]
         lease = None
-        if len(self.handoffs) < self.config.max_handoffs:
+        if not self.leaving and len(self.handoffs) < self.config.max_handoffs:
             lease = self._acquire(record)
         if lease is None:
             refused = Refused(name, message.placement, self._blocks_wanted(record))
@@ -301,11 +359,8 @@ class DecodeScheduler:
             request.prefill_cached_tokens = message.cached_tokens
         if request.arrived:
             request.known = len(request.tokens)
-        commands = self._emit(request, message.token)
-        reason = finish_reason(request.record, request.output_tokens, message.token, self.stop_ids)
-        if reason is not None:
-            return commands + self._end(request, reason, now)
-        if request.arrived:
+        commands = self._drawn(request, message.token, now)
+        if request.arrived and request.state is not State.ENDING:
             self._admit(request, now)
         return commands
 
@@ -388,6 +443,7 @@ class DecodeScheduler:
     def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
         """Always answered: a router waits for the word that its request holds nothing here any more."""
         name, placement, reason = message.request, message.placement, message.reason
+        self.departures.release(name, placement, now)
         known = self._requests.get(name)
         if known is not None and known.placement == placement:
             return self._end(known, reason, now)
@@ -450,6 +506,8 @@ class DecodeScheduler:
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
         nothing to compute), and commands to carry out."""
+        yielding = [r for line in (self._running, self._ready) for r in line if r.yielding]
+        commands = [self._depart(request, now) for request in yielding]
         while self._ready and len(self._running) < self.config.max_batch:
             request = self._ready.pop(0)
             request.state = State.RUNNING
@@ -460,6 +518,9 @@ class DecodeScheduler:
         for request in self._running:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
+        for request in self.departures.incomplete:
+            self.kv.extend(request.lease, len(request.tokens))
+            rows.append(self._row(request, len(request.tokens)))
         missing = [len(request.tokens) - request.known for request in self._local]
         for request, share in zip(
             list(self._local), share_budget(missing, self.config.local_chunk_tokens), strict=True
@@ -467,9 +528,20 @@ class DecodeScheduler:
             if share:
                 rows.append(self._row(request, request.known + share))
         if not rows:
-            return None, []
+            return None, commands
         self._steps += 1
-        return StepPlan(tuple(rows), (), self._steps), []
+        return StepPlan(tuple(rows), (), self._steps), commands
+
+    def _depart(self, request: Request, now: float) -> Command:
+        """Out of the batch: all KV but the newest token's is here, for whoever goes on."""
+        name = request.record.request
+        del self._requests[name]
+        (self._running if request.state is State.RUNNING else self._ready).remove(request)
+        request.state = State.DEPARTED
+        self.departures.add(request)
+        stats = request.stats(now, self.name, self.block_bytes, None)
+        yielded = Yielded(request=name, placement=request.placement, stats=stats)
+        return Tell(request.link, yielded)
 
     def _row(self, request: Request, end: int) -> Row:
         self._stepping.append(request)
@@ -495,27 +567,31 @@ class DecodeScheduler:
             if not row.draw:
                 continue
             token = next(tokens)
-            commands += self._emit(request, token)
-            reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
-            if reason is not None:
-                commands += self._end(request, reason, now)
-            elif request.state is State.LOCAL:
+            if request.state is State.DEPARTED:
+                commands += self.departures.complete(request, token, now)
+                continue
+            commands += self._drawn(request, token, now)
+            if request.state is State.LOCAL:
                 self._local.remove(request)
                 self._admit(request, now)
         self._stepping = []
         return commands
 
-    def _emit(self, request: Request, token: int) -> list[Command]:
+    def _drawn(self, request: Request, token: int, now: float) -> list[Command]:
+        """The next token of a request is known: send it on, and end what is over."""
         index = request.output_tokens
         request.tokens.append(token)
         self.generated_tokens += 1
         record = Tokens(request.record.request, request.placement, index, [token])
-        return [Tell(request.link, record)]
+        told: list[Command] = [Tell(request.link, record)]
+        reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
+        return told if reason is None else told + self._end(request, reason, now)
 
     def check(self) -> None:
         """Recompute the invariants."""
         self.kv.check()
         self.handoffs.check()
+        self.departures.check()
         self.orphans.check()
         lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
         for state, line in lines.items():
@@ -529,5 +605,6 @@ class DecodeScheduler:
     def __repr__(self) -> str:
         return (
             f"DecodeScheduler({len(self._running)} running, {len(self._ready)} ready, "
-            f"{len(self._local)} local, {len(self.handoffs)} handoffs, {self.kv!r})"
+            f"{len(self._local)} local, {len(self.handoffs)} handoffs, "
+            f"{len(self.departures)} departures, {self.kv!r})"
         )

@@ -1,12 +1,13 @@
-"""The decode worker's gRPC side: router streams in, items for the engine's inbox out. No work per record."""
+"""The decode worker's gRPC side: streams in, items for the engine's inbox out. No work per record."""
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transfer import serving
 from transfer.rpc import RpcLoop, Send
 
-SERVICE = "headrace.v1.DecodeWorker"
+ATTACH = "/headrace.v1.DecodeWorker/Attach"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class RouterGone:
     why: str
 
 
-Item = RouterUp | RouterFrame | RouterGone
+Item = RouterUp | RouterFrame | RouterGone | serving.FrameIn | serving.LinkLost
 
 
 class _Session:
@@ -43,7 +44,8 @@ class _Session:
 
 
 def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> int:
-    """Serve `Attach` (routers); returns the port. Each stream gets a number of its own."""
+    """Serve `Attach` (routers) and readers (other decode workers); returns the port. Each router's stream gets a
+    number of its own."""
     numbers = itertools.count(1)
 
     def attach(send: Send) -> _Session:
@@ -51,4 +53,4 @@ def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> in
         put(RouterUp(link, send))
         return _Session(link, put)
 
-    return rpc.start(host, port, SERVICE, {"Attach": attach})
+    return rpc.start(host, port, {ATTACH: attach, **serving.attach(put)})

@@ -8,7 +8,7 @@ One frame per engine step and router carries every request's new tokens.
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -21,8 +21,12 @@ from engine.device import open_device
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     Ended,
+    FirstToken,
+    Handoff,
     Hello,
     Load,
+    Offer,
+    PrefillFailed,
     Record,
     WorkerInfo,
     decode_router_frame,
@@ -33,10 +37,14 @@ from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Emit,
+    Leave,
     MoverCommand,
     MoverDied,
+    Posted,
     PostRecv,
+    PostSend,
     Received,
+    Sent,
     Unreachable,
 )
 from transfer.liveness import host_id
@@ -44,6 +52,8 @@ from transfer.mover import Mover
 from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, Send, dialable
+from transfer.serving import FrameIn, LinkLost, Readers
+from transfer.silence import Silence
 from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -69,11 +79,14 @@ class DecodeWorker:
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
+        self._silence = Silence(config.transfer.escalate_s)
         self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = self._redialled_at = 0.0
         self._report_now = False
+        self._leave_by: float | None = None
         self._s_per_step = 0.0
         self._copying = 0
+        self._digesting: set[tuple[Handoff, int]] = set()
         self._s_per_block: dict[str, float] = {}
 
     def start(self) -> WorkerInfo:
@@ -140,15 +153,29 @@ class DecodeWorker:
             self._mover.submit,
             lambda: self._scheduler.receiver.unfinished,
         )
+        self._readers = Readers(
+            hello, self._config.transfer, self._transports, self._mover.submit
+        )
         self._mover.start()
         self._thread.start()
         return self.info
 
+    def leave(self, grace_s: float) -> None:
+        """Take no new work, finish the running requests or yield them, serve all reads, then end, at the latest in
+        `grace_s` seconds; `wait` returns. From any thread."""
+        self._thread.put(Leave(grace_s))
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave_by is not None
+
     def wait(self) -> None:
-        """Block until the worker has stopped; raises what its engine died of."""
+        """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()
         if self._thread.failure is not None:
             raise self._thread.failure
+        if self._leave_by is not None:
+            self.stop()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything. Requests under way are lost; the router notices."""
@@ -164,9 +191,10 @@ class DecodeWorker:
             self._engine.receive(self._events(item))
 
     def is_settling(self) -> bool:
-        return self._copying > 0
+        return self._copying > 0 or bool(self._digesting)
 
     def step(self) -> bool:
+        self._engine.receive(self._readers.deaths())
         started = time.monotonic()
         plan = self._engine.step()
         now = time.monotonic()
@@ -185,9 +213,20 @@ class DecodeWorker:
         interval = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval:
             self._report(now)
+        if self._leave_by is not None and (self._scheduler.is_idle or now >= self._leave_by):
+            self._end()
         return plan is not None
 
-    def _events(self, item: object) -> Sequence[Event]:
+    def _end(self) -> None:
+        """Left: what was said is still delivered, then every stream ends."""
+        log.info("%s has left: %r", self.name, self._scheduler)
+        self._readers.close()
+        self._peers.close()
+        for send in self._routers.values():
+            send(None)
+        self._thread.end()
+
+    def _events(self, item: object) -> Iterable[Event]:
         match item:
             case RouterFrame(link, data):
                 return self._router_frame(link, data)
@@ -195,6 +234,15 @@ class DecodeWorker:
                 return self._peers.events(item)
             case Received():
                 self._copying -= 1
+                return (item,)
+            case FrameIn() | LinkLost():
+                return self._readers.events(item)
+            case Posted(handoff, seq) | Sent(handoff, seq):
+                self._digesting.discard((handoff, seq))
+                return (item,)
+            case Leave(grace_s):
+                self._leave_by = time.monotonic() + grace_s
+                self._report_now = True
                 return (item,)
             case RouterUp(link, send):
                 self._routers[link] = send
@@ -220,21 +268,28 @@ class DecodeWorker:
     def _publish(self, commands: Sequence[Command]) -> None:
         """Carry out what the scheduler asks: one frame per router and per peer, the rest to the transfer thread."""
         to_routers: dict[int, list[Record]] = {}
+        to_readers: dict[Incarnation, list[Record]] = {}
         to_peers: dict[Incarnation, list[Record]] = {}
         for command in commands:
             match command:
                 case Tell(link, record):
                     to_routers.setdefault(link, []).append(record)
                     self._report_now |= isinstance(record, Ended)
+                case Emit(peer, Offer() | FirstToken() | PrefillFailed() as record):
+                    to_readers.setdefault(peer, []).append(record)
                 case Emit(peer, record):
                     to_peers.setdefault(peer, []).append(record)
                 case ConnectPeer(address):
                     self._peers.connect(address)
                 case _ if isinstance(command, MoverCommand):
                     self._copying += isinstance(command, PostRecv)
+                    if isinstance(command, PostSend):
+                        self._digesting.add((command.move.handoff, command.move.seq))
                     self._mover.submit(command)
                 case _:
                     raise TypeError(f"not a command for the shell: {command!r}")
+        for peer, records in to_readers.items():
+            self._readers.send(peer, records)
         for peer, records in to_peers.items():
             self._peers.send(peer, records)
         for link, records in to_routers.items():
@@ -262,6 +317,9 @@ class DecodeWorker:
         self._metrics.blocks(self._scheduler.kv.pool.counts())
         for dropped in (self._scheduler.receiver.dropped, self._scheduler.handoffs.dropped):
             self._metrics.handoffs_dropped("receiver", dropped)
+        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
+        for since in self._scheduler.departures.take_quarantined():
+            self._metrics.quarantined(now - since)
         done, scrapped = self._mover.digests, self._mover.scrapped_bytes
         self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
         data = encode([self._load(self._scheduler.kv.take_evicted())])
@@ -282,4 +340,6 @@ class DecodeWorker:
             s_per_token=self._s_per_step,
             s_per_block=dict(self._s_per_block),
             evicted=evicted,
+            leaving=self._scheduler.leaving,
+            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
@@ -50,8 +50,8 @@ class Engine(Generic[E, C]):
         self._publish = publish
         self.steps = 0
 
-    def receive(self, events: Sequence[E]) -> None:
-        """Take events in, in order."""
+    def receive(self, events: Iterable[E]) -> None:
+        """Take events in, each acted on before the next."""
         now = self._clock()
         for event in events:
             self._carry_out(self._scheduler.handle(event, now))
@@ -113,6 +113,10 @@ class EngineThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def end(self) -> None:
+        """From within the shell: this turn is the last one."""
+        self._stopping = True
 
     def stop(self, timeout_s: float) -> None:
         """Let the step under way finish, then end the thread."""

@@ -60,6 +60,7 @@ class Load(Record, kw_only=True):
     s_per_token: float = 0.0  # prefill: measured; decode: seconds per step
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
+    leaving: bool = False  # it takes nothing new, and ends when it holds nothing more
     silent: list[Incarnation] = []  # lost readers for whom blocks have been in quarantine for `escalate_s`
 
 
@@ -110,7 +111,22 @@ class UsePrefill(Record):
     prefill: PeerAddress | None
 
 
-RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill
+class Yield(Record):
+    """To a leaving worker: stop computing this request as soon as all KV of its tokens but the newest's is there, and
+    keep its blocks for whoever goes on with it. Answered by `Yielded`, or by `Ended` where it was over before."""
+
+    request: RequestId
+    placement: int
+
+
+class Release(Record):
+    """Nobody will ask for the KV of a yielded request again: its blocks go as soon as nobody reads them."""
+
+    request: RequestId
+    placement: int
+
+
+RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
 
 
 # decode worker -> router
@@ -172,6 +188,15 @@ class Tokens(Record):
     ids: list[int]
 
 
+class Yielded(Record, kw_only=True):
+    """The worker computes this request no more, and has said all of its tokens. Whoever goes on with it asks this
+    worker for its KV, as it would ask a prefill worker; `stats` is what the request cost here."""
+
+    request: RequestId
+    placement: int
+    stats: RequestStats
+
+
 class Ended(Record, kw_only=True):
     request: RequestId
     placement: int
@@ -201,11 +226,21 @@ class OrphansTold(Record):
 
 
 DecodeRecord = (
-    WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Ended | Orphan | OrphansTold | Load
+    WorkerInfo
+    | Accepted
+    | Refused
+    | NeedPrefill
+    | Tokens
+    | Yielded
+    | Ended
+    | Orphan
+    | OrphansTold
+    | Load
 )
 
 
-# decode worker <-> prefill worker: the handoff
+# decode worker <-> the worker that has, or computes, the KV of a prompt: the handoff. A prefill worker, or a leaving
+# decode worker with the requests that it has yielded, which then speaks as a prefill worker does.
 
 
 class Handoff(msgspec.Struct, frozen=True, order=True):

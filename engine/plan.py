@@ -130,6 +130,10 @@ class StageClock:
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = stage, now
 
+    def resume(self, stage: str, now: float) -> None:
+        """It goes on after all, in `stage`: the time since it was taken to be over belongs to none."""
+        self._stage, self._since = stage, now
+
     def split(self, queue_s: float, run_s: float, now: float) -> None:
         """End a wait of which the other side says that `queue_s` and `run_s` went into its prefill: the rest is what
         the migration did not hide. The durations are cut to the interval measured here."""

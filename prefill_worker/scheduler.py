@@ -4,6 +4,7 @@ A job is one prompt asked for by one decode worker:
 
     WAITING --acquire--> RUNNING --last chunk--> SENDING --settled--> gone
     WAITING, RUNNING --stop, peer lost, deadline--> gone, or SENDING until settled
+    WAITING --the worker is to leave--> gone: its decode worker asks the router for another
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
 prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
@@ -31,14 +32,27 @@ from engine.plan import banned_tokens, check_record, share_budget
 from engine.step import Row, StepPlan
 from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
 from prefill_worker.config import PrefillConfig
-from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
-from transfer.commands import Broken, Command, Emit, OutgoingBlock, Posted, Sent, Settled
-from transfer.sender import KVSender
+from transfer.commands import (
+    Broken,
+    Command,
+    Emit,
+    FromReader,
+    Leave,
+    Posted,
+    ReaderDead,
+    ReaderEvent,
+    ReaderLost,
+    ReaderUp,
+    Sent,
+    Settled,
+)
+from transfer.sender import KVSender, outgoing
 
+GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
 
-Event = PeerUp | FromPeer | PeerLost | PeerDead | Posted | Sent
+Event = ReaderEvent | Posted | Sent | Leave
 
 
 class JobState(StrEnum):
@@ -102,6 +116,7 @@ class PrefillScheduler:
         self._running: list[Job] = []
         self._stepping: list[Job] = []
         self._steps = 0
+        self.leaving = False
         self._let_go: list[float] = []
 
     # what there is to do
@@ -120,8 +135,9 @@ class PrefillScheduler:
         return sum(job.remaining for job in (*self._waiting, *self._running))
 
     @property
-    def jobs(self) -> int:
-        return len(self._jobs)
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not self._jobs
 
     def take_quarantined(self) -> list[float]:
         """Since when blocks were quarantined that were let go since the last call: one time per handoff."""
@@ -133,22 +149,24 @@ class PrefillScheduler:
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event in; returns what the shell must do. Nothing else changes the state, but `plan`, `complete`."""
         match event:
-            case FromPeer(peer, StartPrefill() as message):
+            case FromReader(peer, StartPrefill() as message):
                 return self._start(peer, message, now)
-            case FromPeer(_, Landed() as message):
+            case FromReader(_, Landed() as message):
                 return self._settle(self.sender.landed(message))
-            case FromPeer(_, Stop() as message):
+            case FromReader(_, Stop() as message):
                 return self._stop(message)
             case Posted():
                 return self._settle(self.sender.posted(event.handoff, event.seq, event.digests))
             case Sent():
                 return self._settle(self.sender.sent(event.handoff, event.seq, event.error))
-            case PeerUp():
+            case ReaderUp():
                 return self._peer_up(event)
-            case PeerLost(peer):
+            case ReaderLost(peer):
                 return self._peer_lost(peer, now)
-            case PeerDead(peer):
+            case ReaderDead(peer):
                 return self._settle(self.sender.peer_dead(peer))
+            case Leave():
+                return self._leave()
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
@@ -159,13 +177,20 @@ class PrefillScheduler:
                 commands += self._fail(job, "DEADLINE_EXCEEDED", "the request's time is over")
         return commands
 
-    def _peer_up(self, event: PeerUp) -> list[Command]:
+    def _leave(self) -> list[Command]:
+        """Give up what has not begun: another worker does it sooner."""
+        self.leaving = True
+        commands: list[Command] = []
+        for job in list(self._waiting):
+            commands += self._fail(job, "UNAVAILABLE", GIVEN_UP)
+        return commands
+
+    def _peer_up(self, event: ReaderUp) -> list[Command]:
         """Whatever is still kept for the peer, and not by its own account, it will never read again."""
         self._peers[event.peer] = event.reads_remotely
         commands: list[Command] = []
-        for handoff in self.sender.unsettled:
-            if handoff.decode == event.peer and handoff not in event.unfinished:
-                commands += self._stop(Stop(handoff))
+        for handoff in self.sender.unclaimed(event.peer, event.unfinished):
+            commands += self._stop(Stop(handoff))
         return commands
 
     def _start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
@@ -184,6 +209,8 @@ class PrefillScheduler:
 
     def _refusal(self, message: StartPrefill) -> Fault | None:
         record = message.record
+        if self.leaving:
+            return Fault("UNAVAILABLE", "the prefill worker is leaving")
         try:
             check_record(record, self._vocab, self._context_tokens)
         except TooLongError as error:
@@ -350,16 +377,9 @@ class PrefillScheduler:
         if job.identities is None:
             root = identity.root(job.record.namespace, self._fingerprint)
             job.identities = identity.blocks(root, job.record.tokens, size)
-        blocks = [
-            OutgoingBlock(
-                source=job.lease.blocks[at],
-                generation=self.kv.pool.generation(job.lease.blocks[at]),
-                index=at,
-                tokens=min(size, total - at * size),
-                identity=job.identities[at],
-            )
-            for at in range(job.offered_blocks, ready)
-        ]
+        blocks = outgoing(
+            self.kv, job.lease, job.identities, total, job.offered_blocks, ready
+        )
         job.offered_blocks = ready
         job.chunks += 1
         return self._settle(self.sender.offer(job.handoff, blocks))

@@ -3,68 +3,50 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.types import Incarnation
-from transfer.rpc import Accept, RpcLoop, Send
+from transfer import serving
+from transfer.rpc import RpcLoop, Send
 
-SERVICE = "headrace.v1.PrefillWorker"
-
-
-class Link:
-    """One stream, as the engine thread knows it. `peer` and `stream` are known once its hello has come. Identity is by
-    object."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.peer: Incarnation | None = None
-        self.stream = 0
+WATCH = "/headrace.v1.PrefillWorker/Watch"
 
 
-@dataclass(frozen=True, slots=True)
-class FrameIn:
-    """Bytes from a decode worker."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Watcher:
+    """Somebody who wants this worker's reports. Identity is by object."""
 
-    link: Link
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    link: Link
-    why: str
+    send: Send
 
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """Somebody wants this worker's reports on `link`."""
-
-    link: Link
+    watcher: Watcher
 
 
-Item = FrameIn | LinkLost | Watching
+@dataclass(frozen=True, slots=True)
+class WatcherLeft:
+    watcher: Watcher
+
+
+Item = serving.FrameIn | serving.LinkLost | Watching | WatcherLeft
 
 
 class _Session:
-    def __init__(self, link: Link, put: Callable[[Item], None]) -> None:
-        self._link = link
+    def __init__(self, watcher: Watcher, put: Callable[[Item], None]) -> None:
+        self._watcher = watcher
         self._put = put
 
     def frame(self, data: bytes) -> None:
-        self._put(FrameIn(self._link, data))
+        """A watcher says nothing."""
 
     def closed(self, why: str) -> None:
-        self._put(LinkLost(self._link, why))
+        self._put(WatcherLeft(self._watcher))
 
 
 def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> int:
-    """Serve `Attach` (decode workers) and `Watch` (routers); returns the port."""
-
-    def attach(send: Send) -> _Session:
-        return _Session(Link(send), put)
+    """Serve readers (decode workers) and `Watch` (routers); returns the port."""
 
     def watch(send: Send) -> _Session:
-        link = Link(send)
-        put(Watching(link))
-        return _Session(link, put)
+        watcher = Watcher(send)
+        put(Watching(watcher))
+        return _Session(watcher, put)
 
-    streams: dict[str, Accept] = {"Attach": attach}
-    return rpc.start(host, port, SERVICE, streams, watches={"Watch": watch})
+    return rpc.start(host, port, serving.attach(put), watches={WATCH: watch})

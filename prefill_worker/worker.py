@@ -7,11 +7,9 @@ state belongs to the engine thread; the others put what they hear into its inbox
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
-from engine.device import Device, open_device
+from engine.device import open_device
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     FirstToken,
@@ -20,20 +18,18 @@ from engine.messages import (
     Load,
     Record,
     WorkerInfo,
-    decode_to_prefill_frame,
     encode,
 )
 from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
-from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from prefill_worker.scheduler import Event, PrefillScheduler
-from prefill_worker.service import FrameIn, Link, LinkLost, Watching, serve
+from prefill_worker.service import Watcher, WatcherLeft, Watching, serve
 from telemetry.audit import Auditor
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Command,
-    Connect,
     Emit,
+    Leave,
     MoverCommand,
     MoverDied,
     Posted,
@@ -41,12 +37,12 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
-from transfer.liveness import ProcessWatch, host_id
+from transfer.liveness import host_id
 from transfer.mover import Mover
-from transfer.negotiation import NegotiationError, negotiate
-from transfer.registry import choose, open_transports
+from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, dialable
 from transfer.sender import KVSender
+from transfer.serving import FrameIn, LinkLost, Readers
 from transfer.silence import Silence
 from transfer.watchdog import Watchdog
 
@@ -72,10 +68,8 @@ class PrefillWorker:
         self._incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
-        self._links: dict[Incarnation, Link] = {}
-        self._lost: dict[Incarnation, ProcessWatch] = {}
-        self._watches: dict[Incarnation, ProcessWatch] = {}
-        self._watchers: list[Link] = []
+        self._watchers: list[Watcher] = []
+        self._leave_by: float | None = None
         self._silence = Silence(config.transfer.escalate_s)
         self._watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = 0.0
@@ -85,7 +79,6 @@ class PrefillWorker:
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         device = open_device(self._config.engine, self._config.step_limits)
-        self._device: Device = device
         self._closers.append(device.kv.close)
         self._scheduler = PrefillScheduler(
             self._config,
@@ -130,15 +123,35 @@ class PrefillWorker:
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
             memory=device.memory,
         )
+        hello = Hello(
+            info=self.info,
+            layout=device.layout.describe(),
+            endpoints=[],
+            digest_share=self._config.transfer.digest_share,
+        )
+        self._readers = Readers(
+            hello, self._config.transfer, self._transports, self._mover.submit
+        )
         self._mover.start()
         self._thread.start()
         return self.info
 
+    def leave(self, grace_s: float) -> None:
+        """Take no new work, finish what has begun, serve all reads, then end, at the latest in `grace_s` seconds;
+        `wait` returns. From any thread."""
+        self._thread.put(Leave(grace_s))
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave_by is not None
+
     def wait(self) -> None:
-        """Block until the worker has stopped; raises what its engine died of."""
+        """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()
         if self._thread.failure is not None:
             raise self._thread.failure
+        if self._leave_by is not None:
+            self.stop()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything. Requests under way are lost; their decode workers notice."""
@@ -157,7 +170,7 @@ class PrefillWorker:
         return bool(self._digesting)
 
     def step(self) -> bool:
-        self._bury_the_dead()
+        self._engine.receive(self._readers.deaths())
         started = time.monotonic()
         plan = self._engine.step()
         now = time.monotonic()
@@ -174,18 +187,33 @@ class PrefillWorker:
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
+        if self._leave_by is not None and (self._scheduler.is_idle or now >= self._leave_by):
+            self._end()
         return plan is not None
 
-    def _events(self, item: object) -> Sequence[Event]:
+    def _end(self) -> None:
+        """Left: what was said is still delivered, then every stream ends."""
+        log.info("%s has left: %r", self.name, self._scheduler)
+        self._readers.close()
+        for watcher in self._watchers:
+            watcher.send(None)
+        self._thread.end()
+
+    def _events(self, item: object) -> Iterable[Event]:
         match item:
-            case FrameIn(link, data):
-                return self._frame(link, data)
-            case LinkLost(link, why):
-                return self._link_lost(link, why)
-            case Watching(link):
-                self._watchers.append(link)
-                link.send(encode([self.info, self._load(evicted=[])]))
+            case FrameIn() | LinkLost():
+                return self._readers.events(item)
+            case Watching(watcher):
+                self._watchers.append(watcher)
+                watcher.send(encode([self.info, self._load(evicted=[])]))
                 return ()
+            case WatcherLeft(watcher):
+                self._watchers.remove(watcher)
+                return ()
+            case Leave(grace_s):
+                self._leave_by = time.monotonic() + grace_s
+                self._reported_at = float("-inf")
+                return (item,)
             case Posted(handoff, seq) | Sent(handoff, seq):
                 self._digesting.discard((handoff, seq))
                 return (item,)
@@ -195,78 +223,6 @@ class PrefillWorker:
                 log.error("decode worker %x cannot be reached: %s", peer, error)
                 return ()
         raise TypeError(f"not an item: {item!r}")
-
-    def _frame(self, link: Link, data: bytes) -> list[Event]:
-        try:
-            records = decode_to_prefill_frame(data)
-        except msgspec.MsgspecError as error:
-            log.error("a frame is not of this protocol, and is dropped: %s", error)
-            return []
-        events: list[Event] = []
-        for record in records:
-            if isinstance(record, Hello):
-                events += self._hello(link, record)
-            elif link.peer is None or self._links.get(link.peer) is not link:
-                log.info("%s on a stream that is not a peer's: dropped", type(record).__name__)
-            else:
-                events.append(FromPeer(link.peer, record))
-        return events
-
-    def _hello(self, link: Link, hello: Hello) -> list[Event]:
-        """Answer with this worker's own hello. Both sides compare the two; a decode worker that does not fit leaves."""
-        peer = hello.info.incarnation
-        known = self._links.get(peer)
-        if known is not None and known.stream > hello.stream:
-            link.send(None)
-            return []
-        name = choose(self._config.transfer, self.info.host, hello.info.host)
-        transport = self._transports[name]
-        answer = Hello(
-            info=self.info,
-            layout=self._device.layout.describe(),
-            endpoints=[transport.describe()],
-            digest_share=self._config.transfer.digest_share,
-        )
-        try:
-            agreement = negotiate(answer, hello)
-        except NegotiationError as error:
-            log.error("decode worker %s is refused: %s", hello.info.name, error)
-            link.send(encode([answer]))
-            return []
-        if known is not None:
-            # The end of the older stream has not been heard of yet. What was said on it may be lost.
-            known.send(None)
-            self._engine.receive([PeerLost(peer)])
-        link.peer, link.stream = peer, hello.stream
-        self._links[peer] = link
-        for endpoint in hello.endpoints:
-            if endpoint.transport == name:
-                self._mover.submit(Connect(peer, endpoint, agreement))
-        if hello.info.host == self.info.host:
-            self._watches[peer] = ProcessWatch(hello.info.pid)
-        self._lost.pop(peer, None)
-        link.send(encode([answer]))
-        return [PeerUp(peer, transport.reads_remotely, tuple(hello.unfinished))]
-
-    def _link_lost(self, link: Link, why: str) -> list[Event]:
-        if link in self._watchers:
-            self._watchers.remove(link)
-            return []
-        peer = link.peer
-        if peer is None or self._links.get(peer) is not link:
-            return []
-        log.info("decode worker %x left: %s", peer, why)
-        del self._links[peer]
-        watch = self._watches.pop(peer, None)
-        if watch is not None:
-            self._lost[peer] = watch
-        return [PeerLost(peer)]
-
-    def _bury_the_dead(self) -> None:
-        for peer, watch in list(self._lost.items()):
-            if watch.is_dead():
-                del self._lost[peer]
-                self._engine.receive([PeerDead(peer)])
 
     def _publish(self, commands: Sequence[Command]) -> None:
         """Carry out what the scheduler asks: one frame per peer, the rest to the transfer thread."""
@@ -285,9 +241,7 @@ class PrefillWorker:
             else:
                 raise TypeError(f"not a command for the shell: {command!r}")
         for peer, records in frames.items():
-            link = self._links.get(peer)
-            if link is not None:
-                link.send(encode(records))
+            self._readers.send(peer, records)
 
     def _report(self, now: float) -> None:
         self._reported_at = now
@@ -300,8 +254,8 @@ class PrefillWorker:
         load = self._load(self._scheduler.kv.take_evicted())
         if self._watchers:
             data = encode([load])
-            for link in self._watchers:
-                link.send(data)
+            for watcher in self._watchers:
+                watcher.send(data)
 
     def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()
@@ -317,5 +271,6 @@ class PrefillWorker:
             running_requests=self._scheduler.running_requests,
             s_per_token=self._s_per_token,
             evicted=evicted,
+            leaving=self._scheduler.leaving,
             silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
         )

@@ -2,8 +2,8 @@
 
     WAITING ──offer──> OFFERED ──Accepted──> RUNNING ──stop string──> FINISHING
        ^                  │ Refused, or lost  │  │                        │
-       ├──────────────────┘             lost  │  └─ cancel, deadline ─> CLOSING
-       └──────────────────────────────────────┘
+       ├──────────────────┘                   │  └─ cancel, deadline ─> CLOSING
+       └───────────────── lost, or yielded ───┘
 
 A request adopted from an earlier router begins as RUNNING.
 A request is forgotten when its worker says `Ended`, or is lost and nothing is left to do. CLOSING means that its client
@@ -16,6 +16,7 @@ from enum import Enum
 import msgspec
 
 from engine import identity
+from engine.messages import RequestStats
 from engine.types import RequestRecord
 from router.registry import Life, ModelKey
 
@@ -69,6 +70,14 @@ class Call:
     """Prefill workers that this request's decode workers could not go on with; not chosen again for it."""
     cached_tokens_bound: int | None = None
     """After a loss: prompt tokens that may still be called cached, as all others were computed for this request."""
+    yielding: bool = False
+    """Its decode worker is leaving, and was asked to yield it."""
+    source: Life | None = None
+    """The decode worker that has yielded it, and keeps its KV until the next one has gone on."""
+    source_placement: int = 0
+    """Its placement there."""
+    earlier: RequestStats | None = None
+    """What it cost on decode workers that have yielded it."""
     _chains: dict[ModelKey, list[bytes]] = field(default_factory=dict)
 
     def move(self, state: State) -> None:
@@ -97,3 +106,9 @@ class Call:
         bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens
         believed = min(believed, self.record.prompt_tokens)
         self.cached_tokens_bound = believed if bound is None else min(bound, believed)
+
+    def moved(self, stats: RequestStats) -> None:
+        """As `rewrite`, after a worker that has told what it all cost until then."""
+        self.believed_prefill_tokens = stats.prefill_cached_tokens
+        self.rewrite()
+        self.earlier = stats

@@ -34,6 +34,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests wait while no worker is left that could take them."""
     max_placements: int = 3
     """Placements of one request that may be lost with their decode workers; then it is given up."""
+    moves_at_once: int = 2
+    """Requests that move off one leaving decode worker at the same time; the others run on meanwhile."""
     retry_reserve: int = 128
     """Placements after losses that all requests together may take at once; it refills within a minute."""
     retry_fraction: float = 0.2

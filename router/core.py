@@ -3,7 +3,8 @@
 Events in, commands out, time as an argument; no I/O, no clock, no torch. The states of a request are those of
 `router/call.py`. The line of waiting requests is strictly first come, first served: a refused request keeps its turn,
 and small ones do not overtake it. A request whose decode worker was lost is back in line with its old turn, hence at
-its head, and goes on behind the tokens that its client has (`router/recovery.py`).
+its head, and goes on behind the tokens that its client has (`router/recovery.py`). So is one that a leaving worker has
+yielded (`router/moves.py`), whose KV the next worker fetches there.
 
 A worker that refused is not asked again before its next report, so re-offers come at the rate of reports and never
 spin. Only tokens of the current placement, in order, are passed on.
@@ -25,8 +26,11 @@ from engine.messages import (
     OrphansTold,
     Place,
     Refused,
+    Release,
     Tokens,
     UsePrefill,
+    Yield,
+    Yielded,
 )
 from engine.types import FinishReason, RequestId
 from router.adoption import Adoptions
@@ -50,20 +54,24 @@ from router.events import (
     Joined,
     Left,
     Lost,
+    Moved,
     Named,
     Poisonous,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendRelease,
     SendUsePrefill,
+    SendYield,
     StopFound,
     Submit,
     Tick,
 )
+from router.moves import Moves, together
 from router.placement import Placer
 from router.policy import RoutingPolicy
 from router.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
-from router.registry import Life
+from router.registry import Life, Worker
 
 
 class Router:
@@ -90,6 +98,7 @@ class Router:
         self._beliefs = Beliefs(config.worker_silent_s)
         self.registry, self.index = self._beliefs.registry, self._beliefs.index
         self._placer = Placer(policy, self.registry, self.index)
+        self._moves = Moves(self.registry, self._placer, config.moves_at_once)
         self._judge = Judge(self.registry, config.escalate_s, config.worker_hung_s)
 
     def __repr__(self) -> str:
@@ -188,12 +197,12 @@ class Router:
                 fault = self._placer.impossible(call.record)
                 if fault is None:
                     return
-                self._forget(call)
+                self._forget(call, out)
                 out.append(Fail(request, fault, FinishReason.REJECTED))
             heapq.heappop(self._line)
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> bool:
-        placed = self._placer.choose(call.record, call.chain, now)
+        placed = self._placer.choose(call.record, call.chain, now, self._source(call))
         if placed is None:
             return False
         choice, demand, key = placed
@@ -227,6 +236,7 @@ class Router:
             self.index.evict(event.worker, record.evicted)
             self._give_up(self._judge.accused(event.worker, record.silent, now), now, out)
             self._advance(now, out)
+            self._move(now, out)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(event.worker)
@@ -236,6 +246,9 @@ class Router:
             return
         call = self._calls.get(record.request)
         if call is None or call.placement != record.placement or call.decode != event.worker:
+            if isinstance(record, Yielded):
+                release = Release(record.request, record.placement)
+                out.append(SendRelease(event.worker, release))
             out.append(Dropped("stale", len(record.ids) if isinstance(record, Tokens) else 0))
             return
         match record:
@@ -246,7 +259,9 @@ class Router:
             case NeedPrefill():
                 self._need_prefill(call, record, now, out)
             case Tokens():
-                self._tokens(call, record, out)
+                self._tokens(call, record, now, out)
+            case Yielded():
+                self._yielded(call, record, now, out)
             case Ended():
                 self._ended(call, record, out)
                 self._advance(now, out)
@@ -267,7 +282,7 @@ class Router:
         if worker is not None:
             worker.refused = True
         if call.state is State.CLOSING:
-            self._forget(call)
+            self._forget(call, out)
         elif call.state is State.OFFERED:
             self._requeue(call)
         else:
@@ -281,10 +296,13 @@ class Router:
         if call.state is not State.RUNNING or call.prefill != record.failed:
             out.append(Dropped("stale", 0))
             return
-        if call.prefill_life is not None:
-            call.failed_prefills.add(call.prefill_life)
-            if not self.registry.is_connected(call.prefill_life):
-                call.victims.add(call.prefill_life)
+        failed = call.prefill_life
+        if failed is not None:
+            call.failed_prefills.add(failed)
+            if not self.registry.is_connected(failed) and not self.registry.was_leaving(failed):
+                call.victims.add(failed)
+            if failed == call.source:
+                self._release(call, out)
         fault = poisoned(call)
         if fault is not None:
             out.append(_poisonous(call))
@@ -298,7 +316,7 @@ class Router:
         peer = self._beliefs.replace_prefill(call, view)
         out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))
 
-    def _tokens(self, call: Call, record: Tokens, out: list[Command]) -> None:
+    def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
         if call.state is not State.RUNNING:
             kind = "early" if call.state is State.OFFERED else "overrun"
             out.append(Dropped(kind, len(record.ids)))
@@ -313,15 +331,56 @@ class Router:
         if fresh:
             call.emitted.extend(fresh)
             out.append(Deliver(record.request, fresh))
+            if call.source is not None:
+                self._release(call, out)
+                self._move(now, out)
 
     def _ended(self, call: Call, record: Ended, out: list[Command]) -> None:
-        self._forget(call)
+        self._forget(call, out)
         if call.state is State.CLOSING:
             return
         end = ending(call, record)
         if isinstance(end, Complete):
             self._beliefs.ended(call, record.stats)
         out.append(end)
+
+    # ---- workers that leave
+
+    def _move(self, now: float, out: list[Command]) -> None:
+        """Ask leaving decode workers for requests that others could go on with."""
+        for call in self._moves.due(self._calls.values(), now):
+            call.yielding = True
+            order = Yield(call.record.request, call.placement)
+            out.append(SendYield(call.decode, order))
+
+    def _yielded(self, call: Call, record: Yielded, now: float, out: list[Command]) -> None:
+        request, worker, life = record.request, call.decode, call.decode_life
+        if call.state is State.OFFERED:
+            out.append(Dropped("early", 0))
+            return
+        if call.state is not State.RUNNING:
+            self._forget(call, out)
+            out.append(SendRelease(worker, Release(request, record.placement)))
+            if call.state is State.FINISHING:
+                out.append(complete(call, FinishReason.STOP, record.stats))
+            self._advance(now, out)
+            return
+        call.moved(together(call.earlier, record.stats))
+        self._requeue(call)
+        call.source, call.source_placement = life, record.placement
+        out.append(Moved(request, worker, record.stats.stages))
+        self._advance(now, out)
+
+    def _source(self, call: Call) -> Worker | None:
+        """Who keeps the KV of a request that was yielded to be placed elsewhere."""
+        return None if call.source is None else self.registry.get(call.source[0])
+
+    def _release(self, call: Call, out: list[Command]) -> None:
+        """The KV that a leaving worker keeps for `call` is not needed any more."""
+        if call.source is not None:
+            release = Release(call.record.request, call.source_placement)
+            out.append(SendRelease(call.source[0], release))
+            call.source = None
 
     def _adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
         """A decode worker holds this request for a router that is gone: go on with it, or let the worker drop it."""
@@ -339,7 +398,7 @@ class Router:
             if known.state is not State.WAITING:
                 cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
                 out.append(SendCancel(known.decode, cancel))
-            self._forget(known)
+            self._forget(known, out)
         self._turns += 1
         left_s = orphan.remaining_s
         deadline_s = None if left_s is None else now + left_s
@@ -386,7 +445,7 @@ class Router:
         request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
-            self._forget(call)
+            self._forget(call, out)
             return
         call.move(State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
@@ -398,48 +457,51 @@ class Router:
         """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
         worker = self.registry.get(name)
         self.registry.leave(name)
+        announced = worker is not None and self.registry.was_leaving(worker.life)
         for call in list(self._calls.values()):
+            if call.source is not None and call.source[0] == name:
+                call.source = None
             # Nobody is taken to have died of a request that it never accepted: a router that was itself frozen hears
             # of all its broken streams one by one, and offers the same request to each in turn.
             took = call.decode == name and call.state is not State.OFFERED
             life = call.decode_life if took else None
             if worker is not None and worker.life in call.failed_prefills:
                 life = worker.life
-            if life is not None and life != back:
+            if life is not None and life != back and not announced:
                 call.victims.add(life)
             if call.decode == name:
-                self._recover(call, now, out)
+                self._recover(call, announced, now, out)
 
     def _give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
         for verdict in verdicts:
             self._lost(verdict.name, now, out)
             out.append(GiveUp(verdict))
 
-    def _recover(self, call: Call, now: float, out: list[Command]) -> None:
+    def _recover(self, call: Call, announced: bool, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
         request, state = call.record.request, call.state
         if state is State.CLOSING:
-            self._forget(call)
+            self._forget(call, out)
             return
         if state is State.FINISHING:
-            self._forget(call)
+            self._forget(call, out)
             out.append(complete(call, FinishReason.STOP, unreported(call)))
             return
         if state is State.OFFERED:
-            call.unheard += 1
+            call.unheard += not announced
         else:
-            call.losses += 1
-        match judge(call, self._config, self._stop_ids, self._budget, now):
+            call.losses += not announced
+        match judge(call, self._config, self._stop_ids, self._budget, now, announced):
             case Again():
                 if state is State.RUNNING:
                     call.rewrite()
                     out.append(Interrupted(request, call.decode, len(call.emitted)))
                 self._requeue(call)
             case Done(reason):
-                self._forget(call)
+                self._forget(call, out)
                 out.append(complete(call, reason, unreported(call)))
             case Hopeless(fault):
-                self._forget(call)
+                self._forget(call, out)
                 if poisoned(call):
                     out.append(_poisonous(call))
                 out.append(Fail(request, fault, FinishReason.ERROR))
@@ -461,7 +523,7 @@ class Router:
             return
         fault = Fault("UNAVAILABLE", "no live decode worker")
         for call in [c for c in self._calls.values() if c.state is State.WAITING]:
-            self._forget(call)
+            self._forget(call, out)
             out.append(
                 Fail(call.record.request, fault, FinishReason.ERROR, self._config.retry_after_s)
             )
@@ -471,11 +533,13 @@ class Router:
         self._beliefs.release(call)
         call.prefill = call.decode = ""
         call.prefill_life = call.decode_life = None
+        call.yielding = False
         heapq.heappush(self._line, (call.turn, call.record.request))
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: Call, out: list[Command]) -> None:
         del self._calls[call.record.request]
         self._beliefs.release(call)
+        self._release(call, out)
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""

@@ -6,6 +6,7 @@ from engine.messages import Ended, Fault, RequestStats
 from engine.types import FinishReason
 from router.call import Call, State
 from router.events import Complete, Fail
+from router.moves import together
 
 DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
 LEFT = Fault("CANCELLED", "the client left before the request ended")
@@ -30,6 +31,7 @@ def ending(call: Call, record: Ended) -> Complete | Fail:
 def complete(call: Call, reason: FinishReason, stats: RequestStats) -> Complete:
     """The account of a request that ended well. After a loss its figures are those of the last placement, but what an
     earlier one computed is not called cached."""
+    stats = together(call.earlier, stats)
     if call.state is State.FINISHING:
         reason = FinishReason.STOP
         stats = msgspec.structs.replace(stats, output_tokens=len(call.emitted))

@@ -15,10 +15,13 @@ from engine.messages import (
     PeerAddress,
     Place,
     Refused,
+    Release,
     RequestStats,
     Tokens,
     UsePrefill,
     WorkerInfo,
+    Yield,
+    Yielded,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.escalation import Verdict
@@ -48,7 +51,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A connected worker sent a record."""
 
     worker: str
-    record: Accepted | Refused | NeedPrefill | Tokens | Ended | Orphan | OrphansTold | Load
+    record: Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -100,8 +103,19 @@ class SendUsePrefill(msgspec.Struct, frozen=True):
     answer: UsePrefill
 
 
+class SendYield(msgspec.Struct, frozen=True):
+    worker: str
+    order: Yield
+
+
+class SendRelease(msgspec.Struct, frozen=True):
+    worker: str
+    release: Release
+
+
 class Begin(msgspec.Struct, frozen=True):
-    """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`."""
+    """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`
+    and `Moved`."""
 
     request: RequestId
 
@@ -119,6 +133,15 @@ class Interrupted(msgspec.Struct, frozen=True):
     request: RequestId
     worker: str
     emitted_tokens: int
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """A leaving decode worker has yielded a request, which goes on as soon as another one takes it. `stages` are the
+    seconds that it spent there."""
+
+    request: RequestId
+    worker: str
+    stages: dict[str, float]
 
 
 class Poisonous(msgspec.Struct, frozen=True):
@@ -171,9 +194,12 @@ Command = (
     | SendCancel
     | SendFinish
     | SendUsePrefill
+    | SendYield
+    | SendRelease
     | Begin
     | Adopt
     | Interrupted
+    | Moved
     | Poisonous
     | Deliver
     | Complete

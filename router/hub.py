@@ -36,12 +36,15 @@ from router.events import (
     Joined,
     Left,
     Lost,
+    Moved,
     Named,
     Poisonous,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendRelease,
     SendUsePrefill,
+    SendYield,
     StopFound,
     Submit,
     Tick,
@@ -60,6 +63,9 @@ class Sink(Protocol):
 
     def interrupted(self, now: float) -> None:
         """Its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
+
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        """Its decode worker is leaving and has yielded it after `stages`: it will be offered and accepted once more."""
 
     def tokens(self, ids: list[int], now: float) -> int | None:
         """Take output; the number of tokens kept if they complete a stop string."""
@@ -191,6 +197,14 @@ class Hub:
                 self._send(command.worker, command.finish)
             case SendUsePrefill():
                 self._send(command.worker, command.answer)
+            case SendYield():
+                self._send(command.worker, command.order)
+            case SendRelease():
+                self._send(command.worker, command.release)
+            case Moved(request, worker, stages):
+                log.info("request %s moves off %s", request, worker)
+                if request in self._sinks:
+                    self._sinks[request].moved(stages, now)
             case Adopt():
                 self._adopt(command.orphan, now)
             case Interrupted():

@@ -6,6 +6,8 @@ Where no prefill worker is left that could read a prompt, its decode worker read
 
 from collections.abc import Callable, Container
 
+import msgspec
+
 from engine.messages import Fault, PeerAddress
 from engine.types import RequestRecord
 from router.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
@@ -55,11 +57,12 @@ class Placer:
         return None
 
     def choose(
-        self, record: RequestRecord, chain_of: ChainOf, now: float
+        self, record: RequestRecord, chain_of: ChainOf, now: float, source: Worker | None = None
     ) -> tuple[Choice, Demand, ModelKey] | None:
-        """The best pair now, or None if nobody may have room."""
-        prefills = [w for w in self._registry.live("prefill", now) if _holds(w, record)]
-        decodes = [w for w in self._registry.live("decode", now) if not w.refused]
+        """The best pair now, or None if nobody may have room. `source`: a decode worker that has the KV of all of
+        `record` and takes the place of any prefill worker."""
+        prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
+        decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
         best: tuple[Choice, Demand, ModelKey] | None = None
         for key in sorted({w.key for w in decodes}):
             wanted = demand(record, key[1])
@@ -69,6 +72,8 @@ class Placer:
                 for w in prefills
                 if w.info.fingerprint == key[0]
             ]
+            if source is not None and source.info.fingerprint == key[0]:
+                views = [PrefillView(source.name, wanted.prompt_tokens - 1, 0, 0.0, 0)]
             choice = self._policy.choose(
                 wanted,
                 views or [_LOCAL_VIEW],
@@ -77,13 +82,25 @@ class Placer:
                     for w in decodes
                     if w.key == key
                     for view in [self._decode_view(w, chain)]
-                    if wanted.blocks - view.cached_blocks <= view.blocks - view.used_blocks
-                    and wanted.blocks <= view.blocks
+                    if _fits(wanted, view)
                 ],
             )
             if choice is not None and (best is None or _rank(choice) < _rank(best[0])):
                 best = (choice, wanted, key)
         return best
+
+    def has_room_elsewhere(
+        self, record: RequestRecord, chain_of: ChainOf, home: Worker, promised: int, now: float
+    ) -> bool:
+        """Whether another decode worker than `home` could take what runs there, beside `promised` more blocks."""
+        wanted = demand(record, home.info.block_size)
+        wanted = msgspec.structs.replace(wanted, blocks=wanted.blocks + promised)
+        chain = chain_of(home.key)
+        return any(
+            _fits(wanted, self._decode_view(worker, chain))
+            for worker in self._registry.takers("decode", now)
+            if worker.key == home.key and worker is not home and not worker.refused
+        )
 
     def choose_prefill(
         self,
@@ -97,7 +114,7 @@ class Placer:
         wanted = demand(record, decode.info.block_size)
         views = [
             self._prefill_view(w, chain_of(w.key), wanted)
-            for w in self._registry.live("prefill", now)
+            for w in self._registry.takers("prefill", now)
             if w.info.fingerprint == decode.info.fingerprint
             and w.life not in failed
             and _holds(w, record)
@@ -127,6 +144,11 @@ class Placer:
             load.s_per_block if load else {},
             len(worker.own),
         )
+
+
+def _fits(wanted: Demand, view: DecodeView) -> bool:
+    missing = wanted.blocks - view.cached_blocks
+    return missing <= view.blocks - view.used_blocks and wanted.blocks <= view.blocks
 
 
 def _holds(worker: Worker, record: RequestRecord) -> bool:

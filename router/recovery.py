@@ -87,9 +87,15 @@ def poisoned(call: Call) -> Fault | None:
 
 
 def judge(
-    call: Call, config: RouterConfig, stop_ids: frozenset[int], budget: RetryBudget, now: float
+    call: Call,
+    config: RouterConfig,
+    stop_ids: frozenset[int],
+    budget: RetryBudget,
+    now: float,
+    announced: bool = False,
 ) -> Verdict:
-    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`."""
+    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless
+    the worker's end was `announced`: such losses are bounded by themselves."""
     if call.emitted:
         reason = finish_reason(call.record, len(call.emitted), call.emitted[-1], stop_ids)
         if reason is not None:
@@ -101,6 +107,6 @@ def judge(
     if call.losses >= config.max_placements or call.unheard >= MAX_UNHEARD:
         placements = call.losses + call.unheard
         return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
-    if not budget.take(now):
+    if not announced and not budget.take(now):
         return Hopeless(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
     return Again()

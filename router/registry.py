@@ -50,6 +50,11 @@ class Worker:
         return (self.info.fingerprint, self.info.block_size)
 
     @property
+    def leaving(self) -> bool:
+        """It takes nothing new, and ends when it holds nothing more."""
+        return self.load is not None and self.load.leaving
+
+    @property
     def queue_tokens(self) -> int:
         reported = self.load.waiting_tokens if self.load else 0
         return reported + sum(d.tokens for d in self.own.values() if not d.counted)
@@ -65,12 +70,13 @@ class Worker:
 class Registry:
     """Workers by name. The router core owns it."""
 
-    # Mutable state: the connected workers, and the last life seen of every worker.
+    # Mutable state: the connected workers, and of every worker the last life seen, and the last seen leaving.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._workers: dict[str, Worker] = {}
         self._lives: dict[str, Incarnation] = {}
+        self._left: dict[str, Incarnation] = {}
 
     def __repr__(self) -> str:
         return f"Registry({', '.join(self._workers) or 'empty'})"
@@ -101,6 +107,14 @@ class Registry:
         oldest = now - self._silent_s
         return [w for w in self.role(role) if w.seen_s >= oldest]
 
+    def takers(self, role: str, now: float) -> list[Worker]:
+        """Live workers of a role that take new requests."""
+        return [w for w in self.live(role, now) if not w.leaving]
+
+    def was_leaving(self, life: Life) -> bool:
+        """Its end was announced: nobody is to blame for it."""
+        return self._left.get(life[0]) == life[1]
+
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
         """A worker is connected; True if this is a new life of it, with an empty cache."""
         self._workers[peer.name] = Worker(peer, info, now)
@@ -122,6 +136,8 @@ class Registry:
         if worker is None:
             return
         worker.load, worker.seen_s, worker.refused = load, now, False
+        if load.leaving:
+            self._left[name] = worker.info.incarnation
         for dispatch in worker.own.values():
             if dispatch.accepted:
                 dispatch.counted = True

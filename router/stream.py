@@ -68,6 +68,9 @@ class Stream:
     def interrupted(self, now: float) -> None:
         self._timeline.interrupted(now)
 
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        self._timeline.moved(stages, now)
+
     def tokens(self, ids: list[int], now: float) -> int | None:
         text, kept = self.output.push(ids)
         if kept:

@@ -5,7 +5,8 @@ acceptance, re-offers included) and `stream_out` (the worker's end to the client
 decode worker reports the stages between. What none covers is `unattributed`, never folded in.
 
 A request whose decode worker was lost is routed and reserved again, and both add to what they had.
-What it did between acceptance and loss only the lost worker knew: that time is `unattributed`.
+What it did between acceptance and loss only the lost worker knew: that time is `unattributed`. One
+that moved off a leaving worker brings along what that worker reports.
 
 So is, of a request adopted from an earlier router, what only that one had measured. When its first token came is not
 known unless it came here: `ttft_s` is 0, and gaps between tokens count from the adoption.
@@ -41,6 +42,7 @@ class Timeline:
         self._offered_s: float | None = None
         self._accepted_s: float | None = None
         self._last_reserve_s = 0.0
+        self._earlier = dict.fromkeys(WORKER_STAGES, 0.0)
 
     @classmethod
     def adopted(cls, age_s: float, tokens: int, now: float) -> "Timeline":
@@ -70,6 +72,12 @@ class Timeline:
         """The decode worker was lost; the request stands in line once more."""
         self._in_line_s, self._offered_s, self._accepted_s = now, None, None
 
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        """The decode worker has yielded it, with its own account; the request stands in line once more."""
+        for name in WORKER_STAGES:
+            self._earlier[name] += stages.get(name, 0.0)
+        self.interrupted(now)
+
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together: the gap since the last ones is shared among them."""
         if self._replayed_tokens:
@@ -92,6 +100,8 @@ class Timeline:
             worker_s = sum(stages[name] for name in WORKER_STAGES)
             late_s = worker_s - (self.ended_s - self._accepted_s)
             stages["reserve"] -= min(self._last_reserve_s, max(0.0, late_s))
+        for name, seconds in self._earlier.items():
+            stages[name] += seconds
         stages["stream_out"] = now - self.ended_s if self.ended_s is not None else 0.0
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages

@@ -44,7 +44,6 @@ ALLOWED = {
 # These must work without torch, and therefore without anything of ours that imports it.
 TORCH_FREE = (
     "prefill_worker/scheduler.py",
-    "prefill_worker/events.py",
     "decode_worker/scheduler.py",
     "decode_worker/events.py",
     "engine/types.py",

@@ -1,12 +1,21 @@
 """What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
 
 Plain records, no logic. `transfer.migration` makes the commands, `transfer.mover` carries out those of `MoverCommand`
-and answers with a `MoverEvent`; the rest are for the scheduler and its shell.
+and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving` hears of those
+who read from this worker are `ReaderEvent`s.
 """
 
 import msgspec
 
-from engine.messages import DecodeToPrefill, Endpoint, Handoff, PrefillToDecode
+from engine.messages import (
+    DecodeToPrefill,
+    Endpoint,
+    Handoff,
+    Landed,
+    PrefillToDecode,
+    StartPrefill,
+    Stop,
+)
 from engine.types import BlockId, Incarnation
 from transfer.negotiation import Agreement
 from transfer.transport import Move
@@ -189,3 +198,46 @@ class MoverDied(Item, frozen=True):
 
 
 MoverEvent = Posted | Sent | Received | Unreachable | MoverDied
+
+
+# ---- from those who read: decode workers that ask this worker for KV
+
+
+class FromReader(Item, frozen=True):
+    """A reader said something."""
+
+    peer: Incarnation
+    message: StartPrefill | Landed | Stop
+
+
+class ReaderUp(Item, frozen=True):
+    """A reader has said hello. `reads_remotely`: it reads our memory itself (`transfer.transport`)."""
+
+    peer: Incarnation
+    reads_remotely: bool
+    unfinished: tuple[Handoff, ...] = ()
+    """The handoffs it still reads for: it has nothing to do with any other."""
+
+
+class ReaderLost(Item, frozen=True):
+    """The stream to a reader is gone; the process may still live, and read."""
+
+    peer: Incarnation
+
+
+class ReaderDead(Item, frozen=True):
+    """Proof that the process behind `peer` has ended: it reads nothing any more."""
+
+    peer: Incarnation
+
+
+ReaderEvent = FromReader | ReaderUp | ReaderLost | ReaderDead
+
+
+# ---- from whoever runs the worker
+
+
+class Leave(Item, frozen=True):
+    """Take nothing new, finish or hand over what is held, serve all reads, and end: at the latest after `grace_s`."""
+
+    grace_s: float

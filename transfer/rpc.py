@@ -70,8 +70,10 @@ class _Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.ended = False
 
     def send(self, data: bytes | None) -> None:
+        self.ended |= data is None
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, data)
         except RuntimeError:  # the loop has ended, and with it every stream
@@ -104,14 +106,13 @@ class RpcLoop:
         self,
         host: str,
         port: int,
-        service: str,
         streams: dict[str, Accept],
         watches: dict[str, Accept] | None = None,
     ) -> int:
-        """Serve methods of `service` by name: `streams` take frames and send them, `watches` only send. Returns the
-        port. Raises OSError where it cannot be bound."""
+        """Serve methods by path (`/service/name`): `streams` take frames and send them, `watches` only send. Returns
+        the port. Raises OSError where it cannot be bound."""
         self._thread.start()
-        return int(self.call(self._serve(host, port, service, streams, watches or {})))
+        return int(self.call(self._serve(host, port, streams, watches or {})))
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
         """Run a coroutine on the loop from another thread and wait for it."""
@@ -122,18 +123,20 @@ class RpcLoop:
         self,
         host: str,
         port: int,
-        service: str,
         streams: dict[str, Accept],
         watches: dict[str, Accept],
     ) -> int:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handlers = {
-            method: grpc.stream_stream_rpc_method_handler(self._handler(accept))
-            for method, accept in streams.items()
+            path: grpc.stream_stream_rpc_method_handler(self._handler(accept))
+            for path, accept in streams.items()
         }
-        for method, accept in watches.items():
-            handlers[method] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        for path, accept in watches.items():
+            handlers[path] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
+        for path, handler in handlers.items():
+            _, service, method = path.split("/")
+            generic = grpc.method_handlers_generic_handler(service, {method: handler})
+            server.add_generic_rpc_handlers((generic,))
         try:
             bound = server.add_insecure_port(host_port(host, port))
         except RuntimeError as error:
@@ -205,7 +208,8 @@ class RpcLoop:
             await channel.close()
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """End every stream, the server and the thread."""
+        """End every stream, the server and the thread. Streams that were ended before are given `grace_s` to deliver
+        what was said on them."""
         if not self._thread.is_alive():
             return
         self.call(self._stop(grace_s), timeout_s=grace_s + 10.0)
@@ -215,8 +219,17 @@ class RpcLoop:
 
     async def _stop(self, grace_s: float) -> None:
         clients = list(self._clients.values())
+        ending = [task for task, outbox in clients if outbox.ended]
+        if ending:
+            await asyncio.wait(ending, timeout=grace_s)
         for task, _ in clients:
             task.cancel()
         await asyncio.gather(*(task for task, _ in clients), return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace_s)
+        # What gRPC still feeds from an outbox would be reported as destroyed with the loop.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)

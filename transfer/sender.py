@@ -1,8 +1,10 @@
-"""The sending side of handoffs (in a prefill worker). The theory of operation is in `transfer.migration`."""
+"""The sending side of handoffs (in a prefill worker, or a leaving decode worker). The theory of operation is in
+`transfer.migration`."""
 
 from collections import Counter
 from collections.abc import Sequence
 
+from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
 from transfer.commands import (
@@ -17,6 +19,28 @@ from transfer.commands import (
 )
 from transfer.migration import SENDER_TABLE, HandoffError, S
 from transfer.transport import Move
+
+
+def outgoing(
+    kv: KVCacheManager,
+    lease: Lease,
+    identities: Sequence[bytes],
+    tokens: int,
+    first: int,
+    last: int,
+) -> list[OutgoingBlock]:
+    """Blocks `first .. last - 1` of a sequence of `tokens` tokens, as they are offered now."""
+    size = kv.block_size
+    return [
+        OutgoingBlock(
+            source=lease.blocks[at],
+            generation=kv.pool.generation(lease.blocks[at]),
+            index=at,
+            tokens=min(size, tokens - at * size),
+            identity=identities[at],
+        )
+        for at in range(first, last)
+    ]
 
 
 class _Chunk:
@@ -41,7 +65,7 @@ class _Sending:
 
 
 class KVSender:
-    """The sending side of every handoff of one prefill worker. Used by its engine thread alone."""
+    """The sending side of every handoff of one worker. Used by its engine thread alone."""
 
     def __init__(self) -> None:
         self._handoffs: dict[Handoff, _Sending] = {}
@@ -139,6 +163,10 @@ class KVSender:
         """True while `offer` is allowed."""
         sending = self._handoffs.get(handoff)
         return sending is not None and sending.state is S.OPEN
+
+    def unclaimed(self, peer: Incarnation, unfinished: Sequence[Handoff]) -> list[Handoff]:
+        """Handoffs kept for a reader that has just said which it still reads for: these it will never read again."""
+        return [h for h in self._handoffs if h.decode == peer and h not in unfinished]
 
     @property
     def unsettled(self) -> list[Handoff]:

@@ -136,6 +136,12 @@ class _ProxiedChild:
     def failure(self) -> str | None:
         return self._child.failure()
 
+    def left(self) -> bool:
+        return self._child.left()
+
+    def leave(self, grace_s: float) -> None:
+        self._child.leave(grace_s)
+
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._child.set_workers(prefill, decode)
 

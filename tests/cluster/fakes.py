@@ -46,6 +46,9 @@ class FakeWorker:
     def wait(self) -> None:
         self.stopped.wait()
 
+    def leave(self, grace_s: float) -> None:
+        self.stopped.set()
+
     def stop(self, grace_s: float = 5.0) -> None:
         self.stopped.set()
 

@@ -16,14 +16,17 @@ from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
 from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import (
+    LEAVE_MARGIN_S,
     Accused,
     Announce,
+    AskToLeave,
     Command,
     Discard,
     Ended,
     GiveUp,
     Kill,
     Launch,
+    Leave,
     RestartConfig,
     State,
     Supervisor,
@@ -135,6 +138,55 @@ def test_late_and_repeated_news_change_nothing() -> None:
     assert one.handle(Ended("decode-7", "x"), 0.3) == []
 
 
+def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
+    """Guards against a rolling restart that takes two workers at once, counts as deaths, or waits out a pause; and
+    against a router that hangs up on a worker that is still finishing its requests."""
+    one = supervisor(RestartConfig(limit=0))
+    assert one.handle(Leave(("prefill-0", "decode-0"), 9.0, True), 0.0) == []
+    assert not one.is_steady
+    assert one.handle(Tick(), 1.0) == [AskToLeave("prefill-0", 9.0)]
+    assert addresses(one.announcement()) == (["h:1"], ["h:2"]), "its streams must stay until it has left"
+    assert one.handle(Tick(), 2.0) == []
+    discard, announce = one.handle(Ended("prefill-0", "ended with status 0", left=True), 3.0)
+    assert discard == Discard("prefill-0") and addresses(announce) == ([], ["h:2"])
+    assert one.handle(Tick(), 3.0) == [Launch("prefill-0")], "the next one waits for the replacement"
+    one.handle(Up(up("prefill-0", 7)), 4.0)
+    assert one.handle(Tick(), 4.1) == [AskToLeave("decode-0", 9.0)]
+    one.handle(Ended("decode-0", "ended with status 0", left=True), 5.0)
+    one.handle(Tick(), 5.1)
+    one.handle(Up(up("decode-0", 8)), 6.0)
+    assert one.is_steady and repr(one) == (
+        "Supervisor(prefill-0=up(0), decode-0=up(0), router=up(0))"
+    )
+
+
+def test_who_leaves_for_good_is_not_replaced() -> None:
+    for left in (True, False):  # as asked, or killed on its way out
+        one = supervisor()
+        one.handle(Leave(("decode-0", "nobody"), 9.0, False), 0.0)
+        assert one.handle(Tick(), 0.0) == [AskToLeave("decode-0", 9.0)]
+        discard, announce = one.handle(Ended("decode-0", "x", left=left), 1.0)
+        assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
+        assert one.handle(Tick(), 99.0) == [] and "decode-0" not in one and one.is_steady
+
+
+def test_a_worker_that_dies_or_hangs_while_it_leaves_is_a_death() -> None:
+    """Guards against a roll that waits for ever for a worker that will not end, and one that hides crashes."""
+    for event, now in ((Ended("decode-0", "SIGKILL"), 1.0), (Tick(), 9.0 + LEAVE_MARGIN_S)):
+        one = supervisor()
+        one.handle(Leave(("decode-0",), 9.0, True), 0.0)
+        one.handle(Tick(), 0.0)
+        assert names(one.handle(event, now)) == ["Discard", "Announce"]
+        assert one.handle(Tick(), now + 0.5) == [], "a death costs a pause"
+        assert one.handle(Tick(), now + 1.0) == [Launch("decode-0")]
+
+
+def test_an_end_that_nobody_asked_for_is_a_death() -> None:
+    """Guards against a worker that ends well for no reason, again and again, unseen."""
+    one = supervisor(RestartConfig(limit=0))
+    assert names(one.handle(Ended("decode-0", "ended with status 0", left=True), 0.0)) == ["GiveUp"]
+
+
 def test_who_is_given_up_is_killed_once_and_then_has_died_like_anybody() -> None:
     """Guards against a silent worker that nobody ends, and against one that is killed again and again."""
     one = supervisor()
@@ -166,16 +218,27 @@ def test_no_newer_life_is_killed_for_an_older_one() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
-    """Guards against two processes for one worker, and against more starts than the limit allows in a window."""
+    """Guards against two processes for one worker, and against more starts than the limit allows in a window; those
+    after a worker that left as it was asked to are free."""
     rng = random.Random(seed)
+    excused = set()
     one, now, living = supervisor(), 0.0, {"prefill-0", "decode-0"}
     starts: dict[str, list[float]] = {name: [now] for name in living}
     while now < 2000.0:
         now += rng.expovariate(0.5)
         name = rng.choice(list(starts))
         life = rng.randrange(3)
-        events = [Tick(), Ended(name, "x"), Up(up(name, rng.randrange(9000), life))]
-        event = rng.choice([*events, Accused(name, Incarnation(life), "silent")])
+        event = rng.choice(
+            [
+                Tick(),
+                Ended(name, "x", left=rng.random() < 0.3),
+                Up(up(name, rng.randrange(9000), life)),
+                Leave((name,), rng.uniform(0.0, 9.0), True),
+                Accused(name, Incarnation(life), "silent"),
+            ]
+        )
+        if isinstance(event, Ended) and event.left and one.state(name) is State.LEAVING:
+            excused.add(name)
         for command in one.handle(event, now):
             one.check()
             if isinstance(command, GiveUp):
@@ -188,6 +251,9 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
             elif isinstance(command, Launch):
                 assert command.name not in living, "two processes for one worker"
                 living.add(command.name)
+                if command.name in excused:
+                    excused.remove(command.name)
+                    continue
                 starts[command.name].append(now)
                 recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
                 assert len(recent) <= POLICY.limit + 1
@@ -239,6 +305,29 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
             assert ended[0].startswith("decode-1: ")
             assert ended[0].endswith("(3 times in 300 s)")
         assert {n: cluster.workers[n].pid for n in others} == others
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: str) -> None:
+    """Guards against a worker that is forgotten by a roll, one that comes back from a drain, and a caller that waits
+    for ever. No death is allowed here, so none may be counted."""
+    before = set(descendants())
+    config = msgspec.structs.replace(CONFIG, decode_workers=2)
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        cluster.start()
+        pids = {name: up.pid for name, up in cluster.workers.items()}
+        with watched(cluster) as ended:
+            cluster.roll(timeout_s=90.0)
+            assert not ended and cluster.workers.keys() == pids.keys()
+            assert all(up.pid != pids[name] for name, up in cluster.workers.items())
+            assert all(gone(pid) for pid in pids.values())
+            cluster.drain("decode-1", timeout_s=30.0)
+            assert cluster.workers.keys() == pids.keys() - {"decode-1"} and not ended
+            with pytest.raises(LaunchError, match="there is no worker decode-1"):
+                cluster.drain("decode-1")
+        with pytest.raises(LaunchError, match="not left in 0 s"):  # nobody watches any more
+            cluster.roll(timeout_s=0.2)
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 

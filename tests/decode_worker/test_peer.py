@@ -149,7 +149,6 @@ def test_redialling_ends() -> None:
         (_hello("prefill", 1, {"block_size": 0}), "is not a KV layout: every size"),
         (_hello("prefill", 1, {"block_size": "many"}), "is not a KV layout: Expected `int`"),
         (_hello("prefill", 1, digest_share=1.5), "1.5 is no share of blocks"),
-        (_hello("decode", 1), "it is a decode worker"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

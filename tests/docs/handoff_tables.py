@@ -43,7 +43,7 @@ def names() -> str:
         "placement": "router: counts the times it has placed this request",
         "attempt": "decode worker: counts its tries below one placement",
         "decode": "decode worker, once per process, at random",
-        "prefill": "prefill worker, once per process, at random",
+        "prefill": "the worker that is read from, once per process, at random",
     }
     fields = messages.Handoff.__struct_fields__
     return table(["part", "who draws it"], ([f"`{field}`", makers[field]] for field in fields))

@@ -15,9 +15,18 @@ from engine.messages import (
 from engine.step import StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from prefill_worker.events import FromPeer, PeerDead, PeerLost, PeerUp
 from prefill_worker.scheduler import PrefillScheduler
-from transfer.commands import Command, Emit, Posted, PostSend, Sent
+from transfer.commands import (
+    Command,
+    Emit,
+    FromReader,
+    Posted,
+    PostSend,
+    ReaderDead,
+    ReaderLost,
+    ReaderUp,
+    Sent,
+)
 from transfer.sender import KVSender
 
 PEER = Incarnation(7)
@@ -42,7 +51,7 @@ class Bench:
         self.offered: dict[str, list[int]] = {}
         self.emitted: list[object] = []
         self.land = True
-        self._do(self.scheduler.handle(PeerUp(PEER, remote), self.now))
+        self._do(self.scheduler.handle(ReaderUp(PEER, remote), self.now))
 
     def start(self, name: str, tokens: list[int], have: int = 0, **more: object) -> Handoff:
         handoff = Handoff(RequestId(name), 1, 0, PEER, Incarnation(1))
@@ -56,7 +65,7 @@ class Bench:
             **more,  # type: ignore[arg-type]
         )
         message = StartPrefill(handoff=handoff, record=record, have_tokens=have)
-        self._do(self.scheduler.handle(FromPeer(PEER, message), self.now))
+        self._do(self.scheduler.handle(FromReader(PEER, message), self.now))
         return handoff
 
     def tell(self, event: object) -> None:
@@ -87,7 +96,7 @@ class Bench:
                     self.tell(Posted(move.handoff, move.seq, digests))
                     self.tell(Sent(move.handoff, move.seq, "", 0.0))
                     if self.land:
-                        self.tell(FromPeer(PEER, Landed(move.handoff, move.seq)))
+                        self.tell(FromReader(PEER, Landed(move.handoff, move.seq)))
                 case Emit(_, FirstToken() as first):
                     self.first_at[first.handoff.request] = self.now
                     self.emitted.append(first)
@@ -183,7 +192,7 @@ def test_a_prompt_waits_until_all_its_blocks_can_be_leased() -> None:
     bench.start("two", _tokens(64, 2))
     bench.run()
     assert list(bench.first_at) == ["one"] and bench.scheduler.waiting_requests == 1
-    bench.tell(FromPeer(PEER, Stop(one)))
+    bench.tell(FromReader(PEER, Stop(one)))
     bench.run()
     assert list(bench.first_at) == ["one", "two"]
 
@@ -195,11 +204,11 @@ def test_stop_frees_everything_at_any_time(steps: int) -> None:
     handoff = bench.start("r", _tokens(100, 1))
     for _ in range(steps):
         bench.step()
-    bench.tell(FromPeer(PEER, Stop(handoff)))
+    bench.tell(FromReader(PEER, Stop(handoff)))
     bench.run()
-    assert bench.scheduler.jobs == 0
+    assert bench.scheduler.is_idle
     assert bench.pool["active"] == bench.pool["quarantined"] == 0
-    bench.tell(FromPeer(PEER, Stop(handoff)))  # again: dropped, and counted
+    bench.tell(FromReader(PEER, Stop(handoff)))  # again: dropped, and counted
     assert bench.scheduler.sender.dropped
 
 
@@ -209,12 +218,12 @@ def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
     bench.land = False
     bench.start("r", _tokens(100, 1))
     bench.run()
-    bench.tell(PeerLost(PEER))
-    assert bench.pool["quarantined"] == 7 and bench.scheduler.jobs == 1
+    bench.tell(ReaderLost(PEER))
+    assert bench.pool["quarantined"] == 7 and not bench.scheduler.is_idle
     lost_at, bench.now = bench.now, bench.now + 3.0
     assert bench.scheduler.take_quarantined() == []
-    bench.tell(PeerDead(PEER))
-    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    bench.tell(ReaderDead(PEER))
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.is_idle
     assert bench.scheduler.take_quarantined() == [lost_at], "how long it took is not known"
     bench.scheduler.check()
 
@@ -225,11 +234,11 @@ def test_a_reader_that_comes_back_says_what_it_still_reads() -> None:
     bench.land = False
     gone, kept = bench.start("gone", _tokens(100, 1)), bench.start("kept", _tokens(60, 2))
     bench.run()
-    bench.tell(PeerLost(PEER))
-    bench.tell(PeerUp(PEER, True, (kept,)))
+    bench.tell(ReaderLost(PEER))
+    bench.tell(ReaderUp(PEER, True, (kept,)))
     assert bench.scheduler.sender.unsettled == [kept] and gone != kept
-    bench.tell(FromPeer(PEER, Stop(kept)))
-    assert bench.scheduler.jobs == 0 and bench.pool["quarantined"] == bench.pool["active"] == 0
+    bench.tell(FromReader(PEER, Stop(kept)))
+    assert bench.scheduler.is_idle and bench.pool["quarantined"] == bench.pool["active"] == 0
     bench.scheduler.check()
 
 
@@ -238,8 +247,8 @@ def test_a_reader_that_was_pushed_to_needs_no_proof() -> None:
     bench.land = False
     bench.start("r", _tokens(100, 1))
     bench.run()
-    bench.tell(PeerLost(PEER))
-    assert bench.pool["quarantined"] == 0 and bench.scheduler.jobs == 0
+    bench.tell(ReaderLost(PEER))
+    assert bench.pool["quarantined"] == 0 and bench.scheduler.is_idle
 
 
 def test_a_passed_deadline_is_told_and_fenced() -> None:
@@ -249,9 +258,9 @@ def test_a_passed_deadline_is_told_and_fenced() -> None:
     bench.run()
     (failed,) = bench.emitted
     assert isinstance(failed, PrefillFailed) and failed.fault.code == "DEADLINE_EXCEEDED"
-    assert bench.scheduler.jobs == 1, "blocks went before the reader said stop"
-    bench.tell(FromPeer(PEER, Stop(handoff)))
-    assert bench.scheduler.jobs == 0 and bench.pool["active"] == 0
+    assert not bench.scheduler.is_idle, "blocks went before the reader said stop"
+    bench.tell(FromReader(PEER, Stop(handoff)))
+    assert bench.scheduler.is_idle and bench.pool["active"] == 0
 
 
 def test_bad_records_are_refused_by_name() -> None:
@@ -263,4 +272,4 @@ def test_bad_records_are_refused_by_name() -> None:
         ("OUT_OF_RANGE", "prompt"),
         ("INVALID_ARGUMENT", "token_ids"),
     ]
-    assert bench.scheduler.jobs == 0
+    assert bench.scheduler.is_idle

@@ -1,7 +1,8 @@
 """The router core against workers that do anything their protocol allows, and much that it does not.
 
 Whatever happens, every client gets exactly one end, and only its own tokens, in order, once: also over the loss of its
-workers, whose ghosts go on talking. What a new placement is told to be history is what the client has.
+workers, whose ghosts go on talking, and over moves off workers that leave. What a new placement is told to be history
+is what the client has; whoever keeps the KV of a yielded request is told when it is not needed any more.
 """
 
 from random import Random
@@ -9,6 +10,7 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from engine.messages import (
     Accepted,
@@ -21,6 +23,7 @@ from engine.messages import (
     Refused,
     RequestStats,
     Tokens,
+    Yielded,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
@@ -37,10 +40,13 @@ from router.events import (
     Joined,
     Left,
     Lost,
+    Moved,
     SendCancel,
     SendFinish,
     SendPlace,
+    SendRelease,
     SendUsePrefill,
+    SendYield,
     StopFound,
     Submit,
     Tick,
@@ -69,6 +75,7 @@ class Job:
         self.placement = placement
         self.prefill = prefill
         self.accepted = False
+        self.asked_to_yield = False
         self.sent = sent
         self.told: Cancel | Finish | None = None
 
@@ -83,6 +90,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.ghosts: list[Job] = []
         self.interrupted: set[str] = set()
+        self.leaving: set[str] = set()
+        self.known_leaving: set[str] = set()
+        self.kept: set[tuple[str, str, int]] = set()
         self.minted = 0
         self.begun: set[str] = set()
         self.given: dict[str, list[int]] = {}
@@ -106,6 +116,14 @@ class RouterMachine(RuleBasedStateMachine):
                     self.tell(command.worker, command.cancel)
                 case SendFinish():
                     self.tell(command.worker, command.finish)
+                case SendYield(worker, order):
+                    job = self.job(worker, order.request, order.placement)
+                    assert worker in self.leaving and job.accepted and not job.asked_to_yield
+                    job.asked_to_yield = True
+                case SendRelease(worker, release):
+                    self.kept.remove((worker, release.request, release.placement))
+                case Moved():
+                    self.interrupted.add(command.request)
                 case Begin():
                     again = command.request in self.begun
                     assert again == (command.request in self.interrupted)
@@ -150,11 +168,15 @@ class RouterMachine(RuleBasedStateMachine):
         prefill = command.place.prefill.name
         assert prefill in self.up if prefill else not self.up & set(PREFILLS)
         place = command.place
+        kept = {worker for worker, request, _ in self.kept if request == record.request}
+        assert {prefill} == kept if kept else prefill not in WORKERS
+        assert command.worker not in self.known_leaving
         self.jobs.append(Job(command.worker, record, place.placement, prefill, len(history)))
 
     def back(self, name: str) -> None:
         """Connected as a new process."""
         self.lives[name] += 1
+        self.leaving.discard(name)
         self.up.add(name)
         self.connect(name)
 
@@ -165,6 +187,8 @@ class RouterMachine(RuleBasedStateMachine):
         # One prefill worker has blocks of another size: its tree has other identities, the pairs are the same.
         size = 24 if name == PREFILLS[-1] else 16
         self.do(Joined(peer, worker_info(name, role, self.lives[name], blocks, size)))
+        if name in self.leaving:
+            self.report(name, 0)
 
     @rule(tokens=st.integers(1, 250), deadline=st.none() | st.integers(1, 5))
     def submit(self, tokens: int, deadline: int | None) -> None:
@@ -278,7 +302,29 @@ class RouterMachine(RuleBasedStateMachine):
             self.up.add(name)
             self.connect(name)
 
+    @precondition(lambda self: any(j.worker not in self.leaving for j in self.jobs))
+    @rule(data=st.data())
+    def leave_work(self, data: st.DataObject) -> None:
+        """A worker with requests is asked to leave, and says so."""
+        busy = sorted({j.worker for j in self.jobs} - self.leaving)
+        name = data.draw(st.sampled_from(busy))
+        self.leaving.add(name)
+        self.report(name, 2)
+
+    @precondition(lambda self: any(j.asked_to_yield for j in self.jobs))
+    @rule(data=st.data())
+    def yield_one(self, data: st.DataObject) -> None:
+        """It may not have heard yet that the request is cancelled, or finished."""
+        job = data.draw(st.sampled_from([j for j in self.jobs if j.asked_to_yield]))
+        self.jobs.remove(job)
+        self.kept.add((job.worker, job.request, job.placement))
+        stats = RequestStats(output_tokens=job.sent)
+        yielded = Yielded(request=job.request, placement=job.placement, stats=stats)
+        self.do(Heard(job.worker, yielded))
+
     def bury(self, name: str) -> None:
+        self.known_leaving.discard(name)
+        self.kept = {kept for kept in self.kept if kept[0] != name}
         self.ghosts += [j for j in self.jobs if j.worker == name]
         self.jobs = [j for j in self.jobs if j.worker != name]
 
@@ -349,7 +395,10 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(WORKERS), active=st.integers(0, BLOCKS))
     def report(self, name: str, active: int) -> None:
         if name in self.up:
-            self.do(Heard(name, load(active=active, blocks=BLOCKS)))
+            if name in self.leaving:
+                self.known_leaving.add(name)
+            report = load(active=active, blocks=BLOCKS)
+            self.do(Heard(name, replace(report, leaving=name in self.leaving)))
 
     @rule(seconds=st.integers(0, 2))
     def tick(self, seconds: int) -> None:
@@ -369,6 +418,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Heal everything: all work must come to its end."""
+        for name in sorted(self.leaving & self.up):
+            self.crash_or_return(name)
         for name in PREFILLS + WORKERS:
             if name not in self.up:
                 self.back(name)
@@ -391,6 +442,7 @@ class RouterMachine(RuleBasedStateMachine):
                 self.report(name, 0)
         assert self.router.open == 0, repr(self.router)
         assert all(count == 1 for count in self.ends.values())
+        assert not self.kept, "KV is kept for nobody"
 
 
 TestRouterMachine = RouterMachine.TestCase

@@ -67,6 +67,24 @@ def test_a_lost_worker_repeats_stages_and_hides_nothing() -> None:
     assert (end.ttft_s, end.itl_mean_s) == (5.0, 15.0)
 
 
+def test_a_move_brings_the_first_workers_account_along() -> None:
+    """Guards against time that is lost with a move, or counted against the wrong reservation."""
+    line = Timeline(0.0)
+    line.submitted(0.0)
+    line.offered(0.0)
+    line.accepted(1.0)
+    line.tokens(1, 3.0)
+    line.moved({"prefill_run": 2.0, "decode_run": 4.0}, 7.0)
+    line.offered(8.0)
+    line.accepted(9.0)
+    line.ended_s = 12.0
+    stats = RequestStats(stages={"migrate": 1.0, "decode_run": 2.0}, output_tokens=9)
+    stages = line.finished(FinishReason.LENGTH, stats, "", 12.0).stats.stages
+    assert (stages["route"], stages["reserve"], stages["prefill_run"]) == (1.0, 2.0, 2.0)
+    assert (stages["migrate"], stages["decode_run"]) == (1.0, 6.0)
+    assert stages["unattributed"] == pytest.approx(0.0)
+
+
 def test_only_the_last_reservation_can_have_been_heard_late() -> None:
     """Guards against a correction that takes an earlier placement's time away."""
     line = Timeline(0.0)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from decode_worker import handoffs
+from decode_worker.departures import Departures
 from decode_worker.events import Tell
 from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
@@ -184,6 +185,20 @@ def indexed_before_landed() -> list[Patch]:
     return [(DecodeScheduler, "_place", early)]
 
 
+def departure_freed_while_read() -> list[Patch]:
+    """A leaving worker frees the blocks of a request as soon as it goes on elsewhere, though they are still read."""
+    let_go = Departures._let_go
+
+    def hasty(self: Departures, departure: Any) -> None:
+        if departure.request.record.request not in self._departures:
+            return
+        serving, departure.serving = departure.serving, {}
+        let_go(self, departure)
+        departure.serving = serving
+
+    return [(Departures, "_let_go", hasty)]
+
+
 def cached_rows_repacked() -> list[Patch]:
     """A block of another size is repacked whole: its first rows go into a block that was cached, and may be shared."""
 
@@ -206,6 +221,7 @@ BUGS: dict[str, Plant] = {
         reservation_deadlock,
         duplicate_acknowledgement_counted,
         indexed_before_landed,
+        departure_freed_while_read,
         cached_rows_repacked,
     )
 }

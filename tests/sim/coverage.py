@@ -36,6 +36,13 @@ STATES = (
     "send withdrawn",
     "stop string found",
     "zombie: frozen beyond keepalive",
+    "leave completed",
+    "leave cut short by its grace",
+    "leaving prefill worker gave up what waited",
+    "request moved",
+    "served by a decode worker",
+    "source of a move died",
+    "target of a move died",
 )
 RECOVERY_STATES = (
     "NeedPrefill",

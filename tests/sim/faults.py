@@ -44,8 +44,9 @@ KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """`on` is a record's type name, "copy" or "time"; `count` says which one, `at_s` when. `delay_s` after the trigger
-    it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a healed partition)."""
+    """`on` is a record's type name, "copy", "move" (a decode worker is asked for KV) or "time"; `count` says which one,
+    `at_s` when. `delay_s` after the trigger it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a
+    healed partition)."""
 
     kind: str
     on: str
@@ -178,6 +179,10 @@ class Faults:
         for record in records:
             self._world.saw_record(record)
             self._saw(type(record).__name__, stream.client, stream.server)
+            if stream.server.role == "decode":
+                self._world.saw_move(record)
+                if isinstance(record, StartPrefill):
+                    self._saw("move", stream.client, stream.server)
         held = self._held.pop((stream.number, lane), None)
         frames = [data]
         if not any(isinstance(record, Hello) for record in records):

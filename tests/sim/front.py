@@ -74,6 +74,9 @@ class Client:
     def interrupted(self, now: float) -> None:
         self.world.note("interrupted, and placed again")
 
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        self.world.note("request moved")
+
     def tokens(self, ids: list[int], now: float) -> int | None:
         if self.outcome:
             raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")

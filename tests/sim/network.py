@@ -18,7 +18,7 @@ class Session(Protocol):
     def closed(self, why: str) -> None: ...
 
 
-Send = Callable[[bytes], None]
+Send = Callable[[bytes | None], None]
 Accept = Callable[[Send], Session]
 Meddle = Callable[["Stream", int, bytes], list[bytes]]
 
@@ -82,8 +82,10 @@ class Stream:
     def sender(self, lane: int) -> Send:
         """What the end that sends on `lane` calls; after the end it does nothing."""
 
-        def send(data: bytes) -> None:
-            if self.open:
+        def send(data: bytes | None) -> None:
+            if self.open and data is None:
+                self._end(lane)
+            elif self.open and data is not None:
                 for frame in self._wire.passing(self, lane, data):
                     self.lanes[lane].push(partial(self._frame, lane, frame), self._wire.slowness())
 
@@ -124,6 +126,17 @@ class Stream:
             late = rng.choice((0.0, 0.0, 0.01, 0.08))
             lane.push(partial(self._closed, at, why), rng.uniform(0, late))
 
+    def _end(self, lane: int) -> None:
+        """Who sends on `lane` is done: all that it said arrives first; what is on its way to it may be lost."""
+        self.open = False
+        why = "the other end closed the stream"
+        self.lanes[lane].push(partial(self._closed, lane, why))
+        back = self.lanes[1 - lane]
+        keep = self._wire.clock.rng.randint(0, len(back.queue))
+        while len(back.queue) > keep:
+            back.queue.pop()
+        back.push(partial(self._closed, 1 - lane, why))
+
     def _closed(self, lane: int, why: str) -> None:
         session, self.sessions[lane] = self.sessions[lane], None
         if session is not None:
@@ -162,7 +175,7 @@ class Wire:
         stream = Stream(self, self._made, client, server, method)
         self.streams.append(stream)
         self._hold(stream)
-        stream.lanes[0].push(lambda: self._accept(stream, methods[method.rpartition("/")[2]]))
+        stream.lanes[0].push(lambda: self._accept(stream, methods[method]))
         stream.sessions[1] = accept(stream.sender(0))
 
     def partition(self, stream: Stream, seconds: float) -> None:

@@ -23,12 +23,23 @@ class Ask:
 
 
 @dataclass(slots=True)
+class Going:
+    """One worker of a role is asked to leave, with `grace_s`, and replaced `pause_s` after it has."""
+
+    role: str
+    at_s: float
+    grace_s: float = 10.0
+    pause_s: float = 0.02
+
+
+@dataclass(slots=True)
 class Plan:
     """All that a run depends on, besides the seed of its own generator."""
 
     seed: int
     asks: list[Ask]
     faults: list[Fault] = field(default_factory=list)
+    goings: list[Going] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 2})
     blocks: dict[str, int] = field(default_factory=lambda: {"prefill": 14, "decode": 14})
     block_size: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 4})

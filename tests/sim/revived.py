@@ -30,6 +30,9 @@ class Revived:
     def interrupted(self, now: float) -> None:
         self._client.interrupted(now)
 
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        self._client.moved(stages, now)
+
     def tokens(self, ids: list[int], now: float) -> int | None:
         client = self._client
         self._tokens += ids

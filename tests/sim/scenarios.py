@@ -8,7 +8,7 @@ from decode_worker.config import DecodeConfig
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.faults import Fault
-from tests.sim.plan import Ask, Plan
+from tests.sim.plan import Ask, Going, Plan
 from tests.sim.schedule import RECOVERS
 
 STEM = list(range(10, 22))
@@ -152,6 +152,45 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "stop_string": (
         "The router finds a stop string after two tokens.",
         _plan(replace(_ask("a", 1, 2, max_tokens=8), stop_after=2)),
+    ),
+    "decode_worker_leaves": (
+        "Asked to leave while it decodes: the request is yielded, and goes on from the KV that it left behind.",
+        _plan(_ask("a", 1, 2, max_tokens=24), goings=[Going("decode", 0.03)]),
+    ),
+    "decode_worker_leaves_when_nobody_else_has_room": (
+        "The only decode worker is asked to leave: it finishes what it has, then ends. New work waits for the next.",
+        _plan(
+            _ask("a", 1, 2, max_tokens=24),
+            _ask("b", 3, at_s=0.025),
+            workers={"prefill": 2, "decode": 1},
+            goings=[Going("decode", 0.02)],
+        ),
+    ),
+    "source_of_a_move_dies": (
+        "The worker that has yielded a request dies as its KV is asked for: a prefill worker computes it instead.",
+        _plan(
+            _ask("a", 1, 2, max_tokens=24),
+            faults=(Fault("crash prefill", "move"),),
+            goings=[Going("decode", 0.03)],
+        ),
+    ),
+    "target_of_a_move_dies": (
+        "The worker that was to go on dies: the request's KV waits for another, and is fetched by it.",
+        _plan(
+            _ask("a", 1, 2, max_tokens=24),
+            faults=(Fault("crash decode", "move", lasts_s=0.4),),
+            workers={"prefill": 2, "decode": 3},
+            goings=[Going("decode", 0.03)],
+        ),
+    ),
+    "prefill_worker_leaves": (
+        "It finishes the prompt that it has begun, and gives up the one that waits, which goes elsewhere.",
+        _plan(
+            *(_ask(name, *range(at, at + 8)) for at, name in ((1, "a"), (11, "b"), (21, "c"), (31, "d"))),
+            workers={"prefill": 2, "decode": 1},
+            blocks={"prefill": 8, "decode": 30},
+            goings=[Going("prefill", 0.006)],
+        ),
     ),
     "router_dies": (
         "Every worker ends what it did for it.",

@@ -9,7 +9,7 @@ from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.clock import Violation
 from tests.sim.faults import KINDS, Fault
-from tests.sim.plan import Ask, Plan
+from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import VOCAB
 from tests.sim.world import World
 
@@ -32,7 +32,7 @@ WEIGHTS = {
     "send_fails": 2,
     "recv_fails": 2,
 }
-ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy")
+ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 MIN_OVERLAP = 4
 RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
@@ -41,9 +41,11 @@ RECOVERS = True
 def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     """Everything is drawn from `seed`."""
     rng = Random(seed)
+    goings = [_going(rng) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
+    moving = any(going.role == "decode" for going in goings)
     size = rng.choice((2, 4, 4))
     sizes = {"prefill": size if rng.random() < 0.75 else rng.choice((2, 3, 6)), "decode": size}
-    asks = _asks(rng, size)
+    asks = _asks(rng, size, (4, 8, 12, 16) if moving else (1, 2, 3, 4, 6, 8))
     longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     return Plan(
@@ -53,7 +55,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={
             "prefill": most["prefill"] + rng.randint(0, 3),
-            "decode": most["decode"] + rng.randint(0, 4),
+            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 4),
         },
         block_size=sizes,
         transport=rng.choice(("shm", "shm", "tcp")),
@@ -65,11 +67,21 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
+        goings=goings,
         escalate_s=rng.choice((0.5, 5.0)),
     )
 
 
-def _asks(rng: Random, size: int) -> list[Ask]:
+def _going(rng: Random) -> Going:
+    return Going(
+        rng.choice(("prefill", "decode", "decode")),
+        at_s=rng.uniform(0.0, 0.06),
+        grace_s=rng.choice((10.0, 10.0, 10.0, rng.uniform(0.001, 0.02))),
+        pause_s=rng.uniform(0.005, 0.2),
+    )
+
+
+def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
     stems = [[rng.randrange(VOCAB - 1) for _ in range(rng.randint(size, 4 * size))] for _ in range(3)]
     asks = []
     for number in range(rng.randint(5, 8)):
@@ -79,7 +91,7 @@ def _asks(rng: Random, size: int) -> list[Ask]:
             request=RequestId(f"r{number}"),
             tokens=prompt,
             prompt_tokens=len(prompt),
-            max_tokens=rng.choice((1, 2, 3, 4, 6, 8)),
+            max_tokens=rng.choice(lengths),
             seed=number,
             sampling=SamplingParams(temperature=0.0),
             ignore_eos=rng.random() < 0.5,

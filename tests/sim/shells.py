@@ -25,6 +25,7 @@ import transfer.liveness
 import transfer.mover
 import transfer.registry
 import transfer.rpc
+import transfer.serving
 from engine.loop import Shell
 from tests.sim import shadow
 from tests.sim.clock import Process, Violation
@@ -53,6 +54,7 @@ class SimThread:
         self._ticket = 0
         self._due = float("inf")
         self._busy = False
+        self._ended = False
         self.failure: BaseException | None = None
         _world.threads[self.process.pid] = self
 
@@ -63,6 +65,9 @@ class SimThread:
 
     def start(self) -> None:
         self._wake(0.0)
+
+    def end(self) -> None:
+        self._ended = True
 
     def _wake(self, seconds: float) -> None:
         due = self._world.clock.now + seconds
@@ -97,6 +102,9 @@ class SimThread:
             raise Violation(what) from error
         if self._busy:
             world.check(self.process)
+        if self._ended:
+            world.left(self.process)
+            return
         self._wake(world.rng.uniform(0.0004, 0.003) if self._busy else self._idle_s)
 
 
@@ -110,7 +118,6 @@ class SimRpc:
         self,
         host: str,
         port: int,
-        service: str,
         streams: dict[str, Accept],
         watches: dict[str, Accept] | None = None,
     ) -> int:
@@ -188,7 +195,8 @@ def _seams() -> list[tuple[Any, str, Any, Any]]:
     module is imported by then."""
     found = []
     for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] not in ("decode_worker", "prefill_worker"):
+        package = module_name.partition(".")[0]
+        if package not in ("decode_worker", "prefill_worker") and module_name != "transfer.serving":
             continue
         for name, value in list(vars(module).items()):
             for real, simulated in _REPLACED:

@@ -6,7 +6,9 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from random import Random
 
+from tests.sim.plan import Going
 from tests.sim.schedule import make_plan, run_schedule
 from tests.sim.trace import tell
 from tests.sim.world import World
@@ -26,6 +28,29 @@ def test_random_schedules_keep_every_promise() -> None:
         effective += result.effective
         seed += 1
     assert counted >= 20 and len(effective) >= 8, (counted, effective)
+
+
+def test_leaving_alone_costs_nobody_anything() -> None:
+    """Guards against a request that fails, is computed twice, or blames a worker, only because workers come and go."""
+    notes = Counter[str]()
+    for seed in range(78_000_000, 78_000_012):
+        rng = Random(seed)
+        plan = make_plan(seed)
+        plan.faults = []
+        plan.blocks["decode"] *= 2
+        roles = ["decode", "decode", "prefill", "decode", "prefill"]
+        plan.goings = [Going(role, rng.uniform(0.0, 0.08), pause_s=0.01) for role in roles]
+        world = World(plan)
+        world.run()
+        assert not world.failure and not world.notes["UNAVAILABLE"]
+        assert not world.notes["interrupted, and placed again"]
+        assert {client.outcome.partition(" ")[0] for client in world.clients} <= {
+            "complete",
+            "CANCELLED",
+            "DEADLINE_EXCEEDED",
+        }
+        notes += world.notes
+    assert notes["leave completed"] >= 24 and notes["request moved"] >= 3, notes
 
 
 def test_a_seed_is_a_run() -> None:

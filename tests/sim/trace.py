@@ -20,12 +20,15 @@ from engine.messages import (
     PrefillFailed,
     Record,
     Refused,
+    Release,
     RouterHello,
     StartPrefill,
     Stop,
     Tokens,
     UsePrefill,
     WorkerInfo,
+    Yield,
+    Yielded,
     decode_decode_frame,
     decode_from_prefill_frame,
     decode_report_frame,
@@ -141,6 +144,12 @@ def describe(record: Record) -> str:
             return f"cancel {request}/{placement}: {reason.value}"
         case Finish(request, placement, kept):
             return f"finish {request}/{placement}: {kept} tokens kept"
+        case Yield(request, placement):
+            return f"yield {request}/{placement}"
+        case Yielded():
+            return f"yielded {record.request}/{record.placement}, {record.stats.output_tokens} tokens"
+        case Release(request, placement):
+            return f"release {request}/{placement}"
         case NeedPrefill(request, placement, failed):
             return f"{request}/{placement} needs another prefill worker than {failed}"
         case UsePrefill(request, placement, prefill):

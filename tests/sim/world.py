@@ -8,20 +8,23 @@ from typing import Any
 
 from engine.messages import (
     Ended,
+    FirstToken,
     Handoff,
     Load,
     Orphan,
     PeerAddress,
+    PrefillFailed,
     Record,
     StartPrefill,
 )
+from prefill_worker.scheduler import GIVEN_UP
 from tests.sim import shells
 from tests.sim.clock import Clock, Process, Violation
 from tests.sim.faults import Faults
 from tests.sim.front import Client, Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
-from tests.sim.plan import Ask, Plan
+from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
 
 BOOT_S = 0.05
@@ -49,6 +52,7 @@ class World:
         self.threads: dict[int, shells.SimThread] = {}
         self.workers: dict[int, Any] = {}
         self.live: dict[str, Process] = {}
+        self.pauses: dict[int, float] = {}
         self.starting: Process = None  # type: ignore[assignment]
         self.front: Front = None  # type: ignore[assignment]
         self.clients: list[Client] = []
@@ -94,6 +98,45 @@ class World:
             self._collect(process)
             if self.movers[process.pid].copying:
                 self.note("killed while copying")
+            self._note_moves(process)
+        self._bury(process)
+
+    def _note_moves(self, process: Process) -> None:
+        if process.role == "decode":
+            scheduler = self.workers[process.pid]._scheduler
+            if scheduler.departures:
+                self.note("source of a move died")
+            decodes = {p.incarnation for p in self.processes.values() if p.role == "decode"}
+            if any(name.prefill in decodes for name in scheduler.receiver.unfinished):
+                self.note("target of a move died")
+
+    def ask_to_leave(self, going: Going) -> None:
+        """A worker of the role takes no new work from now on, and is replaced when it has left."""
+        able = [
+            p
+            for p in self.live.values()
+            if p.role == going.role and p.alive and not (p.frozen or self.workers[p.pid].is_leaving)
+        ]
+        busy = [p for p in able if not self.workers[p.pid]._scheduler.is_idle]
+        if not able:
+            return
+        process = self.rng.choice(busy or able)
+        if self.say is not None:
+            self.say(process.name, "is asked to leave")
+        self.pauses[process.pid] = going.pause_s
+        self.workers[process.pid].leave(going.grace_s)
+
+    def left(self, process: Process) -> None:
+        """It has ended by itself, as it was asked to."""
+        if self.say is not None:
+            self.say(process.name, "has left")
+        self._collect(process)
+        scheduler = self.workers[process.pid]._scheduler
+        self.note("leave completed" if scheduler.is_idle else "leave cut short by its grace")
+        self._bury(process)
+        self.clock.at(self.pauses[process.pid], lambda: self.boot(process.name, process.role))
+
+    def _bury(self, process: Process) -> None:
         process.kill()
         for stream in self.wire.of(process):
             stream.cut("the process died")
@@ -159,9 +202,8 @@ class World:
 
     def handoffs(self, process: Process) -> list[Handoff]:
         scheduler = self.workers[process.pid]._scheduler
-        if process.role == "decode":
-            return list(scheduler.receiver.unfinished)
-        return list(scheduler.sender.unsettled)
+        received = scheduler.receiver.unfinished if process.role == "decode" else []
+        return [*received, *scheduler.sender.unsettled]
 
     def has_handoffs(self, process: Process) -> bool:
         """Has it a part in an open handoff? The router has one in every request that is under way."""
@@ -199,6 +241,17 @@ class World:
                 self.note("second placement")
         elif type(record).__name__ in ("Stop", "PrefillFailed"):
             self.note(type(record).__name__)
+        if isinstance(record, PrefillFailed) and record.fault.message == GIVEN_UP:
+            self.note("leaving prefill worker gave up what waited")
+
+    def saw_move(self, record: Record) -> None:
+        """Between a decode worker and one that yields its requests."""
+        if isinstance(record, FirstToken):
+            self.note("served by a decode worker")
+        elif isinstance(record, PrefillFailed):
+            self.note("a decode worker could not serve")
+        elif isinstance(record, StartPrefill) and record.handoff.attempt:
+            self.note("second try of a move")
 
     def heard(self, record: Record) -> None:
         """The router hears this of a worker."""
@@ -331,6 +384,8 @@ class World:
         self._asked = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
+        for going in self.plan.goings:
+            clock.at(BOOT_S + going.at_s, lambda going=going: self.ask_to_leave(going))  # type: ignore[misc]
         clock.at(BOOT_S + self.plan.disarm_s, self.faults.disarm)
         looks_at, pause_s, healed_at = 0.0, 0.01, None
         while clock.step():

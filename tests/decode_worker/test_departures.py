@@ -1,0 +1,322 @@
+"""A leaving decode worker alone: what it refuses, when it yields, whom it serves, and when its blocks go."""
+
+import pytest
+
+from decode_worker.config import DecodeConfig
+from decode_worker.events import FromPeer, FromRouter, PeerUp, RouterLost, Tell
+from decode_worker.scheduler import Command, DecodeScheduler
+from engine.kv.manager import KVCacheManager
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    FirstToken,
+    Handoff,
+    Landed,
+    Offer,
+    Orphan,
+    PeerAddress,
+    Place,
+    PrefillFailed,
+    Record,
+    Refused,
+    Release,
+    RouterHello,
+    StartPrefill,
+    Stop,
+    Tokens,
+    Yield,
+    Yielded,
+)
+from engine.plan import STAGES
+from engine.step import StepPlan
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
+from transfer.commands import (
+    Emit,
+    FromReader,
+    Leave,
+    Posted,
+    PostSend,
+    ReaderDead,
+    ReaderLost,
+    ReaderUp,
+    Sent,
+)
+from transfer.receiver import KVReceiver
+
+ME, SOURCE, READER = Incarnation(1), Incarnation(2), Incarnation(3)
+A = RequestId("a")
+PROMPT = list(range(100, 110))
+LINK = 4
+
+
+class Bench:
+    """A scheduler of 4-token blocks; every step draws the next of 1, 2, 3 …; sends end at once, landings are told."""
+
+    def __init__(self, blocks: int = 32, **config: int) -> None:
+        self.scheduler = DecodeScheduler(
+            config=DecodeConfig(**config),  # type: ignore[arg-type]
+            kv=KVCacheManager(blocks, 4, "m"),
+            receiver=KVReceiver(),
+            name="decode-0",
+            incarnation=ME,
+            fingerprint="m",
+            vocab=1000,
+            context_tokens=256,
+            stop_ids=frozenset(),
+            block_bytes=1,
+        )
+        self.now = 0.0
+        self.drawn = 0
+        self.told: list[Record] = []
+        self.emitted: list[Record] = []
+        self.sends: list[PostSend] = []
+
+    def tell(self, event: object) -> None:
+        self._do(self.scheduler.handle(event, self.now))  # type: ignore[arg-type]
+        self.scheduler.check()
+
+    def router(self, record: object) -> None:
+        self.tell(FromRouter(LINK, record))  # type: ignore[arg-type]
+
+    def step(self) -> StepPlan | None:
+        self.now += 1.0
+        self._do(self.scheduler.tick(self.now))
+        plan, commands = self.scheduler.plan(self.now)
+        self._do(commands)
+        if plan is not None:
+            drawn = [self.drawn + n + 1 for n, row in enumerate(r for r in plan.rows if r.draw)]
+            self.drawn += len(drawn)
+            self._do(self.scheduler.complete(plan, drawn, self.now))
+        self.scheduler.check()
+        return plan
+
+    def _do(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Tell(_, record):
+                    self.told.append(record)
+                case Emit(_, record):
+                    self.emitted.append(record)
+                case PostSend(_, move, blocks):
+                    self.sends.append(command)
+                    self.tell(Posted(move.handoff, move.seq, tuple(0 for _ in blocks)))
+                    self.tell(Sent(move.handoff, move.seq, "", 0.0))
+
+    def running(self, tokens: int = 3, max_tokens: int = 12, **more: object) -> list[int]:
+        """Request A, prefilled here, with so many output tokens; returns all its tokens."""
+        record = RequestRecord(
+            request=A,
+            tokens=list(PROMPT),
+            prompt_tokens=len(PROMPT),
+            max_tokens=max_tokens,
+            seed=0,
+            sampling=SamplingParams(temperature=0.0),
+            **more,  # type: ignore[arg-type]
+        )
+        self.router(Place(record=record, placement=1, prefill=PeerAddress("", "")))
+        for _ in range(tokens):
+            self.step()
+        return [*PROMPT, *(i for r in self.told if isinstance(r, Tokens) for i in r.ids)]
+
+    def ask(self, tokens: list[int], have: int = 0, attempt: int = 0) -> Handoff:
+        handoff = Handoff(A, 2, attempt, READER, ME)
+        record = RequestRecord(
+            request=A, tokens=tokens, prompt_tokens=len(PROMPT), max_tokens=12, seed=0
+        )
+        start = StartPrefill(handoff=handoff, record=record, have_tokens=have)
+        self.tell(FromReader(READER, start))
+        return handoff
+
+    def land_all(self) -> None:
+        for send in self.sends:
+            self.tell(FromReader(READER, Landed(send.move.handoff, send.move.seq)))
+        self.sends.clear()
+
+    def of(self, kind: type[Record]) -> list[Record]:
+        return [record for record in [*self.told, *self.emitted] if isinstance(record, kind)]
+
+    @property
+    def pool(self) -> dict[str, int]:
+        return {state: n for state, n in self.scheduler.kv.pool.counts().items() if n}
+
+
+def depart(bench: Bench, tokens: int = 3) -> list[int]:
+    """Request A yielded and complete: its last row computed, the next token drawn."""
+    whole = bench.running(tokens)
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    return whole
+
+
+def test_a_leaving_worker_takes_nothing_and_yields_what_it_has() -> None:
+    """Guards against tokens told after the yield, which nobody would believe, and work taken that must move again."""
+    bench = Bench()
+    whole = depart(bench)
+    (yielded,) = bench.of(Yielded)
+    assert isinstance(yielded, Yielded) and yielded.stats.output_tokens == 3
+    assert bench.told[-1] is yielded and len(whole) == 13
+    assert bench.scheduler.running_requests == 0 and not bench.scheduler.is_idle
+    record = RequestRecord(
+        request=RequestId("b"), tokens=[1], prompt_tokens=1, max_tokens=2, seed=0
+    )
+    bench.router(Place(record=record, placement=1, prefill=PeerAddress("", "")))
+    assert isinstance(bench.told[-1], Refused)
+
+
+def test_whoever_goes_on_gets_every_block_and_the_next_token() -> None:
+    """Guards against a move that lacks the last row, or the token behind it; and blocks that stay for ever."""
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    bench.ask(whole, have=4)
+    offers = bench.of(Offer)
+    assert [b.index for o in offers if isinstance(o, Offer) for b in o.blocks] == [1, 2, 3]
+    (first,) = bench.of(FirstToken)
+    assert isinstance(first, FirstToken) and first.token == bench.drawn and first.chunks == 1
+    assert first.cached_tokens == len(PROMPT)
+    assert len(bench.of(Tokens)) == 3, "the next token is the next worker's to tell"
+    bench.router(Release(A, 1))
+    assert bench.pool["active"] == 4, "freed while it is read"
+    bench.land_all()
+    assert bench.scheduler.is_idle and bench.pool == {"free": 28, "cached": 4}
+
+
+def test_a_reader_that_is_early_gets_whole_blocks_at_once() -> None:
+    bench = Bench()
+    whole = bench.running()
+    bench.tell(ReaderUp(READER, True))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    bench.now += 1.0
+    plan, commands = bench.scheduler.plan(bench.now)
+    assert plan is not None and isinstance(commands[0], Tell)
+    bench.ask(whole)
+    assert [b.index for o in bench.of(Offer) if isinstance(o, Offer) for b in o.blocks] == [0, 1, 2]
+    assert not bench.of(FirstToken)
+    bench._do(bench.scheduler.complete(plan, [77], bench.now))
+    (first,) = bench.of(FirstToken)
+    assert isinstance(first, FirstToken) and (first.token, first.chunks) == (77, 2)
+
+
+def test_another_attempt_is_served_until_the_release() -> None:
+    """Guards against KV that is gone when the first who asked for it fails."""
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    first = bench.ask(whole)
+    bench.tell(FromReader(READER, Stop(first)))
+    bench.sends.clear()
+    assert not bench.scheduler.is_idle
+    bench.ask(whole, have=8, attempt=1)
+    assert len(bench.of(FirstToken)) == 2
+    bench.land_all()
+    bench.router(Release(A, 7))
+    assert not bench.scheduler.is_idle, "a release of another placement"
+    bench.router(Release(A, 1))
+    assert bench.scheduler.is_idle
+
+
+@pytest.mark.parametrize("what", ["unknown", "other tokens", "too much"])
+def test_what_cannot_be_served_is_said_at_once(what: str) -> None:
+    """Guards against a reader that waits for blocks that will never come, or gets those of other tokens."""
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    if what == "unknown":
+        bench.router(Release(A, 1))
+    asked = [*whole, 5] if what == "other tokens" else whole
+    bench.ask(asked, have=len(whole) if what == "too much" else 0)
+    (failed,) = bench.of(PrefillFailed)
+    assert isinstance(failed, PrefillFailed) and failed.fault.code == "UNAVAILABLE"
+    assert not bench.of(Offer)
+
+
+def test_a_lost_reader_keeps_its_blocks_in_quarantine_until_it_is_dead() -> None:
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    bench.ask(whole)
+    bench.tell(ReaderLost(READER))
+    assert "quarantined" not in bench.pool, "another reader may come"
+    bench.router(Release(A, 1))
+    assert bench.pool["quarantined"] == 4 and not bench.scheduler.is_idle
+    bench.tell(ReaderDead(READER))
+    assert bench.scheduler.is_idle and bench.pool["cached"] == 4
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "router lost"])
+def test_whatever_ends_the_request_ends_its_departure(how: str) -> None:
+    """Guards blocks that a leaving worker keeps, and so a worker that never leaves."""
+    bench = Bench()
+    bench.running(remaining_s=30.0)
+    bench.tell(Leave(300.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    assert not bench.scheduler.is_idle
+    if how == "cancel":
+        bench.router(Cancel(A, 1, FinishReason.CANCELLED))
+        assert isinstance(bench.told[-1], Ended)
+    elif how == "deadline":
+        bench.now = 31.0
+        bench.step()
+    else:
+        bench.tell(RouterLost(LINK))
+    assert bench.scheduler.is_idle
+
+
+def test_a_yield_waits_until_the_kv_is_complete() -> None:
+    """Guards against a request that is handed on with blocks that have not landed here."""
+    bench = Bench()
+    record = RequestRecord(
+        request=A, tokens=list(PROMPT), prompt_tokens=len(PROMPT), max_tokens=12, seed=0
+    )
+    address = PeerAddress("prefill-0", "p:1")
+    bench.tell(PeerUp(SOURCE, address, "shm", 4))
+    bench.router(Place(record=record, placement=1, prefill=address))
+    handoff = Handoff(A, 1, 0, ME, SOURCE)
+    first = FirstToken(
+        handoff=handoff, token=5, chunks=1, queue_s=0.0, run_s=0.0, cached_tokens=0
+    )
+    bench.tell(FromPeer(SOURCE, first))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    assert bench.step() is None and not bench.of(Yielded)
+    assert [type(r) for r in bench.told] == [Accepted, Tokens]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_router_that_dies_in_a_move_loses_nobody_who_comes_back(asked: bool) -> None:
+    """Guards the request that no router knows of, between two decode workers: who has it says so to the next router.
+    `asked`: the other worker has been here, and will say so itself."""
+    bench = Bench()
+    bench.running(context=b"resumable")
+    bench.tell(Leave(300.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    if asked:
+        bench.tell(ReaderUp(READER, True))
+        bench.ask([*PROMPT, 1, 2, 3])
+        bench.land_all()
+    bench.tell(RouterLost(LINK))
+    assert bench.scheduler.is_idle == asked
+    bench.tell(FromRouter(LINK + 1, RouterHello(Incarnation(9))))
+    orphans = [record for record in bench.told if isinstance(record, Orphan)]
+    assert [orphan.tokens for orphan in orphans] == ([] if asked else [[1, 2, 3, 4]])
+    while bench.step() is not None:
+        pass
+    assert bench.scheduler.is_idle
+    if not asked:
+        ended = bench.told[-1]
+        assert isinstance(ended, Ended) and ended.stats.output_tokens == 12
+        assert not ended.stats.stages.keys() - {*STAGES}
+
+
+def test_only_a_leaving_worker_yields() -> None:
+    """Guards the rule that between two lives blocks go one way only."""
+    bench = Bench()
+    bench.running()
+    bench.router(Yield(A, 1))
+    bench.step()
+    assert not bench.of(Yielded) and bench.scheduler.running_requests == 1

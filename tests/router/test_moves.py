@@ -1,0 +1,238 @@
+"""Requests on workers that leave, event by event: who is asked for, when, from whom its KV comes, and what it cost."""
+
+import msgspec
+import pytest
+
+from engine.messages import (
+    Accepted,
+    Cancel,
+    NeedPrefill,
+    Release,
+    RequestStats,
+    Tokens,
+    Yield,
+    Yielded,
+)
+from engine.types import FinishReason, RequestId
+from router.events import (
+    Begin,
+    Complete,
+    Deliver,
+    Dropped,
+    Left,
+    Lost,
+    Moved,
+    SendCancel,
+    SendPlace,
+    SendRelease,
+    SendUsePrefill,
+    SendYield,
+    StopFound,
+)
+from tests.router.bench import A, B, Bench, ended
+from tests.router.fake_cluster import load
+from tests.router.test_recovery import running
+
+C = RequestId("c")
+SPENT = RequestStats(
+    stages={"prefill_run": 2.0, "decode_run": 3.0},
+    prefill_cached_tokens=16,
+    decode_cached_tokens=8,
+    migrated_blocks=3,
+    migrated_bytes=300,
+)
+
+
+def leave(bench: Bench, worker: str, **more: int) -> list[object]:
+    """What the worker's report brings about."""
+    return list(bench.hear(msgspec.structs.replace(load(**more), leaving=True), worker))
+
+
+def yielded(request: RequestId = A, placement: int = 1) -> Yielded:
+    return Yielded(request=request, placement=placement, stats=SPENT)
+
+
+def moving(bench: Bench, *ids: int) -> tuple[str, SendPlace]:
+    """A request that was yielded by its worker, and its next placement."""
+    home = running(bench, *ids)
+    assert leave(bench, home) == [SendYield(home, Yield(A, 1))]
+    moved, place = bench.hear(yielded(), home)
+    assert moved == Moved(A, home, SPENT.stages) and isinstance(place, SendPlace)
+    return home, place
+
+
+def test_a_request_goes_on_from_the_kv_that_it_leaves_behind() -> None:
+    """Guards against a move that computes anything again, blames anybody, or keeps the source's blocks for ever."""
+    bench = Bench(decodes=2)
+    home, place = moving(bench, 7, 8)
+    record = place.place.record
+    assert place.worker != home and place.place.prefill.name == home
+    assert record.tokens == [*range(40), 7, 8] and place.place.placement == 2
+    assert bench.accept(A, 2, place.worker) == [Begin(A)]
+    assert bench.hear(Tokens(A, 2, 2, [9]), place.worker) == [
+        Deliver(A, [9]),
+        SendRelease(home, Release(A, 1)),
+    ]
+    assert bench.hear(Tokens(A, 2, 3, [10]), place.worker) == [Deliver(A, [10])]
+    call = bench.router._calls[A]
+    assert call.losses == 0 and not call.victims
+    last = ended(A, 2, FinishReason.STOP, output_tokens=4, migrated_blocks=4, migrated_bytes=400)
+    (done,) = bench.hear(last, place.worker)
+    assert isinstance(done, Complete)
+    stats = done.stats
+    assert (stats.prefill_cached_tokens, stats.decode_cached_tokens) == (16, 8)
+    assert (stats.migrated_blocks, stats.migrated_bytes) == (7, 700)
+
+
+def test_nobody_is_asked_for_what_no_other_worker_could_hold() -> None:
+    """Guards against a request that stops running only to wait in line."""
+    bench = Bench(decodes=2, blocks=6)
+    home = running(bench, 7)
+    other = {"d0": "d1", "d1": "d0"}[home]
+    bench.hear(load(active=4, blocks=6), other)
+    assert leave(bench, home) == [] and not bench.router._calls[A].yielding
+    assert bench.hear(load(blocks=6), other) == [SendYield(home, Yield(A, 1))]
+
+
+def test_a_few_at_a_time_and_not_those_without_tokens() -> None:
+    """Guards against a whole batch that stands still while it moves, and a prompt that is moved half computed."""
+    bench = Bench(moves_at_once=1)
+    for name in (A, B, C):
+        bench.submit(name, tokens=20, max_tokens=8)
+        bench.accept(name)
+        if name != A:
+            bench.hear(Tokens(name, 1, 0, [5]))
+    bench.join("d1", "decode", 1)
+    assert leave(bench, "d0") == [SendYield("d0", Yield(B, 1))]
+    assert leave(bench, "d0") == []
+    _, place = bench.hear(yielded(B))
+    assert isinstance(place, SendPlace) and place.place.prefill.name == "d0"
+    assert leave(bench, "d0") == [], "the first move is not over"
+    bench.accept(B, 2, "d1")
+    assert bench.hear(Tokens(B, 2, 1, [6]), "d1") == [
+        Deliver(B, [6]),
+        SendRelease("d0", Release(B, 1)),
+        SendYield("d0", Yield(C, 1)),
+    ]
+
+
+def test_the_last_token_is_not_worth_a_move() -> None:
+    bench = Bench(decodes=2)
+    home = running(bench, 1, 2, max_tokens=3)
+    assert leave(bench, home) == []
+
+
+def test_a_leaving_worker_gets_nothing_new_but_is_alive() -> None:
+    """Guards against placements on a worker that says no, and against requests that fail while it finishes."""
+    bench = Bench(prefills=2)
+    leave(bench, "p0")
+    (place,) = bench.submit(A)
+    assert isinstance(place, SendPlace) and place.place.prefill.name == "p1"
+    leave(bench, "d0")
+    assert bench.submit(B) == []
+    bench.now = 9.0
+    leave(bench, "d0")
+    assert bench.router.waiting == 1
+    (place,) = bench.join("d1", "decode", 1)
+    assert isinstance(place, SendPlace) and place.worker == "d1"
+
+
+def test_a_prefill_worker_that_has_left_is_no_victim() -> None:
+    """Guards a request that meets two leaving workers against being refused as poisonous."""
+    bench = Bench(prefills=3)
+    bench.submit(A)
+    bench.accept(A)
+    for _ in range(2):
+        name = bench.router._calls[A].prefill
+        leave(bench, name)
+        bench.do(Lost(name))
+        (answer,) = bench.hear(NeedPrefill(A, 1, name))
+        assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    assert not bench.router._calls[A].victims
+
+
+def test_a_worker_that_ends_with_requests_in_hand_had_said_so() -> None:
+    """Guards the budget and the patience for losses against workers that leave before all has moved."""
+    bench = Bench(decodes=2, max_placements=1, retry_reserve=0)
+    home = running(bench, 7)
+    bench.hear(load(active=63), {"d0": "d1", "d1": "d0"}[home])
+    assert leave(bench, home) == []
+    bench.do(Lost(home))
+    call = bench.router._calls[A]
+    assert call.losses == 0 and not call.victims and call.record.tokens[-1] == 7
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_next_worker_dies_before_its_first_token(again: bool) -> None:
+    """Guards against KV that is forgotten with the first who came for it; `again`: nothing has been emitted since."""
+    bench = Bench(decodes=3)
+    home, place = moving(bench, 7)
+    bench.accept(A, 2, place.worker)
+    if not again:
+        bench.hear(Tokens(A, 2, 1, [8]), place.worker)
+    *_, third = bench.do(Lost(place.worker))
+    assert isinstance(third, SendPlace)
+    assert third.place.prefill.name == (home if again else "p0")
+
+
+def test_a_source_that_dies_is_replaced_by_a_prefill_worker() -> None:
+    bench = Bench(decodes=2)
+    home, place = moving(bench, 7)
+    bench.accept(A, 2, place.worker)
+    bench.do(Lost(home))
+    (answer,) = bench.hear(NeedPrefill(A, 2, home), place.worker)
+    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    assert answer.answer.prefill.name == "p0"
+    assert bench.hear(Tokens(A, 2, 1, [8]), place.worker) == [Deliver(A, [8])]
+
+
+def test_a_source_that_will_not_do_is_released() -> None:
+    bench = Bench(decodes=2)
+    home, place = moving(bench, 7)
+    bench.accept(A, 2, place.worker)
+    release, answer = bench.hear(NeedPrefill(A, 2, home), place.worker)
+    assert release == SendRelease(home, Release(A, 1)) and isinstance(answer, SendUsePrefill)
+
+
+def test_ends_that_cross_the_yield() -> None:
+    """Guards against a client that never hears of its end, and blocks kept for a request that is over."""
+    bench = Bench(decodes=2)
+    home = running(bench, 5, 6, 7)
+    leave(bench, home)
+    bench.do(StopFound(A, 2))
+    release, done = bench.hear(yielded(), home)
+    assert release == SendRelease(home, Release(A, 1)) and isinstance(done, Complete)
+    assert done.stats.output_tokens == 2 and bench.router.open == 0
+
+    bench = Bench(decodes=2)
+    home = running(bench, 5)
+    leave(bench, home)
+    told = bench.do(Left(A))[-1]
+    assert told == SendCancel(home, Cancel(A, 1, FinishReason.CANCELLED))
+    assert bench.hear(yielded(), home) == [SendRelease(home, Release(A, 1))]
+    assert bench.router.open == 0
+
+
+def test_a_client_that_leaves_while_it_waits_frees_the_source() -> None:
+    bench = Bench(decodes=2)
+    home, place = moving(bench, 7)
+    bench.hear(load(active=63), place.worker)
+    bench.do(Lost(place.worker))
+    assert bench.router.waiting == 1
+    assert bench.do(Left(A))[-1] == SendRelease(home, Release(A, 1))
+
+
+def test_what_a_ghost_yields_is_released() -> None:
+    """Guards blocks that a worker keeps for a placement which the router has given up."""
+    bench = Bench(decodes=2)
+    assert bench.hear(yielded(C, 4), "d0") == [
+        SendRelease("d0", Release(C, 4)),
+        Dropped("stale", 0),
+    ]
+
+
+def test_a_yield_before_the_acceptance_is_not_believed() -> None:
+    bench = Bench()
+    bench.submit(A)
+    assert bench.hear(yielded()) == [Dropped("early", 0)]
+    assert bench.hear(Accepted(A, 1, 0)) == [Begin(A)]
