@@ -1,5 +1,7 @@
 """What a prefill worker is told."""
 
+from typing import Literal
+
 import msgspec
 
 from engine.config import EngineConfig, StepLimits
@@ -11,8 +13,9 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig = TransferConfig()
     chunk_tokens: int = 128
     """Token budget of one step, shared by the prompts in progress."""
-    fairness_tokens_per_s: float = 300.0
-    """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth."""
+    fairness_tokens_per_s: float | Literal["auto"] = "auto"
+    """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth. "auto": as
+    many as this worker computes in a second, as measured; 0: longest prefix first; large: first come, first served."""
     max_waiting: int = 1024
 
     @property

@@ -8,10 +8,10 @@ A job is one prompt asked for by one decode worker:
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
 prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
-the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that is
-much shorter than the first may slip in (`engine.plan.share_budget`). Every chunk's finished blocks are offered at once,
-all layers together, while the next chunk computes; a cached prefix is offered before anything is computed. The lease is
-released when the sender says that nobody can still read the blocks.
+the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that
+is much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.order` has the rules. Every
+chunk's finished blocks are offered at once, all layers together, while the next chunk computes; a cached prefix is
+offered before anything is computed. The lease is released when the sender says that nobody can still read the blocks.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from engine.plan import banned_tokens, check_record, share_budget
 from engine.step import Row, StepPlan
 from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
 from prefill_worker.config import PrefillConfig
+from prefill_worker.order import Order
 from transfer.commands import (
     Broken,
     Command,
@@ -116,6 +117,9 @@ class PrefillScheduler:
         self._running: list[Job] = []
         self._stepping: list[Job] = []
         self._steps = 0
+        fairness = config.fairness_tokens_per_s
+        self._order = Order(None if fairness == "auto" else fairness, context_tokens)
+        self._planned_at = 0.0
         self.leaving = False
         self._let_go: list[float] = []
 
@@ -285,7 +289,7 @@ class PrefillScheduler:
         if not self._running:
             return None, commands
         self._stepping = []
-        self._running.sort(key=lambda job: self._priority(job.cached_tokens, job, now), reverse=True)
+        self._running.sort(key=lambda job: self._order.priority(job.cached_tokens, job, now), reverse=True)
         shares = share_budget([job.remaining for job in self._running], self._config.chunk_tokens)
         rows, copies = [], []
         for job, share in zip(self._running, shares, strict=True):
@@ -313,11 +317,13 @@ class PrefillScheduler:
             job.computed = end
             self._stepping.append(job)
         self._steps += 1
+        self._planned_at = now
         return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
     def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
         """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
         commands: list[Command] = []
+        self._order.ran(plan.computed_tokens, now - self._planned_at)
         tokens = iter(drawn)
         for row, job in zip(plan.rows, self._stepping, strict=True):
             assert job.lease is not None
@@ -333,12 +339,12 @@ class PrefillScheduler:
         matched = {job: self._matched(job.record) for job in self._waiting[:MAX_CONSIDERED]}
         while matched:
             if sum(job.remaining for job in self._running) < self._config.chunk_tokens:
-                job = max(matched, key=lambda job: self._priority(matched[job], job, now))
+                job = max(matched, key=lambda job: self._order.priority(matched[job], job, now))
             else:
-                shortest = min(matched, key=lambda job: job.remaining - matched[job])
-                if not self._may_slip_in(shortest.remaining - matched[shortest], now):
+                shorter = self._slips_in(matched, now)
+                if shorter is None:
                     break
-                job = shortest
+                job = shorter
             del matched[job]
             record = job.record
             total = len(record.tokens)
@@ -355,17 +361,19 @@ class PrefillScheduler:
             commands += self._offer(job)
         return commands
 
-    def _may_slip_in(self, uncached_tokens: int, now: float) -> bool:
-        """Is a prompt so much shorter than the first in line that it shares its steps? One at a time does."""
-        first = max(self._running, key=lambda job: self._priority(job.cached_tokens, job, now))
-        shortest = min(job.remaining for job in self._running)
-        return 2 * uncached_tokens <= first.remaining < 2 * shortest
+    def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
+        """The prompt that may share the steps of the first in line, though the budget is full."""
+        unfinished = [*self._running, *self._waiting]
+        in_time = [job for job in matched if self._order.is_in_time(job, unfinished)]
+        if not in_time:
+            return None
+        shortest = min(in_time, key=lambda job: job.remaining - matched[job])
+        uncached = shortest.remaining - matched[shortest]
+        first = max(self._running, key=lambda job: self._order.priority(job.cached_tokens, job, now))
+        return shortest if self._order.is_much_shorter(uncached, first, self._running) else None
 
     def _matched(self, record: RequestRecord) -> int:
         return self.kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
-
-    def _priority(self, matched_tokens: int, job: Job, now: float) -> float:
-        return matched_tokens + self._config.fairness_tokens_per_s * (now - job.arrived)
 
     def _offer(self, job: Job) -> list[Command]:
         """Offer the blocks that are complete and not offered yet; the last one of a prompt may be partly filled."""

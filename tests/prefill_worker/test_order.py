@@ -2,6 +2,7 @@
 
 import pytest
 
+from prefill_worker.order import FIRST_SPEED, Order
 from tests.prefill_worker.test_scheduler import Bench, _tokens
 
 CONTEXT_TOKENS = 8192
@@ -60,3 +61,34 @@ def test_without_fairness_hits_starve_a_miss() -> None:
     """The bound above can fail: at λ = 0 every one of the stream goes first."""
     before, arrived = _overtaken(0.0)
     assert len(before) == arrived
+
+
+def test_nor_do_short_prompts_slip_past_those_who_wait_longer_than_that() -> None:
+    """Guards those who wait behind a long prompt: one short prompt a step slips in beside it, and used to do so for as
+    long as it ran. The bound is the same."""
+    fairness = 8000.0
+    bench = Bench(blocks=4000, chunk_tokens=128, fairness_tokens_per_s=fairness)
+    bench.start("long", _tokens(4000, 1))
+    bench.step()
+    bench.start("old", _tokens(600, 2))
+    began, arrived = bench.now, {}
+    for number in range(60):
+        arrived[f"s{number}"] = bench.now - began
+        bench.start(f"s{number}", _tokens(60, 10 + number))
+        bench.step()
+    bench.run()
+    before = [at for name, at in arrived.items() if bench.first_at[name] < bench.first_at["old"]]
+    assert before and max(before) <= CONTEXT_TOKENS / fairness < max(arrived.values())
+
+
+def test_a_second_of_waiting_is_worth_a_second_of_computing() -> None:
+    """By default λ is the speed that the worker measures; until the first step it is a guess."""
+    order = Order(None, CONTEXT_TOKENS)
+    assert order.fairness == FIRST_SPEED
+    for _ in range(60):
+        order.ran(128, 0.25)
+    assert order.fairness == pytest.approx(512.0, rel=1e-3)
+    order.ran(0, 1.0)
+    order.ran(128, 0.0)
+    assert order.fairness == pytest.approx(512.0, rel=1e-3)
+    assert Order(0.0, CONTEXT_TOKENS).fairness == 0.0
