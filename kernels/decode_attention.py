@@ -1,0 +1,333 @@
+# mypy: allow-untyped-defs
+"""Paged decode attention: one query row per sequence over a cached context, split over its length, prefixes shared.
+
+    out[r, h] = sum_t softmax_t(q[r, h] . K[t, g] * scale) V[t, g]     g = h // (heads / kv_heads)
+
+over the tokens t < length[r] (the last `window` of them under a sliding window). A persistent grid of fixed size walks
+the work list of `kernels.decode_plan`: every size that varies from step to step is read from device memory, so the
+launches can be captured in a CUDA graph. A second launch merges the rows that were split:
+
+    out = sum_n w_n out_n / sum_n w_n,   w_n = exp(lse_n - max lse)
+
+Specification: `kernels.reference_attention.decode`. Sources: FlashDecoding (Dao et al. 2023) for the split over the
+context; `kernels.decode_plan` and `kernels.attention_tile` name those of the plan and of the tile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention_tile import LOG2_E, finish, fold_tile, row_offsets
+from kernels.configs import KernelConfig
+from kernels.decode_plan import ITEM_FIELDS, DecodeGeometry, DecodePlan
+from kernels.launch import check_interpretable
+from kernels.pool import KVPool
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    payload,
+    scales,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    items_ptr,
+    ranges_ptr,
+    rows_ptr,
+    tables_ptr,
+    lengths_ptr,
+    slots_ptr,
+    scale,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    STRIDE_KV: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_HEAD: tl.constexpr,
+    SCALE_KV: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TABLE_BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Each program runs its range of items: M packed rows against the item's tokens, TILE at a time."""
+    program = tl.program_id(0)
+    packed = tl.arange(0, M)
+    dims = tl.arange(0, DIM_PAD)
+    for number in range(tl.load(ranges_ptr + program), tl.load(ranges_ptr + program + 1)):
+        item = items_ptr + number * 6
+        first = tl.load(item)
+        count = tl.load(item + 1)
+        kv_head = tl.load(item + 2)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        chunk = tl.load(item + 5)
+
+        present = packed < count * GROUP
+        row = tl.load(rows_ptr + first + packed // GROUP, mask=present, other=0)
+        head = kv_head * GROUP + packed % GROUP
+        inside = present[:, None] & (dims < HEAD_DIM)[None, :]
+        at = (row.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+        q = tl.load(q_ptr + at, mask=inside, other=0.0)
+
+        # Any of the rows will do: they share the item's blocks. Under a window an item has one row.
+        owner = tl.load(rows_ptr + first)
+        table = tables_ptr + owner.to(tl.int64) * TABLE_BLOCKS
+        lowest = 0
+        if WINDOW > 0:
+            lowest = tl.load(lengths_ptr + owner) - WINDOW
+        k_base = payload + kv_head * STRIDE_HEAD
+        k_scales = scales + kv_head * SCALE_HEAD
+
+        acc = tl.zeros([M, DIM_PAD], dtype=tl.float32)
+        top = tl.full([M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([M], dtype=tl.float32)
+        # Table entries are fetched one tile ahead: a load whose address waits for a load cannot be pipelined.
+        next_rows, next_scales = row_offsets(
+            table, begin, end, STRIDE_BLOCK, STRIDE_TOKEN, SCALE_BLOCK, SCALE_TOKEN, BLOCK_SIZE, TILE
+        )
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            rows = next_rows
+            scale_rows = next_scales
+            next_rows, next_scales = row_offsets(
+                table,
+                start + TILE,
+                end,
+                STRIDE_BLOCK,
+                STRIDE_TOKEN,
+                SCALE_BLOCK,
+                SCALE_TOKEN,
+                BLOCK_SIZE,
+                TILE,
+            )
+            tokens = start + tl.arange(0, TILE)
+            valid = (tokens < end) & (tokens >= lowest)
+            acc, top, total = fold_tile(
+                q,
+                k_base,
+                k_base + STRIDE_KV,
+                k_scales,
+                k_scales + SCALE_KV,
+                rows,
+                scale_rows,
+                valid,
+                valid[None, :],
+                scale,
+                acc,
+                top,
+                total,
+                HEAD_DIM,
+                DIM_PAD,
+                FORMAT,
+                True,
+            )
+
+        answer, lse = finish(acc, top, total)
+        splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
+        whole = splits == 1
+        tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside & whole[:, None])
+        tl.store(lse_ptr + row * HEADS + head, lse, mask=whole)
+        slot = tl.load(slots_ptr + row * 2 + 1, mask=present, other=0) + chunk
+        partial_at = slot.to(tl.int64) * HEADS + head
+        split = splits > 1
+        tl.store(
+            partial_ptr + partial_at[:, None] * HEAD_DIM + dims[None, :],
+            answer,
+            mask=inside & split[:, None],
+        )
+        tl.store(partial_lse_ptr + partial_at, lse, mask=split)
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    slots_ptr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One row and head per program: the partial results of its chunks, SPLITS at a time. Rows without tokens become
+    zero with lse = -inf; rows of one chunk are already written."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    count = tl.load(slots_ptr + row * 2)
+    if count == 1:
+        return
+    first = tl.load(slots_ptr + row * 2 + 1).to(tl.int64)
+    dims = tl.arange(0, DIM_PAD)
+    inside = dims < HEAD_DIM
+    acc = tl.zeros([DIM_PAD], dtype=tl.float32)
+    top = tl.full([], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([], dtype=tl.float32)
+    for start in range(0, count, SPLITS):
+        numbers = start + tl.arange(0, SPLITS)
+        present = numbers < count
+        at = (first + numbers) * HEADS + head
+        lse = tl.load(partial_lse_ptr + at, mask=present, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+            mask=present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp(lse - new_top)
+        keep = tl.exp(top - new_top)
+        acc = acc * keep + tl.sum(part * weights[:, None], 0)
+        total = total * keep + tl.sum(weights, 0)
+        top = new_top
+    at = row.to(tl.int64) * HEADS + head
+    safe = tl.where(count > 0, total, 1.0)
+    tl.store(out_ptr + at * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + at, top + tl.log(safe))
+
+
+class DecodeBuffers:
+    """The device memory of one captured shape: what a plan is loaded into, and the partial results.
+
+    `batch` rows, tables of `table_blocks` blocks, the geometry's items and slots. Nothing here changes its address.
+    """
+
+    def __init__(
+        self,
+        geometry: DecodeGeometry,
+        *,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        table_blocks: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.geometry = geometry
+        self.items = ints(geometry.max_items, ITEM_FIELDS)
+        self.ranges = ints(geometry.programs + 1)
+        self.rows = ints(geometry.max_items)
+        self.slots = ints(batch, 2)
+        self.lengths = ints(batch)
+        self.tables = ints(batch, table_blocks)
+        floats = {"dtype": torch.float32, "device": device}
+        self.partial = torch.empty(geometry.max_slots, heads, head_dim, **floats)
+        self.partial_lse = torch.empty(geometry.max_slots, heads, **floats)
+        self.lse = torch.empty(batch, heads, **floats)
+
+    def load(self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        """Bring in a step's plan. `tables[r]`: the blocks of row r, which cover its length.
+
+        Raises ValueError where the step does not fit the buffers.
+        """
+        batch, width = self.tables.shape
+        if len(lengths) > batch or len(tables) != len(lengths) or len(plan.splits) != len(lengths):
+            raise ValueError(f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows")
+        if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
+            raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
+        _fill(
+            self.items,
+            [(i.first, i.count, i.kv_head, i.begin, i.end, i.chunk) for i in plan.items],
+        )
+        _fill(self.ranges, plan.ranges)
+        _fill(self.rows, plan.rows)
+        self.slots.zero_()
+        _fill(self.slots, list(zip(plan.splits, plan.first_slots, strict=True)))
+        _fill(self.lengths, lengths)
+        for row, table in enumerate(tables):
+            _fill(self.tables[row], table)
+
+
+def _fill(target: Tensor, values: Sequence) -> None:
+    if values:
+        target[: len(values)].copy_(torch.tensor(values, dtype=target.dtype))
+
+
+def decode_attention(
+    q: Tensor,
+    pool: KVPool,
+    layer: int,
+    buffers: DecodeBuffers,
+    config: KernelConfig,
+    *,
+    out: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says.
+
+    Returns `out`, like q, and the natural log-sum-exp of the scaled scores, float32 `[batch, heads]` (the buffers'
+    own). Rows without tokens get zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be
+    the geometry's. Raises ValueError where shapes do not fit.
+    """
+    batch, heads, head_dim = q.shape
+    geometry = buffers.geometry
+    if head_dim != pool.head_dim or heads % pool.kv_heads or pool.kv_heads != geometry.kv_heads:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}")
+    if batch != buffers.slots.shape[0] or not q.is_contiguous():
+        raise ValueError(f"{batch} rows in buffers of {buffers.slots.shape[0]}, or queries not contiguous")
+    group = heads // pool.kv_heads
+    if geometry.tile != config.tile:
+        raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
+    check_interpretable(q, pool.payload)
+    out = torch.empty_like(q) if out is None else out
+    payload, scales = pool.layer(layer)
+    dim_pad = triton.next_power_of_2(head_dim)
+    decode_kernel[(geometry.programs,)](
+        q,
+        payload,
+        scales,
+        out,
+        buffers.lse,
+        buffers.partial,
+        buffers.partial_lse,
+        buffers.items,
+        buffers.ranges,
+        buffers.rows,
+        buffers.tables,
+        buffers.lengths,
+        buffers.slots,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        **pool.constants(),
+        DIM_PAD=dim_pad,
+        HEADS=heads,
+        GROUP=group,
+        TABLE_BLOCKS=buffers.tables.shape[1],
+        WINDOW=geometry.window,
+        TILE=config.tile,
+        STAGES=config.stages,
+        M=packed_rows(group, geometry.rows_per_item),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    merge_kernel[(batch, heads)](
+        out,
+        buffers.lse,
+        buffers.partial,
+        buffers.partial_lse,
+        buffers.slots,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        SPLITS=8,
+        num_warps=4,
+    )
+    return out, buffers.lse
+
+
+def packed_rows(group: int, rows: int) -> int:
+    """Rows of the tile that holds `rows` queries of `group` heads: a power of two, at least the 16 of one mma."""
+    return max(16, triton.next_power_of_2(group * rows))

@@ -1,0 +1,202 @@
+"""Which program of the persistent decode grid attends to what: a work list, made on the CPU while the step before runs.
+
+A decode step has one query row per sequence. Its context is cut into chunks; an item is one chunk for one KV head,
+attended to by one row, or by several rows that share the chunk's blocks (a common prefix). Items are dealt out longest
+first, each to the program with the least work so far, so a grid of fixed size is evenly loaded by any mix of lengths:
+one sequence of 64k tokens beside 63 short ones costs what their bytes cost.
+
+A row whose context is one chunk writes its output at once. Otherwise chunk number n of the row leaves a partial result
+in slot `first_slot + n`, and the slots are merged by their log-sum-exp. Rows that share a prefix share its chunks, so
+the same n is right for all of them, however deep the tree of prefixes.
+
+Sources: longest first into a heap, FlashInfer's plan (Ye et al. 2025, arXiv 2501.01005, section 3.3); cutting by total
+work rather than by sequence, Stream-K (Osama et al. 2023); shared prefixes as a matrix product, Hydragen (Juravsky et
+al. 2024), cascade inference (FlashInfer 2024).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ITEM_FIELDS = 6
+_OVERHEAD_TILES = 1  # an item's own cost beside its tiles: loading queries, storing its result
+_GOOD_ENOUGH = 1.05  # of the load that a perfect division would give
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGeometry:
+    """What stays fixed between steps, and so may be captured in a CUDA graph.
+
+    `programs`: size of the grid, a small multiple of the number of SMs. `tile`: tokens per inner step. `rows_per_item`:
+    query rows that one item can hold. `window`: tokens that a row sees at most, 0 = all. `max_items`, `max_slots`:
+    how many of each the buffers hold.
+    """
+
+    kv_heads: int
+    programs: int
+    tile: int
+    rows_per_item: int
+    max_items: int
+    max_slots: int
+    min_chunk_tiles: int = 2
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Batch `rows` whose first `tokens` tokens lie in the same blocks. `tokens` is a multiple of the block size."""
+
+    rows: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Tokens `begin ..< end` of KV head `kv_head`, for `rows[first : first + count]` of the plan, their chunk number
+    `chunk`."""
+
+    first: int
+    count: int
+    kv_head: int
+    begin: int
+    end: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Program p runs `items[ranges[p] : ranges[p + 1]]`. Row r of the batch has `splits[r]` chunks, whose partial
+    results are in the slots from `first_slots[r]` when there are several. `load` is the busiest program's, in tiles;
+    `ideal` what each would have if work divided perfectly."""
+
+    items: list[Item]
+    ranges: list[int]
+    rows: list[int]
+    splits: list[int]
+    first_slots: list[int]
+    slots: int
+    load: int
+    ideal: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """`rows` all see tokens `begin ..< end` in the same blocks."""
+
+    rows: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def plan_decode(
+    lengths: Sequence[int], geometry: DecodeGeometry, shared: Sequence[SharedPrefix] = ()
+) -> DecodePlan:
+    """Cut and deal out one step. `lengths[r]`: tokens that row r sees, the new one included; 0 = no row (padding).
+
+    `shared`: outermost prefixes first, each row in nested prefixes only; ignored under a window. Raises ValueError
+    where prefixes are not nested or longer than their rows, or where the buffers cannot hold even an uncut step.
+    """
+    segments = _segments(lengths, geometry, () if geometry.window else shared)
+    work = geometry.kv_heads * sum(_tiles(s, geometry) * _bundles(s, geometry) for s in segments)
+    best: DecodePlan | None = None
+    for share in (1, 2, 4):
+        limit = max(geometry.min_chunk_tiles, -(-work // (geometry.programs * share)))
+        plan = _deal(lengths, segments, limit, geometry)
+        while plan is None and limit < work:
+            limit *= 2
+            plan = _deal(lengths, segments, limit, geometry)
+        if plan is None:
+            raise ValueError(
+                f"{len(segments)} segments do not fit {geometry.max_items} items and {geometry.max_slots} slots"
+            )
+        if best is None or plan.load < best.load:
+            best = plan
+        if best.load <= _GOOD_ENOUGH * best.ideal:
+            break
+    assert best is not None
+    return best
+
+
+def _segments(
+    lengths: Sequence[int], geometry: DecodeGeometry, shared: Sequence[SharedPrefix]
+) -> list[_Segment]:
+    covered = [0] * len(lengths)
+    segments = []
+    for prefix in shared:
+        starts = {covered[row] for row in prefix.rows}
+        if len(starts) != 1 or prefix.tokens > min(lengths[row] for row in prefix.rows):
+            raise ValueError(f"{prefix} is not nested in the prefixes before it, or longer than a row")
+        begin = starts.pop()
+        if len(prefix.rows) > 1 and prefix.tokens > begin:
+            segments.append(_Segment(prefix.rows, begin, prefix.tokens))
+            for row in prefix.rows:
+                covered[row] = prefix.tokens
+    for row, length in enumerate(lengths):
+        begin = max(0, length - geometry.window) if geometry.window else covered[row]
+        begin -= begin % geometry.tile if geometry.window else 0
+        if length > begin:
+            segments.append(_Segment((row,), begin, length))
+    return segments
+
+
+def _tiles(segment: _Segment, geometry: DecodeGeometry) -> int:
+    return -(-(segment.end - segment.begin) // geometry.tile)
+
+
+def _bundles(segment: _Segment, geometry: DecodeGeometry) -> int:
+    """Items that hold the segment's rows for one chunk of one head."""
+    return -(-len(segment.rows) // geometry.rows_per_item)
+
+
+def _deal(
+    lengths: Sequence[int], segments: list[_Segment], limit_tiles: int, geometry: DecodeGeometry
+) -> DecodePlan | None:
+    """The plan with chunks of at most `limit_tiles`, or None where the buffers cannot hold it."""
+    splits = [0] * len(lengths)
+    rows: list[int] = []
+    items: list[Item] = []
+    for segment in segments:
+        pieces = _cut(segment, limit_tiles, geometry)
+        chunk = splits[segment.rows[0]]
+        for at in range(0, len(segment.rows), geometry.rows_per_item):
+            bundle = segment.rows[at : at + geometry.rows_per_item]
+            for n, (begin, end) in enumerate(pieces):
+                for head in range(geometry.kv_heads):
+                    items.append(Item(len(rows), len(bundle), head, begin, end, chunk + n))
+            rows += bundle
+        for row in segment.rows:
+            splits[row] += len(pieces)
+    first_slots, slots = [], 0
+    for count in splits:
+        first_slots.append(slots)
+        slots += count if count > 1 else 0
+    if len(items) > geometry.max_items or slots > geometry.max_slots:
+        return None
+    dealt, load, ideal = _balance(items, geometry)
+    ranges = [0]
+    for mine in dealt:
+        ranges.append(ranges[-1] + len(mine))
+    ordered = [item for mine in dealt for item in mine]
+    return DecodePlan(ordered, ranges, rows, splits, first_slots, slots, load, ideal)
+
+
+def _cut(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[tuple[int, int]]:
+    """Chunks of nearly equal length, whole tiles but for the last."""
+    tiles = _tiles(segment, geometry)
+    step = -(-tiles // -(-tiles // limit_tiles)) * geometry.tile
+    return [
+        (begin, min(begin + step, segment.end)) for begin in range(segment.begin, segment.end, step)
+    ]
+
+
+def _balance(items: list[Item], geometry: DecodeGeometry) -> tuple[list[list[Item]], int, float]:
+    """Items per program, the greatest load, and the perfect one: longest first to whoever has least."""
+    tile = geometry.tile
+    costs = [-(-(item.end - item.begin) // tile) + _OVERHEAD_TILES for item in items]
+    dealt: list[list[Item]] = [[] for _ in range(geometry.programs)]
+    heap = [(0, program) for program in range(geometry.programs)]
+    for at in sorted(range(len(items)), key=lambda i: -costs[i]):
+        load, program = heap[0]
+        dealt[program].append(items[at])
+        heapq.heapreplace(heap, (load + costs[at], program))
+    return dealt, max(load for load, _ in heap), sum(costs) / geometry.programs

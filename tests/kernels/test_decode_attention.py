@@ -1,0 +1,166 @@
+"""The decode kernel against dense attention in 64 bits, in the interpreter where there is no GPU."""
+
+import pytest
+import torch
+
+from kernels import reference_attention as reference
+from kernels.configs import KernelConfig
+from kernels.decode_attention import DecodeBuffers, decode_attention
+from kernels.decode_plan import DecodeGeometry, SharedPrefix, plan_decode
+from tests.kernels.cases import DEVICE, fill, poisoned_pool, tables_for
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
+
+
+def _run(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    kv: torch.dtype = torch.float16,
+    dtype: torch.dtype = torch.float16,
+    tile: int = 16,
+    programs: int = 3,
+    window: int = 0,
+    rows_per_item: int = 1,
+    shared: list[SharedPrefix] | None = None,
+    moved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Output and lse of the kernel, then of the reference, then how many slots the plan used."""
+    generator = torch.Generator().manual_seed(5)
+    tables, blocks = tables_for(lengths, block_size, generator)
+    for prefix in shared or []:
+        for row in prefix.rows:
+            count = prefix.tokens // block_size
+            tables[row][:count] = tables[prefix.rows[0]][:count]
+    pool = poisoned_pool(blocks, kv_heads, block_size, head_dim, kv)
+    fill(pool, tables, lengths, generator, [max(0, n - window) if window else 0 for n in lengths])
+    if moved:
+        move = torch.randperm(blocks, generator=generator)
+        pool.payload[move] = pool.payload.clone()
+        tables = [[int(move[block]) for block in table] for table in tables]
+    geometry = DecodeGeometry(
+        kv_heads=kv_heads,
+        programs=programs,
+        tile=tile,
+        rows_per_item=rows_per_item,
+        max_items=64,
+        max_slots=64,
+        min_chunk_tiles=1,
+        window=window,
+    )
+    buffers = DecodeBuffers(
+        geometry, batch=len(lengths), heads=heads, head_dim=head_dim, table_blocks=max(map(len, tables)) + 1,
+        device=DEVICE,
+    )  # fmt: skip
+    plan = plan_decode(lengths, geometry, shared or [])
+    buffers.load(plan, lengths, tables)
+    generator.manual_seed(6)
+    q = torch.randn(len(lengths), heads, head_dim, generator=generator).to(DEVICE, dtype)
+    guarded = torch.full((len(lengths) + 2, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    out, lse = decode_attention(
+        q, pool, 1, buffers, KernelConfig(tile=tile, warps=4, stages=3), out=guarded[1:-1]
+    )
+    assert (guarded[0] == 7.0).all() and (guarded[-1] == 7.0).all(), "a guard row was written"
+    want, want_lse = reference.decode(q, pool, 1, lengths, tables, window)
+    return out.double(), lse.double(), want, want_lse, plan.slots
+
+
+def _check(result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], tolerance: float) -> int:
+    out, lse, want, want_lse, slots = result
+    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
+    return slots
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1), (17, 1)])
+def test_head_groups(heads: int, kv_heads: int) -> None:
+    """Guards the packing: a wrong group division gives a query head another head's keys."""
+    _check(_run([1, 21], heads=heads, kv_heads=kv_heads), 2e-3)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128])
+def test_block_sizes(block_size: int) -> None:
+    """Guards the table look-up on both sides of the tile's size, and the look-up of one tile ahead past the end."""
+    _check(_run([1, 33, 130], block_size=block_size, tile=32), 2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes(head_dim: int) -> None:
+    """Guards the padded columns of sizes that are no power of two."""
+    _check(_run([19], head_dim=head_dim, heads=4, kv_heads=1), 2e-3)
+
+
+@pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("block_size", [1, 32])
+def test_eight_bit_keys_and_values(kv: torch.dtype, block_size: int) -> None:
+    """Guards the scales: one per token and head, keys' and values' apart, found behind the payload."""
+    _check(_run([18, 5], kv=kv, block_size=block_size, head_dim=64), 4e-3)
+
+
+def test_all_e4m3_codes_are_widened_exactly() -> None:
+    """Guards the bit trick over its whole domain, subnormals and sign included (the two NaN codes are never stored)."""
+    codes = torch.arange(256, dtype=torch.int32)
+    half = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(torch.int16).view(torch.float16)
+    want = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = want.isfinite()
+    assert int(finite.sum()) == 254
+    assert torch.equal(half.float()[finite] * 256, want[finite])
+
+
+@pytest.mark.parametrize("window", [1, 15, 40])
+def test_sliding_window(window: int) -> None:
+    """Guards the window's edge: rows before it are NaN here, as a freed block's may be."""
+    _check(_run([5, 41, 70], window=window), 2e-3)
+
+
+def test_split_rows_are_merged_and_whole_ones_are_not() -> None:
+    """Guards the merge: a long context on many programs beside rows of one chunk and a padding row."""
+    slots = _check(_run([150, 3, 0, 37], programs=12, dtype=torch.float32, kv=torch.float32), 2e-5)
+    assert slots >= 4, "nothing was split, so nothing was tested"
+
+
+def test_how_it_is_split_does_not_matter() -> None:
+    """Guards against a chunk counted twice or left out: one program or nine, the same answer."""
+    runs = [
+        _run([97, 64], programs=p, dtype=torch.float32, kv=torch.float32, kv_heads=1) for p in (1, 9)
+    ]
+    assert runs[0][4] < runs[1][4]
+    torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-6, rtol=1e-5)
+
+
+def test_shared_prefixes_are_attended_to_once_for_all_rows() -> None:
+    """Guards cascade decode: two nested prefixes, more rows than one item holds, rows of their own tails, one row that
+    ends with the prefix, one that shares nothing."""
+    shared = [SharedPrefix((0, 1, 2, 4, 5), 48), SharedPrefix((1, 4), 80)]
+    lengths = [50, 97, 48, 30, 81, 64]
+    result = _run(lengths, shared=shared, rows_per_item=4, programs=4, kv=torch.float32, dtype=torch.float32)
+    assert _check(result, 2e-5) >= 8
+
+
+def test_physical_blocks_may_lie_anywhere_bit_for_bit() -> None:
+    """Guards the gather: the same tokens in other blocks must give the same bits."""
+    assert torch.equal(_run([40, 9])[0], _run([40, 9], moved=True)[0])
+
+
+def test_misfits_are_refused() -> None:
+    """Guards the border: a kernel given wrong shapes reads other people's memory without complaint."""
+    geometry = DecodeGeometry(
+        kv_heads=2, programs=2, tile=16, rows_per_item=1, max_items=8, max_slots=8
+    )
+    buffers = DecodeBuffers(geometry, batch=1, heads=4, head_dim=16, table_blocks=2, device=DEVICE)
+    pool = poisoned_pool(2, 2, 16, 16, torch.float16)
+    config = KernelConfig(tile=16, warps=4, stages=3)
+    q = torch.zeros(1, 4, 16, dtype=torch.float16, device=DEVICE)
+    with pytest.raises(ValueError, match="do not fit"):
+        decode_attention(q[..., :8].contiguous(), pool, 0, buffers, config)
+    with pytest.raises(ValueError, match="rows"):
+        decode_attention(q.expand(2, 4, 16).contiguous(), pool, 0, buffers, config)
+    with pytest.raises(ValueError, match="tiles"):
+        decode_attention(q, pool, 0, buffers, KernelConfig(tile=32, warps=4, stages=3))
+    with pytest.raises(IndexError):
+        decode_attention(q, pool, 2, buffers, config)
+    with pytest.raises(ValueError, match="longer"):
+        buffers.load(plan_decode([40], geometry), [40], [[0, 1, 0]])
