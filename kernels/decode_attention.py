@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.attention_tile import LOG2_E, finish, fold_tile, row_offsets
 from kernels.configs import KernelConfig
-from kernels.decode_plan import ITEM_FIELDS, DecodeGeometry, DecodePlan
+from kernels.decode_plan import DecodeGeometry, DecodePlan, Item
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
 
@@ -218,7 +218,7 @@ class DecodeBuffers:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.geometry = geometry
-        self.items = ints(geometry.max_items, ITEM_FIELDS)
+        self.items = ints(geometry.max_items, len(Item._fields))
         self.ranges = ints(geometry.programs + 1)
         self.rows = ints(geometry.max_items)
         self.slots = ints(batch, 2)
@@ -239,10 +239,7 @@ class DecodeBuffers:
             raise ValueError(f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows")
         if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
             raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
-        _fill(
-            self.items,
-            [(i.first, i.count, i.kv_head, i.begin, i.end, i.chunk) for i in plan.items],
-        )
+        _fill(self.items, plan.items)
         _fill(self.ranges, plan.ranges)
         _fill(self.rows, plan.rows)
         self.slots.zero_()

@@ -17,8 +17,8 @@ al. 2024), cascade inference (FlashInfer 2024).
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-ITEM_FIELDS = 6
 _OVERHEAD_TILES = 1  # an item's own cost beside its tiles: loading queries, storing its result
 _GOOD_ENOUGH = 1.05  # of the load that a perfect division would give
 
@@ -50,10 +50,9 @@ class SharedPrefix:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """Tokens `begin ..< end` of KV head `kv_head`, for `rows[first : first + count]` of the plan, their chunk number
-    `chunk`."""
+    `chunk`. In this order in device memory."""
 
     first: int
     count: int
@@ -88,6 +87,22 @@ class _Segment:
     end: int
 
 
+_Piece = tuple[int, int, int, int, int]
+"""An item of every KV head: first, count, begin, end, chunk."""
+
+
+class _Cut(NamedTuple):
+    """A step cut up and dealt out: `dealt` has the program of each piece's heads, piece after piece."""
+
+    pieces: list[_Piece]
+    dealt: list[int]
+    rows: list[int]
+    splits: list[int]
+    slots: int
+    load: int
+    ideal: float
+
+
 def plan_decode(
     lengths: Sequence[int], geometry: DecodeGeometry, shared: Sequence[SharedPrefix] = ()
 ) -> DecodePlan:
@@ -98,23 +113,23 @@ def plan_decode(
     """
     segments = _segments(lengths, geometry, () if geometry.window else shared)
     work = geometry.kv_heads * sum(_tiles(s, geometry) * _bundles(s, geometry) for s in segments)
-    best: DecodePlan | None = None
-    for share in (1, 2, 4):
+    best: _Cut | None = None
+    for share in (1, 2, 4, 8):
         limit = max(geometry.min_chunk_tiles, -(-work // (geometry.programs * share)))
-        plan = _deal(lengths, segments, limit, geometry)
-        while plan is None and limit < work:
+        cut = _cut(lengths, segments, limit, geometry)
+        while cut is None and limit < work:
             limit *= 2
-            plan = _deal(lengths, segments, limit, geometry)
-        if plan is None:
+            cut = _cut(lengths, segments, limit, geometry)
+        if cut is None:
             raise ValueError(
                 f"{len(segments)} segments do not fit {geometry.max_items} items and {geometry.max_slots} slots"
             )
-        if best is None or plan.load < best.load:
-            best = plan
-        if best.load <= _GOOD_ENOUGH * best.ideal:
+        if best is None or cut.load < best.load:
+            best = cut
+        if best.load <= _GOOD_ENOUGH * best.ideal or limit == geometry.min_chunk_tiles:
             break
     assert best is not None
-    return best
+    return _deal(best, geometry)
 
 
 def _segments(
@@ -148,40 +163,46 @@ def _bundles(segment: _Segment, geometry: DecodeGeometry) -> int:
     return -(-len(segment.rows) // geometry.rows_per_item)
 
 
-def _deal(
+def _cut(
     lengths: Sequence[int], segments: list[_Segment], limit_tiles: int, geometry: DecodeGeometry
-) -> DecodePlan | None:
-    """The plan with chunks of at most `limit_tiles`, or None where the buffers cannot hold it."""
+) -> _Cut | None:
+    """The step in chunks of at most `limit_tiles`, dealt out, or None where the buffers cannot hold it."""
     splits = [0] * len(lengths)
     rows: list[int] = []
-    items: list[Item] = []
+    pieces: list[_Piece] = []
     for segment in segments:
-        pieces = _cut(segment, limit_tiles, geometry)
-        chunk = splits[segment.rows[0]]
+        chunks = _chunks(segment, limit_tiles, geometry)
+        before = splits[segment.rows[0]]
         for at in range(0, len(segment.rows), geometry.rows_per_item):
             bundle = segment.rows[at : at + geometry.rows_per_item]
-            for n, (begin, end) in enumerate(pieces):
-                for head in range(geometry.kv_heads):
-                    items.append(Item(len(rows), len(bundle), head, begin, end, chunk + n))
+            for number, (begin, end) in enumerate(chunks, before):
+                pieces.append((len(rows), len(bundle), begin, end, number))
             rows += bundle
         for row in segment.rows:
-            splits[row] += len(pieces)
-    first_slots, slots = [], 0
-    for count in splits:
-        first_slots.append(slots)
-        slots += count if count > 1 else 0
-    if len(items) > geometry.max_items or slots > geometry.max_slots:
+            splits[row] += len(chunks)
+    slots = sum(count for count in splits if count > 1)
+    if len(pieces) * geometry.kv_heads > geometry.max_items or slots > geometry.max_slots:
         return None
-    dealt, load, ideal = _balance(items, geometry)
-    ranges = [0]
-    for mine in dealt:
-        ranges.append(ranges[-1] + len(mine))
-    ordered = [item for mine in dealt for item in mine]
-    return DecodePlan(ordered, ranges, rows, splits, first_slots, slots, load, ideal)
+    costs = [-(-(end - begin) // geometry.tile) + _OVERHEAD_TILES for _, _, begin, end, _ in pieces]
+    order = sorted(range(len(pieces)), key=costs.__getitem__, reverse=True)
+    # Load and program in one number: the heap compares integers, not tuples.
+    heap = list(range(geometry.programs))
+    dealt = []
+    for at in order:
+        step = costs[at] * geometry.programs
+        for _ in range(geometry.kv_heads):
+            least = heap[0]
+            dealt.append(least % geometry.programs)
+            heapq.heapreplace(heap, least + step)
+    ideal = sum(costs) * geometry.kv_heads / geometry.programs
+    load = max(heap) // geometry.programs
+    return _Cut([pieces[at] for at in order], dealt, rows, splits, slots, load, ideal)
 
 
-def _cut(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[tuple[int, int]]:
-    """Chunks of nearly equal length, whole tiles but for the last."""
+def _chunks(
+    segment: _Segment, limit_tiles: int, geometry: DecodeGeometry
+) -> list[tuple[int, int]]:
+    """Of nearly equal length, whole tiles but for the last."""
     tiles = _tiles(segment, geometry)
     step = -(-tiles // -(-tiles // limit_tiles)) * geometry.tile
     return [
@@ -189,14 +210,25 @@ def _cut(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[
     ]
 
 
-def _balance(items: list[Item], geometry: DecodeGeometry) -> tuple[list[list[Item]], int, float]:
-    """Items per program, the greatest load, and the perfect one: longest first to whoever has least."""
-    tile = geometry.tile
-    costs = [-(-(item.end - item.begin) // tile) + _OVERHEAD_TILES for item in items]
-    dealt: list[list[Item]] = [[] for _ in range(geometry.programs)]
-    heap = [(0, program) for program in range(geometry.programs)]
-    for at in sorted(range(len(items)), key=lambda i: -costs[i]):
-        load, program = heap[0]
-        dealt[program].append(items[at])
-        heapq.heapreplace(heap, (load + costs[at], program))
-    return dealt, max(load for load, _ in heap), sum(costs) / geometry.programs
+def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
+    """Each program's items together, longest first."""
+    mine: list[list[Item]] = [[] for _ in range(geometry.programs)]
+    program = iter(cut.dealt)
+    for first, count, begin, end, chunk in cut.pieces:
+        for head in range(geometry.kv_heads):
+            mine[next(program)].append(Item(first, count, head, begin, end, chunk))
+    ranges, first_slots = [0], [0]
+    for items in mine:
+        ranges.append(ranges[-1] + len(items))
+    for count in cut.splits[:-1]:
+        first_slots.append(first_slots[-1] + (count if count > 1 else 0))
+    return DecodePlan(
+        [item for items in mine for item in items],
+        ranges,
+        cut.rows,
+        cut.splits,
+        first_slots,
+        cut.slots,
+        cut.load,
+        cut.ideal,
+    )

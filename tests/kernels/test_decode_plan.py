@@ -1,0 +1,118 @@
+"""The decode kernel's work list: everything covered once, evenly, within the buffers."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kernels.decode_plan import DecodeGeometry, DecodePlan, SharedPrefix, plan_decode
+
+GEOMETRY = DecodeGeometry(
+    kv_heads=8, programs=264, tile=64, rows_per_item=4, max_items=4096, max_slots=4096
+)
+
+
+def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> None:
+    """Every token of every row and head in exactly one item, numbered as the slots are; no buffer overrun."""
+    assert plan.ranges[0] == 0 and plan.ranges[-1] == len(plan.items) <= geometry.max_items
+    assert len(plan.ranges) == geometry.programs + 1 and plan.ranges == sorted(plan.ranges)
+    chunks: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    for item in plan.items:
+        assert 0 < item.count <= geometry.rows_per_item and item.begin < item.end
+        assert geometry.tile % 64 or item.begin % geometry.tile == 0
+        for row in plan.rows[item.first : item.first + item.count]:
+            mine = chunks.setdefault((row, item.kv_head), {})
+            assert item.chunk not in mine, "two items would write one slot"
+            mine[item.chunk] = (item.begin, item.end)
+    for row, length in enumerate(lengths):
+        for head in range(geometry.kv_heads):
+            mine = chunks.pop((row, head), {})
+            assert sorted(mine) == list(range(plan.splits[row]))
+            at = max(0, length - geometry.window) // geometry.tile * geometry.tile if geometry.window else 0
+            for number in range(len(mine)):
+                begin, end = mine[number]
+                assert begin == at
+                at = end
+            assert at == length
+    assert not chunks
+    used = Counter(
+        slot
+        for first, count in zip(plan.first_slots, plan.splits, strict=True)
+        if count > 1
+        for slot in range(first, first + count)
+    )
+    assert all(times == 1 for times in used.values()) and max(used, default=-1) < geometry.max_slots
+    assert len(used) == plan.slots
+
+
+def test_equal_lengths_fill_the_grid() -> None:
+    """Guards K1's shape (batch 32, 4k context, 8 heads, two programs per SM of 132): nobody idles for long."""
+    plan = plan_decode([4096] * 32, GEOMETRY)
+    _check(plan, [4096] * 32, GEOMETRY)
+    assert plan.load <= 1.12 * plan.ideal
+
+
+def test_one_long_row_does_not_hold_up_the_rest() -> None:
+    """Guards the skewed batch (1 × 64k and 63 × 512): cut by total work, not by sequence or batch size."""
+    lengths = [65536, *[512] * 63]
+    plan = plan_decode(lengths, GEOMETRY)
+    _check(plan, lengths, GEOMETRY)
+    assert plan.load <= 1.1 * plan.ideal
+    uncut = plan_decode(lengths, replace(GEOMETRY, min_chunk_tiles=4096))
+    assert uncut.load > 5 * plan.load, "this batch shows nothing"
+
+
+def test_a_single_short_row_is_split_over_programs_but_not_into_crumbs() -> None:
+    plan = plan_decode([1024], GEOMETRY)
+    _check(plan, [1024], GEOMETRY)
+    assert plan.splits == [8]
+    assert plan_decode([128], GEOMETRY).splits == [1]
+
+
+def test_a_shared_prefix_is_read_once_per_item_of_rows() -> None:
+    """Guards K5's arithmetic: 64 rows over 8k shared tokens cost a quarter at four rows an item, not the whole."""
+    lengths = [8192 + 64] * 64
+    together = plan_decode(lengths, GEOMETRY, [SharedPrefix(tuple(range(64)), 8192)])
+    _check(together, lengths, GEOMETRY)
+    apart = plan_decode(lengths, GEOMETRY)
+    assert together.ideal < 0.3 * apart.ideal
+
+
+def test_random_steps_are_covered_once() -> None:
+    """Guards every path: windows, padding rows, nested prefixes, tight buffers."""
+    rng = random.Random(4)
+    cut = nested = 0
+    for _ in range(200):
+        geometry = DecodeGeometry(
+            kv_heads=rng.choice([1, 3, 8]),
+            programs=rng.choice([1, 7, 40]),
+            tile=rng.choice([16, 64]),
+            rows_per_item=rng.choice([1, 4]),
+            max_items=600,
+            max_slots=rng.choice([40, 400]),
+            window=rng.choice([0, 0, 100]),
+        )
+        lengths = [rng.choice([0, 1, 63, rng.randint(1, 3000)]) for _ in range(rng.randint(1, 9))]
+        shared = []
+        rows = [row for row, length in enumerate(lengths) if length >= 64]
+        if len(rows) > 2:
+            shared.append(SharedPrefix(tuple(rows), 64))
+            deeper = tuple(row for row in rows if lengths[row] >= 640)
+            if len(deeper) > 1:
+                shared.append(SharedPrefix(deeper, 640))
+                nested += not geometry.window
+        plan = plan_decode(lengths, geometry, shared)
+        _check(plan, lengths, geometry)
+        cut += plan.slots > 0
+    assert cut > 20 and nested > 10
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    """Guards against a plan that overruns its device buffers."""
+    with pytest.raises(ValueError, match="do not fit"):
+        plan_decode([64] * 9, replace(GEOMETRY, max_items=64))
+    with pytest.raises(ValueError, match="not nested"):
+        plan_decode([128, 32], GEOMETRY, [SharedPrefix((0, 1), 64)])
+    with pytest.raises(ValueError, match="not nested"):
+        plan_decode([256] * 3, GEOMETRY, [SharedPrefix((0, 1), 64), SharedPrefix((1, 2), 128)])
