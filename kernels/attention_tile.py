@@ -78,47 +78,85 @@ def load_scales(base, offsets, valid, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def fold_tile(
+def sweep(
     q,
-    k_base,
-    v_base,
-    k_scales,
-    v_scales,
-    rows,
-    scale_rows,
-    valid,
-    visible,
+    payload,
+    scales,
+    table,
+    begin,
+    end,
+    lowest,
+    position,
     scale,
     acc,
     top,
     total,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_KV: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_KV: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASK: tl.constexpr,
 ):
-    """One step of the online softmax: `(acc, top, total)` with the tile's tokens taken in.
+    """Online softmax of `q` `[M, DIM_PAD]` over tokens `begin ..< end` of one table and KV head: the new
+    `(acc, top, total)`. `begin` is a multiple of TILE where blocks are not smaller than tiles.
 
-    `q` `[M, DIM_PAD]`; `valid` `[TILE]` tokens that exist; `visible` `[M, TILE]`, applied where MASKED. A row that has
-    seen nothing keeps top = -inf and total = 0.
+    Tokens before `lowest` are never read. MASK says what a row sees of the others: "all"; "range", those before `end`;
+    "causal", those up to its `position` `[M]`, and the last WINDOW of them if there is a window. A row that has seen
+    nothing keeps top = -inf and total = 0.
     """
-    k = load_tile(k_base, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if FORMAT != "native":
-        scores = scores * load_scales(k_scales, scale_rows, valid, FORMAT)[None, :]
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    # -inf minus -inf is NaN: a row without a visible token so far compares with 0 instead.
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    probs = tl.exp2(scores - shift[:, None])
-    keep = tl.exp2(top - shift)
-    total = total * keep + tl.sum(probs, 1)
-    if FORMAT != "native":
-        probs = probs * load_scales(v_scales, scale_rows, valid, FORMAT)[None, :]
-    v = load_tile(v_base, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
-    acc = acc * keep[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-    return acc, new_top, total
+    lanes = tl.arange(0, TILE)
+    # Table entries are fetched one tile ahead: a load whose address waits for a load cannot be pipelined.
+    next_rows, next_scales = row_offsets(
+        table, begin, end, STRIDE_BLOCK, STRIDE_TOKEN, SCALE_BLOCK, SCALE_TOKEN, BLOCK_SIZE, TILE
+    )
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        rows = next_rows
+        scale_rows = next_scales
+        next_rows, next_scales = row_offsets(
+            table,
+            start + TILE,
+            end,
+            STRIDE_BLOCK,
+            STRIDE_TOKEN,
+            SCALE_BLOCK,
+            SCALE_TOKEN,
+            BLOCK_SIZE,
+            TILE,
+        )
+        tokens = start + lanes
+        valid = (tokens < end) & (tokens >= lowest)
+        k = load_tile(payload, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if FORMAT != "native":
+            scores = scores * load_scales(scales, scale_rows, valid, FORMAT)[None, :]
+        if MASK == "range":
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+        elif MASK == "causal":
+            visible = valid[None, :] & (tokens[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # -inf minus -inf is NaN: a row without a visible token so far compares with 0 instead.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        probs = tl.exp2(scores - shift[:, None])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(probs, 1)
+        top = new_top
+        if FORMAT != "native":
+            probs = probs * load_scales(scales + SCALE_KV, scale_rows, valid, FORMAT)[None, :]
+        v = load_tile(payload + STRIDE_KV, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
+        acc = acc * keep[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+    return acc, top, total
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import LOG2_E, finish, fold_tile, row_offsets
+from kernels.attention_tile import LOG2_E, finish, sweep
 from kernels.configs import KernelConfig
 from kernels.decode_plan import DecodeGeometry, DecodePlan, Item
 from kernels.launch import check_interpretable
@@ -89,52 +89,38 @@ def decode_kernel(
         lowest = 0
         if WINDOW > 0:
             lowest = tl.load(lengths_ptr + owner) - WINDOW
-        k_base = payload + kv_head * STRIDE_HEAD
-        k_scales = scales + kv_head * SCALE_HEAD
 
         acc = tl.zeros([M, DIM_PAD], dtype=tl.float32)
         top = tl.full([M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([M], dtype=tl.float32)
-        # Table entries are fetched one tile ahead: a load whose address waits for a load cannot be pipelined.
-        next_rows, next_scales = row_offsets(
-            table, begin, end, STRIDE_BLOCK, STRIDE_TOKEN, SCALE_BLOCK, SCALE_TOKEN, BLOCK_SIZE, TILE
+        acc, top, total = sweep(
+            q,
+            payload + kv_head * STRIDE_HEAD,
+            scales + kv_head * SCALE_HEAD,
+            table,
+            begin,
+            end,
+            lowest,
+            row,
+            scale,
+            acc,
+            top,
+            total,
+            STRIDE_BLOCK,
+            STRIDE_KV,
+            STRIDE_TOKEN,
+            SCALE_BLOCK,
+            SCALE_KV,
+            SCALE_TOKEN,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_PAD,
+            FORMAT,
+            0,
+            TILE,
+            STAGES,
+            "range",
         )
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            rows = next_rows
-            scale_rows = next_scales
-            next_rows, next_scales = row_offsets(
-                table,
-                start + TILE,
-                end,
-                STRIDE_BLOCK,
-                STRIDE_TOKEN,
-                SCALE_BLOCK,
-                SCALE_TOKEN,
-                BLOCK_SIZE,
-                TILE,
-            )
-            tokens = start + tl.arange(0, TILE)
-            valid = (tokens < end) & (tokens >= lowest)
-            acc, top, total = fold_tile(
-                q,
-                k_base,
-                k_base + STRIDE_KV,
-                k_scales,
-                k_scales + SCALE_KV,
-                rows,
-                scale_rows,
-                valid,
-                valid[None, :],
-                scale,
-                acc,
-                top,
-                total,
-                HEAD_DIM,
-                DIM_PAD,
-                FORMAT,
-                True,
-            )
-
         answer, lse = finish(acc, top, total)
         splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
         whole = splits == 1
