@@ -60,15 +60,18 @@ class KVPool:
     def head_dim(self) -> int:
         return self.payload.shape[5]
 
+    def bytes_or_values(self) -> Tensor:
+        """The payload as a kernel argument: E4M3 as its bytes, since not every GPU has such a type."""
+        return self.payload.view(torch.uint8) if self.format == "e4m3" else self.payload
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Payload and scales of one layer as kernel arguments: E4M3 as its bytes, absent scales as the payload.
+        """Payload and scales of one layer as kernel arguments, the payload in place of absent scales.
 
         Raises IndexError where the pool has no such layer.
         """
         if not 0 <= layer < self.payload.shape[2]:
             raise IndexError(f"layer {layer} of {self.payload.shape[2]}")
-        payload = self.payload.view(torch.uint8) if self.format == "e4m3" else self.payload
-        payload = payload.select(2, layer)
+        payload = self.bytes_or_values().select(2, layer)
         return payload, payload if self.scales is None else self.scales.select(2, layer)
 
     def constants(self) -> dict[str, int | str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import triton
 
-from kernels import configs, decode_attention
+from kernels import configs, decode_attention, prefill_attention, rms_norm, rope_kv_write, silu_mul
 from tests.kernels.contract.measure import Case
 
 POINTER = {"float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*u8"}
@@ -35,12 +35,11 @@ def pool_constants(head_dim: int, block_size: int, dtype: str) -> dict[str, Any]
 
 def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
     return Case(
-        name=f"decode d{key.head_dim} g{key.group} b{key.block_size} {key.dtype}",
+        name=_name(key),
         kernel=decode_attention.decode_kernel,
         types={
             "q_ptr": "*bf16",
-            "payload": POINTER[key.dtype],
-            "scales": "*fp32" if key.dtype in FORMAT else POINTER[key.dtype],
+            **_pool_types(key),
             "out_ptr": "*bf16",
             "lse_ptr": "*fp32",
             "partial_ptr": "*fp32",
@@ -65,3 +64,95 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def prefill_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=_name(key),
+        kernel=prefill_attention.prefill_kernel,
+        types={
+            "q_ptr": "*bf16",
+            **_pool_types(key),
+            "out_ptr": "*bf16",
+            "lse_ptr": "*fp32",
+            "tiles_ptr": "*i32",
+            "tables_ptr": "*i32",
+            "table_blocks": "i32",
+            "scale": "fp32",
+        },
+        constants={
+            **pool_constants(key.head_dim, key.block_size, key.dtype),
+            "DIM_PAD": triton.next_power_of_2(key.head_dim),
+            "HEADS": key.group * KV_HEADS,
+            "GROUP": key.group,
+            "WINDOW": 0,
+            "WITH_LSE": False,
+            "TILE": config.tile,
+            "STAGES": config.stages,
+            "M": config.rows,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=_name(key),
+        kernel=rope_kv_write.rope_kv_write_kernel,
+        types={
+            **dict.fromkeys(("qkv_ptr", "q_out_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"),
+            **_pool_types(key),
+            **dict.fromkeys(("slots_ptr", "positions_ptr"), "*i64"),
+            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*bf16"),
+            "tokens": "i32",
+            "eps": "fp32",
+        },
+        constants={
+            **pool_constants(key.head_dim, key.block_size, key.dtype),
+            "HEADS": key.group * KV_HEADS,
+            "KV_HEADS": KV_HEADS,
+            "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
+            "NORM": True,
+            "ROWS": config.rows,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def norm_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    hidden = 4096
+    return Case(
+        name=_name(key),
+        kernel=rms_norm.rms_norm_kernel,
+        types={
+            **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+            "eps": "fp32",
+        },
+        constants={"HIDDEN": hidden, "PAD": triton.next_power_of_2(hidden), "RESIDUAL": True},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=_name(key),
+        kernel=silu_mul.silu_mul_kernel,
+        types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
+        constants={"WIDTH": 14336, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def _name(key: configs.ConfigKey) -> str:
+    parts = [key.kernel]
+    parts += [f"{sign}{value}" for sign, value in zip("dgb", (key.head_dim, key.group, key.block_size), strict=True) if value]
+    return " ".join([*parts, key.dtype])
+
+
+def _pool_types(key: configs.ConfigKey) -> dict[str, str]:
+    payload = POINTER[key.dtype]
+    return {"payload": payload, "scales": "*fp32" if key.dtype in FORMAT else payload}
