@@ -1,0 +1,107 @@
+"""The sampling kernel against the CPU's functions: the same numbers, the same support, the same token."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels import sampling as cpu
+from kernels.configs import KernelConfig
+from kernels.sample import SamplingRows, philox_uniform, sample
+from tests.kernels.cases import DEVICE
+
+CONFIG = KernelConfig(tile=64, warps=4, stages=1)
+
+
+@triton.jit
+def _uniform_kernel(seed, index, position, out, N: tl.constexpr):
+    for at in range(N):
+        drawn = philox_uniform(tl.load(seed + at), tl.load(index + at), tl.load(position + at))
+        tl.store(out + at, drawn)
+
+
+def test_random_numbers_are_the_cpu_s_to_the_bit() -> None:
+    """Guards resumption across devices: seeds with the top bit set, indices and positions beyond 32 bits."""
+    cases = [(0, 0, 0), (2**64 - 1, 3, 17), (0x8000000000000001, 2**33 + 5, 2**40 + 1), (12345, 1, 8000)]
+    seeds = [seed - 2**64 if seed >= 2**63 else seed for seed, _, _ in cases]
+    columns = [torch.tensor(c, device=DEVICE) for c in (seeds, [i for _, i, _ in cases], [p for *_, p in cases])]
+    out = torch.empty(len(cases), dtype=torch.float64, device=DEVICE)
+    _uniform_kernel[(1,)](*columns, out, N=len(cases))
+    assert out.tolist() == [cpu.philox_uniform(*case) for case in cases]
+
+
+def _rows(count: int, **values: float) -> SamplingRows:
+    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), values.get(name, default), dtype=dtype, device=DEVICE)
+
+    return SamplingRows(
+        temperature=column("temperature", 1.0, torch.float64),
+        top_k=column("top_k", 0, torch.int32),
+        top_p=column("top_p", 1.0, torch.float64),
+        min_p=column("min_p", 0.0, torch.float64),
+        seed=torch.arange(count, device=DEVICE) * 7919,
+        sample_index=column("sample_index", 0, torch.int64),
+        position=torch.arange(count, device=DEVICE) + 40,
+    )
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 5, "temperature": 2.0},
+    {"top_p": 0.6},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"temperature": 1.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_draws_the_cpu_s_token(settings: dict[str, float], ties: bool) -> None:
+    """Guards every filter, alone and together, with many equal logits, negative ones, both zeros and banned tokens."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(3, 71, generator=generator)
+    logits[:, 3] = float("-inf")
+    if ties:
+        logits = logits.round() * torch.tensor([1.0, -1.0])[torch.randint(2, (3, 71), generator=generator)]
+        logits[:, 3] = float("-inf")
+        assert (logits == 0).sum() > 5 and torch.signbit(logits[logits == 0]).any()
+    params = _rows(3, **settings)
+    tokens = sample(logits.to(DEVICE), params, CONFIG).tolist()
+    filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
+    want = [
+        cpu.draw(
+            cpu.probabilities(row, **filters),  # type: ignore[arg-type]
+            cpu.philox_uniform(number * 7919, 0, number + 40),
+        )
+        for number, row in enumerate(logits)
+    ]
+    assert tokens == want
+
+
+def test_greedy_rows_take_the_first_of_the_best() -> None:
+    logits = torch.zeros(2, 70, device=DEVICE)
+    logits[0, [40, 69]] = 2.0
+    logits[1, 0] = -1.0
+    assert sample(logits, _rows(2, temperature=0.0), CONFIG).tolist() == [40, 1]
+
+
+def test_only_tokens_of_the_support_are_drawn_and_all_of_them() -> None:
+    """Guards the support itself, over many draws: the tie at top-p's edge is broken in vocabulary order."""
+    logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, -2.0]).repeat(24, 1).to(DEVICE)
+    probs = cpu.probabilities(logits[0].cpu(), temperature=1.0, top_k=0, top_p=0.5, min_p=0.0)
+    support = set(torch.nonzero(probs).flatten().tolist())
+    assert support == {1, 2, 3}
+    drawn = sample(logits, _rows(24, top_p=0.5), KernelConfig(tile=8, warps=4, stages=1))
+    assert set(drawn.tolist()) == support
+
+
+def test_misfits_are_refused() -> None:
+    with pytest.raises(ValueError, match="not one of each"):
+        sample(torch.zeros(2, 8, device=DEVICE), _rows(3), CONFIG)
+    with pytest.raises(ValueError, match="scratch"):
+        sample(
+            torch.zeros(2, 8, device=DEVICE), _rows(2), CONFIG, weights=torch.zeros(2, 8, device=DEVICE)
+        )
