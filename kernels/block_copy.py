@@ -85,6 +85,7 @@ def copy_blocks_kernel(
     DIGEST: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Units are (block, head, part of its words), taken in turn. Strides are in words."""
     PART: tl.constexpr = (WORDS + PARTS - 1) // PARTS
@@ -101,7 +102,7 @@ def copy_blocks_kernel(
         target = target_ptr + target_block * TARGET_BLOCK + head * TARGET_HEAD
         tokens = tl.load(tokens_ptr + number)
         sums = tl.zeros([TILE], dtype=tl.int64)
-        for start in range(begin, end, TILE):
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
             at = start + lanes
             inside = at < end
             word = tl.load(source + at, mask=inside, other=0)
@@ -174,6 +175,7 @@ def copy_blocks(
             DIGEST=tokens is not None,
             PARTS=parts,
             TILE=config.tile,
+            STAGES=config.stages,
             num_warps=config.warps,
             num_stages=config.stages,
         )

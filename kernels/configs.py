@@ -5,7 +5,7 @@ tested without a GPU. `origin` says what an entry rests on: "contract" was chose
 (registers, spills, tiles in flight; `tests/kernels/contract`), "measured" on the hardware named in `docs/kernels.md`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Origin = Literal["contract", "measured"]
@@ -32,3 +32,71 @@ class ConfigKey:
     block_size: int
     dtype: str
     arch: int
+
+
+DEFAULTS = {
+    "decode": KernelConfig(tile=64, warps=4, stages=3, rows=16),
+    "decode_shared": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "merge": KernelConfig(tile=8, warps=4, stages=1),
+    "prefill": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "rope_kv_write": KernelConfig(tile=0, warps=1, stages=1, rows=4),
+    "rms_norm": KernelConfig(tile=0, warps=8, stages=1),
+    "silu_mul": KernelConfig(tile=1024, warps=4, stages=1),
+    "copy_blocks": KernelConfig(tile=1024, warps=4, stages=4),
+    "convert_blocks": KernelConfig(tile=0, warps=4, stages=1, rows=32),
+    "sample": KernelConfig(tile=512, warps=8, stages=1),
+}
+"""What a shape without an entry runs with. For attention, `rows` are packed rows: queries times group."""
+
+_WIDE = KernelConfig(tile=64, warps=8, stages=3, rows=128)
+_DEEP = KernelConfig(tile=64, warps=4, stages=4, rows=16)
+_TALL = KernelConfig(tile=32, warps=4, stages=3, rows=16)
+
+# (kernel, head_dim, group, block_size, dtype, entry for sm_80, entry for sm_90); None: the default.
+_ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig | None]] = [
+    ("decode", 64, 3, 16, "bfloat16", None, None),
+    ("decode", 64, 8, 64, "bfloat16", None, None),
+    ("decode", 80, 1, 64, "bfloat16", None, None),
+    ("decode", 96, 1, 64, "bfloat16", None, None),
+    ("decode", 128, 1, 64, "bfloat16", None, None),
+    ("decode", 128, 4, 1, "bfloat16", None, None),
+    ("decode", 128, 4, 16, "bfloat16", None, None),
+    ("decode", 128, 4, 64, "bfloat16", None, None),
+    ("decode", 128, 4, 128, "bfloat16", None, None),
+    ("decode", 128, 32, 64, "bfloat16", None, None),
+    ("decode", 256, 8, 64, "bfloat16", _TALL, _TALL),
+    ("decode", 128, 4, 64, "int8", _DEEP, _DEEP),
+    ("decode", 128, 4, 64, "float8_e4m3fn", _DEEP, _DEEP),
+    ("decode_shared", 128, 4, 64, "bfloat16", None, None),
+    ("merge", 128, 4, 64, "bfloat16", None, None),
+    ("prefill", 64, 3, 16, "bfloat16", None, None),
+    ("prefill", 128, 4, 16, "bfloat16", None, _WIDE),
+    ("prefill", 128, 4, 64, "bfloat16", None, _WIDE),
+    ("prefill", 128, 4, 64, "int8", None, _WIDE),
+    ("prefill", 256, 8, 64, "bfloat16", KernelConfig(32, 8, 2, 64), KernelConfig(32, 8, 2, 64)),
+    ("rope_kv_write", 128, 4, 64, "bfloat16", None, None),
+    ("rope_kv_write", 128, 4, 64, "float8_e4m3fn", None, None),
+    ("rms_norm", 0, 0, 0, "bfloat16", None, None),
+    ("silu_mul", 0, 0, 0, "bfloat16", None, None),
+    ("copy_blocks", 128, 0, 64, "bfloat16", None, None),
+    ("convert_blocks", 128, 0, 64, "int8", None, None),
+    ("convert_blocks", 128, 0, 64, "float8_e4m3fn", None, None),
+    ("sample", 0, 0, 0, "float32", None, None),
+]
+
+TABLE = {
+    ConfigKey(kernel, head_dim, group, block_size, dtype, arch): entry or DEFAULTS[kernel]
+    for kernel, head_dim, group, block_size, dtype, *entries in _ENTRIES
+    for arch, entry in zip((80, 90), entries, strict=True)
+}
+
+
+def config_for(key: ConfigKey) -> KernelConfig:
+    """The table's entry, or the kernel's default with room for the group. Raises KeyError for an unknown kernel."""
+    config = TABLE.get(key)
+    if config is not None:
+        return config
+    config = DEFAULTS[key.kernel]
+    if key.kernel in ("decode", "decode_shared", "prefill") and key.group > config.rows:
+        return replace(config, rows=1 << (key.group - 1).bit_length())
+    return config

@@ -4,7 +4,18 @@ from typing import Any
 
 import triton
 
-from kernels import configs, decode_attention, prefill_attention, rms_norm, rope_kv_write, silu_mul
+from kernels import (
+    block_convert,
+    block_copy,
+    configs,
+    decode_attention,
+    prefill_attention,
+    rms_norm,
+    rope_kv_write,
+    sample,
+    silu_mul,
+)
+from kernels.block_copy import BlockShape
 from tests.kernels.contract.measure import Case
 
 POINTER = {"float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*u8"}
@@ -59,7 +70,7 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "WINDOW": 0,
             "TILE": config.tile,
             "STAGES": config.stages,
-            "M": decode_attention.packed_rows(key.group, config.rows or 1),
+            "M": decode_attention.packed_rows(key.group, max(1, config.rows // key.group)),
         },
         warps=config.warps,
         stages=config.stages,
@@ -156,3 +167,129 @@ def _name(key: configs.ConfigKey) -> str:
 def _pool_types(key: configs.ConfigKey) -> dict[str, str]:
     payload = POINTER[key.dtype]
     return {"payload": payload, "scales": "*fp32" if key.dtype in FORMAT else payload}
+
+
+def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    shape = BlockShape(layers=LAYERS, block_size=64, row_bytes=256)
+    words = shape.words
+    return Case(
+        name=_name(key),
+        kernel=block_copy.copy_blocks_kernel,
+        types={
+            **dict.fromkeys(("source_ptr", "target_ptr", "digests_ptr"), "*i64"),
+            **dict.fromkeys(("source_blocks_ptr", "target_blocks_ptr", "tokens_ptr"), "*i32"),
+            "units": "i32",
+        },
+        constants={
+            "SOURCE_BLOCK": KV_HEADS * words,
+            "SOURCE_HEAD": words,
+            "TARGET_BLOCK": KV_HEADS * words,
+            "TARGET_HEAD": words,
+            "HEADS": KV_HEADS,
+            "WORDS": words,
+            "PAYLOAD_WORDS": shape.payload_words,
+            "ROW_WORDS": shape.row_bytes // 8,
+            "BLOCK_SIZE": shape.block_size,
+            "COPY": True,
+            "DIGEST": True,
+            "PARTS": 1,
+            "TILE": config.tile,
+            "STAGES": config.stages,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def convert_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """From bfloat16 to the key's type."""
+    head_dim, block_size = key.head_dim, key.block_size
+    half = LAYERS * 2 * block_size * head_dim
+    source = (KV_HEADS * half, half, 2 * block_size * head_dim, block_size * head_dim, head_dim)
+    rows = LAYERS * 2 * block_size
+    target = (KV_HEADS * rows * (head_dim + 4), rows * (head_dim + 4), *source[2:])
+    scales = (target[0] // 4, target[1] // 4, 2 * block_size, block_size, 1)
+    return Case(
+        name=_name(key),
+        kernel=block_convert.convert_blocks_kernel,
+        types={
+            **dict.fromkeys(("source_ptr", "source_scales_ptr"), "*bf16"),
+            "target_ptr": POINTER[key.dtype],
+            "target_scales_ptr": "*fp32",
+            **dict.fromkeys(("source_blocks_ptr", "target_blocks_ptr"), "*i32"),
+            "units": "i32",
+        },
+        constants={
+            "SOURCE": source,
+            "SOURCE_SCALES": (0,) * 5,
+            "SOURCE_FORMAT": "native",
+            "TARGET": target,
+            "TARGET_SCALES": scales,
+            "TARGET_FORMAT": FORMAT[key.dtype],
+            "KV_HEADS": KV_HEADS,
+            "LAYERS": LAYERS,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "HALF_PAD": triton.next_power_of_2(head_dim // 2),
+            "ROWS": config.rows,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=_name(key),
+        kernel=sample.sample_kernel,
+        types={
+            "logits_ptr": "*fp32",
+            **dict.fromkeys(("weights_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp64"),
+            **dict.fromkeys(("tokens_ptr", "seed_ptr", "sample_index_ptr", "position_ptr"), "*i64"),
+            "top_k_ptr": "*i32",
+        },
+        constants={"VOCAB": 128256, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def merge_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=_name(key),
+        kernel=decode_attention.merge_kernel,
+        types={
+            "out_ptr": "*bf16",
+            **dict.fromkeys(("lse_ptr", "partial_ptr", "partial_lse_ptr"), "*fp32"),
+            "slots_ptr": "*i32",
+        },
+        constants={
+            "HEADS": key.group * KV_HEADS,
+            "HEAD_DIM": key.head_dim,
+            "DIM_PAD": triton.next_power_of_2(key.head_dim),
+            "SPLITS": config.tile,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+BUILDERS = {
+    "decode": decode_case,
+    "decode_shared": decode_case,
+    "merge": merge_case,
+    "prefill": prefill_case,
+    "rope_kv_write": rope_case,
+    "rms_norm": norm_case,
+    "silu_mul": silu_case,
+    "copy_blocks": copy_case,
+    "convert_blocks": convert_case,
+    "sample": sample_case,
+}
+
+
+def cases(arch: int) -> list[Case]:
+    """One case for each entry of the configuration table for this compute capability."""
+    return [
+        BUILDERS[key.kernel](key, config) for key, config in configs.TABLE.items() if key.arch == arch
+    ]

@@ -19,7 +19,7 @@ PATTERNS = {
     "wide_loads": r"\bLDG\.E\S*\.128",
     "narrow_loads": r"\bLDG\.E(?!\S*\.(?:64|128))",
     "wide_stores": r"\bSTG\.E\S*\.128",
-    "async_copies": r"\bLDGSTS",
+    "async_copies": r"\bLDGSTS\S*\.128",
     "matrix": r"\b(?:HMMA|HGMMA|IMMA|IGMMA)",
     "spill_instructions": r"\b(?:STL|LDL)\b",
 }

@@ -1,0 +1,35 @@
+"""What a kernel's machine code must be, and when it has become worse."""
+
+from tests.kernels.contract.measure import Case
+
+Counts = dict[str, int]
+
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+FEWER_IS_BETTER = ("registers", "shared_bytes", "narrow_loads")
+MORE_IS_BETTER = ("wide_loads", "wide_stores", "async_copies", "matrix")
+ATTENTION = ("decode_kernel", "prefill_kernel")
+
+
+def broken_rules(case: Case, arch: int, counts: Counts) -> list[str]:
+    """House rules that hold for every kernel, whatever was recorded before."""
+    found = []
+    if counts["stack_bytes"] or counts["spill_instructions"]:
+        found.append(f"spills: {counts['stack_bytes']} bytes of stack")
+    if counts["shared_bytes"] > SHARED_LIMIT_BYTES[arch]:
+        found.append(f"{counts['shared_bytes']} bytes of shared memory do not exist on sm_{arch}")
+    if case.kernel.__name__ in ATTENTION and not (counts["async_copies"] and counts["matrix"]):
+        found.append("no asynchronous copies or no matrix instructions")
+    if case.kernel.__name__ == "copy_blocks_kernel" and counts["async_copies"] * 4 < counts["narrow_loads"]:
+        found.append("words are not fetched 16 bytes at a time, ahead")
+    return found
+
+
+def regressions(before: Counts, now: Counts) -> list[str]:
+    """What got worse. The compiler is deterministic, so there is no tolerance."""
+    worse = [
+        f"{name} {before[name]} -> {now[name]}" for name in FEWER_IS_BETTER if now[name] > before[name]
+    ]
+    worse += [
+        f"{name} {before[name]} -> {now[name]}" for name in MORE_IS_BETTER if now[name] < before[name]
+    ]
+    return worse
