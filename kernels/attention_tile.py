@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The inner step of every attention kernel: fetch a tile of keys and values by block table, fold it into a softmax.
 
 Queries are packed: row m of a tile is query head `m % GROUP` of the KV head, of query `m // GROUP`, so that each key
@@ -55,7 +55,9 @@ def row_offsets(
 
 
 @triton.jit
-def load_tile(base, rows, valid, like, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr):
+def load_tile(
+    base, rows, valid, like, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr
+):
     """`[TILE, DIM_PAD]` in the type of `like`: rows that are not `valid` and columns past the head are zero.
 
     E4M3 arrives 256 times too small.
@@ -103,7 +105,6 @@ def sweep(
     FORMAT: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """Online softmax of `q` `[M, DIM_PAD]` over tokens `begin ..< end` of one table and KV head: the new
@@ -114,11 +115,13 @@ def sweep(
     nothing keeps top = -inf and total = 0.
     """
     lanes = tl.arange(0, TILE)
-    # Table entries are fetched one tile ahead: a load whose address waits for a load cannot be pipelined.
+    # Table entries are fetched one tile ahead by hand: the pipeliner would spend stages on a load whose address waits
+    # for a load. It must not stage the entries themselves, which a stage count on this very loop would make it do:
+    # then nothing is ahead at all. So the stages come with the launch, and concern what feeds a product.
     next_rows, next_scales = row_offsets(
         table, begin, end, STRIDE_BLOCK, STRIDE_TOKEN, SCALE_BLOCK, SCALE_TOKEN, BLOCK_SIZE, TILE
     )
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+    for start in range(begin, end, TILE):
         rows = next_rows
         scale_rows = next_scales
         next_rows, next_scales = row_offsets(

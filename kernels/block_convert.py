@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Copy KV blocks between pools of different formats: to 8 bits for the wire or a tier, and back.
 
 Each row (one token's key or value of one head in one layer) is read, widened to float32 with its scale, and written in
@@ -69,17 +69,31 @@ def convert_blocks_kernel(
             kv = row // BLOCK_SIZE % 2
             layer = row // (2 * BLOCK_SIZE)
             mask = live[:, None] & (dims < HALF)[None, :]
-            at = source_block * SOURCE[0] + head * SOURCE[1] + layer * SOURCE[2] + kv * SOURCE[3] + token * SOURCE[4]
+            at = (
+                source_block * SOURCE[0]
+                + head * SOURCE[1]
+                + layer * SOURCE[2]
+                + kv * SOURCE[3]
+                + token * SOURCE[4]
+            )
             factor = tl.zeros([ROWS], dtype=tl.float32)
             if SOURCE_FORMAT != "native":
                 scale_at = source_block * SOURCE_SCALES[0] + head * SOURCE_SCALES[1]
-                scale_at += layer * SOURCE_SCALES[2] + kv * SOURCE_SCALES[3] + token * SOURCE_SCALES[4]
+                scale_at += (
+                    layer * SOURCE_SCALES[2] + kv * SOURCE_SCALES[3] + token * SOURCE_SCALES[4]
+                )
                 factor = tl.load(source_scales_ptr + scale_at, mask=live, other=0.0)
             ptr = source_ptr + at[:, None] + dims[None, :]
             low = _widened(ptr, mask, factor, SOURCE_FORMAT)
             high = _widened(ptr + HALF, mask, factor, SOURCE_FORMAT)
 
-            to = target_block * TARGET[0] + head * TARGET[1] + layer * TARGET[2] + kv * TARGET[3] + token * TARGET[4]
+            to = (
+                target_block * TARGET[0]
+                + head * TARGET[1]
+                + layer * TARGET[2]
+                + kv * TARGET[3]
+                + token * TARGET[4]
+            )
             out = target_ptr + to[:, None] + dims[None, :]
             if TARGET_FORMAT == "native":
                 tl.store(out, low.to(target_ptr.dtype.element_ty), mask=mask)
@@ -89,7 +103,9 @@ def convert_blocks_kernel(
                 tl.store(out, low_codes, mask=mask)
                 tl.store(out + HALF, high_codes, mask=mask)
                 scale_to = target_block * TARGET_SCALES[0] + head * TARGET_SCALES[1]
-                scale_to += layer * TARGET_SCALES[2] + kv * TARGET_SCALES[3] + token * TARGET_SCALES[4]
+                scale_to += (
+                    layer * TARGET_SCALES[2] + kv * TARGET_SCALES[3] + token * TARGET_SCALES[4]
+                )
                 tl.store(target_scales_ptr + scale_to, scale, mask=live)
 
 
@@ -106,7 +122,9 @@ def convert_blocks(
     targets. Rows that hold nothing valid are converted too, into nothing valid. Raises ValueError where the pools are
     not of one shape but for blocks and format, or an odd head_dim."""
     if source.payload.shape[1:] != target.payload.shape[1:] or source.head_dim % 2:
-        raise ValueError(f"{tuple(source.payload.shape)} does not convert to {tuple(target.payload.shape)}")
+        raise ValueError(
+            f"{tuple(source.payload.shape)} does not convert to {tuple(target.payload.shape)}"
+        )
     if source_blocks.numel() != target_blocks.numel():
         raise ValueError("each source block needs one target")
     check_interpretable(source.payload, target.payload)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Copy whole KV blocks, and digest them on the way: copy-on-write, tiers, packing for migration and unpacking after it.
 
 A block is `[kv_heads, words]` of 64-bit words. The digest of a (block, head) is `wp64`, word-parallel: a sum, so that
@@ -144,7 +144,9 @@ def copy_blocks(
     onto = source if target is None else target
     count, heads = source_blocks.numel(), source.shape[1]
     if source.shape[1:] != (heads, shape.words) or onto.shape[1:] != source.shape[1:]:
-        raise ValueError(f"{tuple(source.shape)} to {tuple(onto.shape)}: not blocks of {shape.words} words")
+        raise ValueError(
+            f"{tuple(source.shape)} to {tuple(onto.shape)}: not blocks of {shape.words} words"
+        )
     if source.stride(-1) != 1 or onto.stride(-1) != 1 or target_blocks.numel() != count:
         raise ValueError("words must be contiguous, and each source block needs one target")
     if tokens is not None and tokens.numel() != count:

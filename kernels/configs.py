@@ -38,7 +38,7 @@ DEFAULTS = {
     "decode": KernelConfig(tile=64, warps=4, stages=3, rows=16),
     "decode_shared": KernelConfig(tile=64, warps=4, stages=3, rows=64),
     "merge": KernelConfig(tile=8, warps=4, stages=1),
-    "prefill": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "prefill": KernelConfig(tile=64, warps=8, stages=3, rows=128),
     "rope_kv_write": KernelConfig(tile=0, warps=1, stages=1, rows=4),
     "rms_norm": KernelConfig(tile=0, warps=8, stages=1),
     "silu_mul": KernelConfig(tile=1024, warps=4, stages=1),
@@ -48,7 +48,6 @@ DEFAULTS = {
 }
 """What a shape without an entry runs with. For attention, `rows` are packed rows: queries times group."""
 
-_WIDE = KernelConfig(tile=64, warps=8, stages=3, rows=128)
 _DEEP = KernelConfig(tile=64, warps=4, stages=4, rows=16)
 _TALL = KernelConfig(tile=32, warps=4, stages=3, rows=16)
 
@@ -70,9 +69,9 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("decode_shared", 128, 4, 64, "bfloat16", None, None),
     ("merge", 128, 4, 64, "bfloat16", None, None),
     ("prefill", 64, 3, 16, "bfloat16", None, None),
-    ("prefill", 128, 4, 16, "bfloat16", None, _WIDE),
-    ("prefill", 128, 4, 64, "bfloat16", None, _WIDE),
-    ("prefill", 128, 4, 64, "int8", None, _WIDE),
+    ("prefill", 128, 4, 16, "bfloat16", None, None),
+    ("prefill", 128, 4, 64, "bfloat16", None, None),
+    ("prefill", 128, 4, 64, "int8", KernelConfig(64, 4, 3, 64), None),
     ("prefill", 256, 8, 64, "bfloat16", KernelConfig(32, 8, 2, 64), KernelConfig(32, 8, 2, 64)),
     ("rope_kv_write", 128, 4, 64, "bfloat16", None, None),
     ("rope_kv_write", 128, 4, 64, "float8_e4m3fn", None, None),

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Paged decode attention: one query row per sequence over a cached context, split over its length, prefixes shared.
 
     out[r, h] = sum_t softmax_t(q[r, h] . K[t, g] * scale) V[t, g]     g = h // (heads / kv_heads)
@@ -60,7 +60,6 @@ def decode_kernel(
     TABLE_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
     M: tl.constexpr,
 ):
     """Each program runs its range of items: M packed rows against the item's tokens, TILE at a time."""
@@ -118,7 +117,6 @@ def decode_kernel(
             FORMAT,
             0,
             TILE,
-            STAGES,
             "range",
         )
         answer, lse = finish(acc, top, total)
@@ -203,6 +201,9 @@ class DecodeBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
         self.geometry = geometry
         self.items = ints(geometry.max_items, len(Item._fields))
         self.ranges = ints(geometry.programs + 1)
@@ -210,19 +211,22 @@ class DecodeBuffers:
         self.slots = ints(batch, 2)
         self.lengths = ints(batch)
         self.tables = ints(batch, table_blocks)
-        floats = {"dtype": torch.float32, "device": device}
-        self.partial = torch.empty(geometry.max_slots, heads, head_dim, **floats)
-        self.partial_lse = torch.empty(geometry.max_slots, heads, **floats)
-        self.lse = torch.empty(batch, heads, **floats)
+        self.partial = floats(geometry.max_slots, heads, head_dim)
+        self.partial_lse = floats(geometry.max_slots, heads)
+        self.lse = floats(batch, heads)
 
-    def load(self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+    def load(
+        self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> None:
         """Bring in a step's plan. `tables[r]`: the blocks of row r, which cover its length.
 
         Raises ValueError where the step does not fit the buffers.
         """
         batch, width = self.tables.shape
         if len(lengths) > batch or len(tables) != len(lengths) or len(plan.splits) != len(lengths):
-            raise ValueError(f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows")
+            raise ValueError(
+                f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows"
+            )
         if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
             raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
         _fill(self.items, plan.items)
@@ -259,9 +263,13 @@ def decode_attention(
     batch, heads, head_dim = q.shape
     geometry = buffers.geometry
     if head_dim != pool.head_dim or heads % pool.kv_heads or pool.kv_heads != geometry.kv_heads:
-        raise ValueError(f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}")
+        raise ValueError(
+            f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}"
+        )
     if batch != buffers.slots.shape[0] or not q.is_contiguous():
-        raise ValueError(f"{batch} rows in buffers of {buffers.slots.shape[0]}, or queries not contiguous")
+        raise ValueError(
+            f"{batch} rows in buffers of {buffers.slots.shape[0]}, or queries not contiguous"
+        )
     group = heads // pool.kv_heads
     if geometry.tile != config.tile:
         raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
@@ -291,7 +299,6 @@ def decode_attention(
         TABLE_BLOCKS=buffers.tables.shape[1],
         WINDOW=geometry.window,
         TILE=config.tile,
-        STAGES=config.stages,
         M=packed_rows(group, geometry.rows_per_item),
         num_warps=config.warps,
         num_stages=config.stages,

@@ -51,11 +51,11 @@ class SharedPrefix:
 
 
 class Item(NamedTuple):
-    """Tokens `begin ..< end` of KV head `kv_head`, for `rows[first : first + count]` of the plan, their chunk number
+    """Tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from `first`, their chunk number
     `chunk`. In this order in device memory."""
 
     first: int
-    count: int
+    size: int
     kv_head: int
     begin: int
     end: int
@@ -88,7 +88,7 @@ class _Segment:
 
 
 _Piece = tuple[int, int, int, int, int]
-"""An item of every KV head: first, count, begin, end, chunk."""
+"""An item of every KV head: first, size, begin, end, chunk."""
 
 
 class _Cut(NamedTuple):
@@ -140,7 +140,9 @@ def _segments(
     for prefix in shared:
         starts = {covered[row] for row in prefix.rows}
         if len(starts) != 1 or prefix.tokens > min(lengths[row] for row in prefix.rows):
-            raise ValueError(f"{prefix} is not nested in the prefixes before it, or longer than a row")
+            raise ValueError(
+                f"{prefix} is not nested in the prefixes before it, or longer than a row"
+            )
         begin = starts.pop()
         if len(prefix.rows) > 1 and prefix.tokens > begin:
             segments.append(_Segment(prefix.rows, begin, prefix.tokens))
@@ -199,9 +201,7 @@ def _cut(
     return _Cut([pieces[at] for at in order], dealt, rows, splits, slots, load, ideal)
 
 
-def _chunks(
-    segment: _Segment, limit_tiles: int, geometry: DecodeGeometry
-) -> list[tuple[int, int]]:
+def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[tuple[int, int]]:
     """Of nearly equal length, whole tiles but for the last."""
     tiles = _tiles(segment, geometry)
     step = -(-tiles // -(-tiles // limit_tiles)) * geometry.tile
@@ -214,9 +214,9 @@ def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
     """Each program's items together, longest first."""
     mine: list[list[Item]] = [[] for _ in range(geometry.programs)]
     program = iter(cut.dealt)
-    for first, count, begin, end, chunk in cut.pieces:
+    for first, size, begin, end, chunk in cut.pieces:
         for head in range(geometry.kv_heads):
-            mine[next(program)].append(Item(first, count, head, begin, end, chunk))
+            mine[next(program)].append(Item(first, size, head, begin, end, chunk))
     ranges, first_slots = [0], [0]
     for items in mine:
         ranges.append(ranges[-1] + len(items))

@@ -14,4 +14,6 @@ def check_interpretable(*tensors: Tensor) -> None:
     """Raises TypeError for bfloat16 under the interpreter, which would compute on its bit patterns and say nothing
     (Triton issues 4972 and 11584)."""
     if interpreted() and any(tensor.dtype == torch.bfloat16 for tensor in tensors):
-        raise TypeError("Triton's interpreter computes garbage with bfloat16: use float16 or float32")
+        raise TypeError(
+            "Triton's interpreter computes garbage with bfloat16: use float16 or float32"
+        )

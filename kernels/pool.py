@@ -117,7 +117,14 @@ def eight_bit_pool(
     shape = (blocks, kv_heads, layers, 2, block_size)
     payload = memory.view(dtype).as_strided(
         (*shape, head_dim),
-        (kv_heads * head_bytes, head_bytes, 2 * block_size * head_dim, block_size * head_dim, head_dim, 1),
+        (
+            kv_heads * head_bytes,
+            head_bytes,
+            2 * block_size * head_dim,
+            block_size * head_dim,
+            head_dim,
+            1,
+        ),
     )
     words = head_bytes // 4
     scales = memory.view(torch.float32).as_strided(

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Paged prefill attention: ragged chunks of new tokens over a cached prefix, in one launch.
 
 Sequence i has `count_i` query rows, at the end of a context of `context_i` tokens whose keys and values, the new ones
@@ -73,7 +73,6 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     WITH_LSE: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
     M: tl.constexpr,
 ):
     tile = tiles_ptr + tl.program_id(0) * 4
@@ -109,13 +108,13 @@ def prefill_kernel(
         acc, top, total = sweep(
             q, payload, scales, table, 0, diagonal, 0, position, scale, acc, top, total,
             STRIDE_BLOCK, STRIDE_KV, STRIDE_TOKEN, SCALE_BLOCK, SCALE_KV, SCALE_TOKEN,
-            BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, 0, TILE, STAGES, "all",
+            BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, 0, TILE, "all",
         )  # fmt: skip
         begin = diagonal
     acc, top, total = sweep(
         q, payload, scales, table, begin, first_position + count, lowest, position, scale, acc, top, total,
         STRIDE_BLOCK, STRIDE_KV, STRIDE_TOKEN, SCALE_BLOCK, SCALE_KV, SCALE_TOKEN,
-        BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, WINDOW, TILE, STAGES, "causal",
+        BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, WINDOW, TILE, "causal",
     )  # fmt: skip
     answer, lse = finish(acc, top, total)
     tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside)
@@ -144,8 +143,14 @@ def prefill_attention(
     """
     rows, heads, head_dim = q.shape
     if head_dim != pool.head_dim or heads % pool.kv_heads or not q.is_contiguous():
-        raise ValueError(f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}")
-    if tiles.dtype != torch.int32 or tables.dtype != torch.int32 or tiles.shape[1:] != (TILE_FIELDS,):
+        raise ValueError(
+            f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}"
+        )
+    if (
+        tiles.dtype != torch.int32
+        or tables.dtype != torch.int32
+        or tiles.shape[1:] != (TILE_FIELDS,)
+    ):
         raise ValueError("tiles must be int32 [n, 4] and tables int32 [sequences, blocks]")
     if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
         raise ValueError(f"lse must be float32 [{rows}, {heads}]")
@@ -171,7 +176,6 @@ def prefill_attention(
         WINDOW=window,
         WITH_LSE=lse is not None,
         TILE=config.tile,
-        STAGES=config.stages,
         M=config.rows,
         num_warps=config.warps,
         num_stages=config.stages,

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Eight-bit values inside kernels, to the bit as torch would round them, on every architecture and in the interpreter.
 
 int8:  code = round_to_even(x / scale),            scale = max|row| / 127

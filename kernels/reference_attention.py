@@ -9,7 +9,9 @@ from torch import Tensor
 from kernels.pool import KVPool
 
 
-def gather_rows(pool: KVPool, layer: int, table: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
+def gather_rows(
+    pool: KVPool, layer: int, table: Sequence[int], tokens: int
+) -> tuple[Tensor, Tensor]:
     """Keys and values `[kv_heads, tokens, head_dim]` in float64, scales applied."""
     at = torch.arange(tokens)
     block = torch.tensor(list(table), dtype=torch.int64)[at // pool.block_size]
@@ -31,7 +33,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, last: int) -> tu
 
 
 def decode(
-    q: Tensor, pool: KVPool, layer: int, lengths: Sequence[int], tables: Sequence[Sequence[int]], window: int = 0
+    q: Tensor,
+    pool: KVPool,
+    layer: int,
+    lengths: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.decode_attention`: float64 output like `q` and lse `[batch, heads]`."""
     out = torch.zeros(q.shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """RMS normalization, with the residual addition before it:  h = x + r;  out = h / sqrt(mean(h^2) + eps) * weight.
 
 One program per row, the row in registers: it is read once and written once. Specification:
@@ -47,7 +47,9 @@ def rms_norm(
     normalizes the sum. Returns a new tensor like x. Raises ValueError where shapes do not fit."""
     rows, hidden = x.shape
     if weight.shape != (hidden,) or not x.is_contiguous():
-        raise ValueError(f"weight {tuple(weight.shape)} for rows of {hidden}, or rows not contiguous")
+        raise ValueError(
+            f"weight {tuple(weight.shape)} for rows of {hidden}, or rows not contiguous"
+        )
     if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
         raise ValueError(f"residual {tuple(residual.shape)} for {tuple(x.shape)}")
     check_interpretable(x, weight)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """From one layer's QKV product to rotated queries and paged keys and values, in one launch.
 
 Per token t at position p, with halves (a, b) of a head's row, after the optional RMS norm of queries and keys:
@@ -6,9 +6,9 @@ Per token t at position p, with halves (a, b) of a head's row, after the optiona
     (a, b) -> (a cos_p - b sin_p, b cos_p + a sin_p)
 
 Queries go to a tensor of their own; keys and values to slot `slots[t] = block * block_size + offset` of the pool,
-rounded to its type or quantized with one scale per token and head. Specification: `kernels.reference_rows.rope_kv_write`.
-Sources: RoFormer (Su et al. 2021) in the half-split form of GPT-NeoX; query-key norm, Qwen3; the fusion, FlashInfer's
-`rope_quantize_fp8_append_paged_kv_cache`.
+rounded to its type or quantized with one scale per token and head. Specification:
+`kernels.reference_rows.rope_kv_write`. Sources: RoFormer (Su et al. 2021) in the half-split form of GPT-NeoX;
+query-key norm, Qwen3; the fusion, FlashInfer's `rope_quantize_fp8_append_paged_kv_cache`.
 """
 
 import torch
@@ -43,7 +43,16 @@ def _normalize(low, high, weight, eps, HALF: tl.constexpr, HALF_PAD: tl.constexp
 
 @triton.jit
 def _write_row(
-    payload, scales, rows, scale_rows, live, low, high, HALF: tl.constexpr, HALF_PAD: tl.constexpr, FORMAT: tl.constexpr
+    payload,
+    scales,
+    rows,
+    scale_rows,
+    live,
+    low,
+    high,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     dims = tl.arange(0, HALF_PAD)
     mask = live[:, None] & (dims < HALF)[None, :]
@@ -128,7 +137,16 @@ def rope_kv_write_kernel(
         low = _half_rows(value, qkv_rows, live, 0, HALF, HALF_PAD)
         high = _half_rows(value, qkv_rows, live, HALF, HALF, HALF_PAD)
         _write_row(
-            payload, scales, rows + STRIDE_KV, scale_rows + SCALE_KV, kept, low, high, HALF, HALF_PAD, FORMAT
+            payload,
+            scales,
+            rows + STRIDE_KV,
+            scale_rows + SCALE_KV,
+            kept,
+            low,
+            high,
+            HALF,
+            HALF_PAD,
+            FORMAT,
         )
 
 
@@ -150,20 +168,30 @@ def rope_kv_write(
     """Rotate, and write keys and values.
 
     `qkv` `[tokens, heads + 2 * kv_heads, head_dim]`, contiguous, is only read; `slots` int64 `[tokens]`, negative for
-    padding rows, whose keys and values are dropped; `positions` int64 `[tokens]`; `cos`, `sin` `[context, head_dim / 2]`;
-    `q_norm` and `k_norm` `[head_dim]`, both or neither. Changes the named slots of `layer`. Returns the queries
-    `[tokens, heads, head_dim]` in qkv's type. Raises ValueError where shapes do not fit.
+    padding rows, whose keys and values are dropped; `positions` int64 `[tokens]`; `cos`, `sin`
+    `[context, head_dim / 2]`; `q_norm` and `k_norm` `[head_dim]`, both or neither. Changes the named slots of `layer`.
+    Returns the queries `[tokens, heads, head_dim]` in qkv's type. Raises ValueError where shapes do not fit.
     """
     tokens, rows, head_dim = qkv.shape
     heads = rows - 2 * pool.kv_heads
     if heads <= 0 or head_dim != pool.head_dim or head_dim % 2 or not qkv.is_contiguous():
-        raise ValueError(f"{tuple(qkv.shape)} is no QKV for {pool.kv_heads} KV heads of {pool.head_dim}")
+        raise ValueError(
+            f"{tuple(qkv.shape)} is no QKV for {pool.kv_heads} KV heads of {pool.head_dim}"
+        )
     if slots.shape != (tokens,) or positions.shape != (tokens,) or slots.dtype != torch.int64:
         raise ValueError(f"slots and positions must be [{tokens}], slots int64")
-    if cos.shape != sin.shape or cos.shape[1] != head_dim // 2 or (q_norm is None) != (k_norm is None):
+    if (
+        cos.shape != sin.shape
+        or cos.shape[1] != head_dim // 2
+        or (q_norm is None) != (k_norm is None)
+    ):
         raise ValueError("rotary tables must be [context, head_dim / 2], norms both or neither")
     check_interpretable(qkv, pool.payload, cos)
-    q_out = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if q_out is None else q_out
+    q_out = (
+        torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        if q_out is None
+        else q_out
+    )
     payload, scales = pool.layer(layer)
     rope_kv_write_kernel[(triton.cdiv(tokens, config.rows), heads + pool.kv_heads)](
         qkv,

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Draw one token per row of logits on the GPU, as `kernels.sampling` does on the CPU, without sorting.
 
 Temperature, top-k, top-p, min-p, then one draw by inverting the cumulative distribution in vocabulary order. The
@@ -71,9 +71,8 @@ def _threshold(logits, weights, goal, VOCAB: tl.constexpr, TILE: tl.constexpr, C
             at = start + tl.arange(0, TILE)
             inside = at < VOCAB
             key = _ordered(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32))
-            if COUNT:
-                weight = inside.to(tl.float64)
-            else:
+            weight = inside.to(tl.float64)
+            if not COUNT:
                 weight = tl.load(weights + at, mask=inside, other=0.0)
             mass += tl.sum(tl.where(key[:, None] >= marks[None, :], weight[:, None], 0.0), 0)
         best = tl.max(tl.where(mass >= goal, digits, 0), 0)
@@ -146,7 +145,9 @@ def sample_kernel(
             above += tl.sum(tl.where(key > edge, weight, 0.0), 0)
             equal = tl.maximum(equal, tl.max(tl.where(key == edge, weight, 0.0), 0))
         # Of equal tokens, number i (from 0) is kept while above + i * equal < top_p * total.
-        allowed = tl.where(equal > 0.0, (top_p * total - above) / tl.where(equal > 0.0, equal, 1.0), 0.0)
+        allowed = tl.where(
+            equal > 0.0, (top_p * total - above) / tl.where(equal > 0.0, equal, 1.0), 0.0
+        )
 
     # Twice the same walk over what is kept: first its weight, then the token at which the goal is passed.
     least = tl.load(min_p_ptr + row)
@@ -173,7 +174,9 @@ def sample_kernel(
             ties += tl.sum(tied, 0)
         if walk == 0:
             uniform = philox_uniform(
-                tl.load(seed_ptr + row), tl.load(sample_index_ptr + row), tl.load(position_ptr + row)
+                tl.load(seed_ptr + row),
+                tl.load(sample_index_ptr + row),
+                tl.load(position_ptr + row),
             )
             goal = uniform * running
     tl.store(tokens_ptr + row, tl.where(chosen < VOCAB, chosen, last).to(tl.int64))
@@ -194,10 +197,19 @@ class SamplingRows:
 
     def check(self, rows: int) -> None:
         """Raises ValueError where a tensor has another length or type."""
-        floats, longs = (self.temperature, self.top_p, self.min_p), (self.seed, self.sample_index, self.position)
-        pairs = [*((t, torch.float64) for t in floats), *((t, torch.int64) for t in longs), (self.top_k, torch.int32)]
+        floats, longs = (
+            (self.temperature, self.top_p, self.min_p),
+            (self.seed, self.sample_index, self.position),
+        )
+        pairs = [
+            *((t, torch.float64) for t in floats),
+            *((t, torch.int64) for t in longs),
+            (self.top_k, torch.int32),
+        ]
         if any(tensor.shape != (rows,) or tensor.dtype != dtype for tensor, dtype in pairs):
-            raise ValueError(f"sampling parameters are not one of each type for each of {rows} rows")
+            raise ValueError(
+                f"sampling parameters are not one of each type for each of {rows} rows"
+            )
 
 
 def sample(
@@ -215,7 +227,9 @@ def sample(
     if weights is None:
         weights = torch.empty(rows, vocab, dtype=torch.float64, device=logits.device)
     if weights.shape != logits.shape or weights.dtype != torch.float64:
-        raise ValueError(f"scratch {tuple(weights.shape)} {weights.dtype} for {tuple(logits.shape)}")
+        raise ValueError(
+            f"scratch {tuple(weights.shape)} {weights.dtype} for {tuple(logits.shape)}"
+        )
     check_interpretable(logits)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     sample_kernel[(rows,)](

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The gate of a feed-forward layer:  out = silu(gate) * up,  silu(x) = x / (1 + e^-x).
 
 Specification: `kernels.reference_rows.silu_mul`. Source: SwiGLU, Shazeer 2020 (arXiv 2002.05202).

@@ -53,6 +53,8 @@ def fill(
                 target.copy_(values)
             else:
                 codes = values * (40.0 if pool.format == "int8" else 100.0)
-                target.copy_(codes.to(torch.int8) if pool.format == "int8" else codes.to(target.dtype))
+                target.copy_(
+                    codes.to(torch.int8) if pool.format == "int8" else codes.to(target.dtype)
+                )
                 scales = 0.02 + 0.01 * torch.rand(target.shape[:-1], generator=generator)
                 pool.scales[block, :, :, :, offset] = scales.to(pool.scales.device)

@@ -39,7 +39,14 @@ def test_copies_and_digests(shape: BlockShape, programs: int) -> None:
     before = target.clone()
     tokens = _ids(shape.block_size, 1, shape.block_size // 2)
     digests = copy_blocks(
-        source, target, _ids(4, 0, 2), _ids(1, 5, 3), shape, CONFIG, tokens=tokens, programs=programs
+        source,
+        target,
+        _ids(4, 0, 2),
+        _ids(1, 5, 3),
+        shape,
+        CONFIG,
+        tokens=tokens,
+        programs=programs,
     )
     assert digests is not None
     for number, (old, new) in enumerate([(4, 1), (0, 5), (2, 3)]):
@@ -62,7 +69,7 @@ def test_digest_alone_and_copy_alone() -> None:
 
 
 def test_a_range_of_heads_goes_to_a_range_of_heads() -> None:
-    """Guards migration between different tensor-parallel degrees: heads 1 and 2 of four land as heads 0 and 1 of two."""
+    """Guards migration between different tensor-parallel degrees: heads 1 and 2 of four land as 0 and 1 of two."""
     shape = BlockShape(layers=1, block_size=2, row_bytes=16)
     source, target = _random_words(3, 4, shape), _random_words(2, 2, shape)
     copy_blocks(source[:, 1:3], target, _ids(2, 0), _ids(0, 1), shape, CONFIG)
@@ -110,7 +117,7 @@ def test_blocks_to_eight_bits_and_back(kind: torch.dtype) -> None:
     assert float(error.max()) < (0.005 if kind == torch.int8 else 0.04)
     assert bool(back.payload[[1, 2]].isnan().all())
 
-    again_memory, again = eight_bit_pool(3, 2, 2, 4, 24, dtype=kind, device=DEVICE)
+    _, again = eight_bit_pool(3, 2, 2, 4, 24, dtype=kind, device=DEVICE)
     wide = KVPool(torch.zeros(3, *pool.payload.shape[1:], device=DEVICE))
     convert_blocks(wire, wide, _ids(0, 2), _ids(0, 2), CONFIG)
     convert_blocks(wide, again, _ids(0, 2), _ids(0, 2), CONFIG)

@@ -68,7 +68,9 @@ def _run(
     return out.double(), lse.double(), want, want_lse, plan.slots
 
 
-def _check(result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], tolerance: float) -> int:
+def _check(
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], tolerance: float
+) -> int:
     out, lse, want, want_lse, slots = result
     torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
@@ -115,7 +117,8 @@ def test_split_rows_are_merged_and_whole_ones_are_not() -> None:
 def test_how_it_is_split_does_not_matter() -> None:
     """Guards against a chunk counted twice or left out: one program or nine, the same answer."""
     runs = [
-        _run([97, 64], programs=p, dtype=torch.float32, kv=torch.float32, kv_heads=1) for p in (1, 9)
+        _run([97, 64], programs=p, dtype=torch.float32, kv=torch.float32, kv_heads=1)
+        for p in (1, 9)
     ]
     assert runs[0][4] < runs[1][4]
     torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-6, rtol=1e-5)
@@ -126,7 +129,9 @@ def test_shared_prefixes_are_attended_to_once_for_all_rows() -> None:
     ends with the prefix, one that shares nothing."""
     shared = [SharedPrefix((0, 1, 2, 4, 5), 48), SharedPrefix((1, 4), 80)]
     lengths = [50, 97, 48, 30, 81, 64]
-    result = _run(lengths, shared=shared, rows_per_item=4, programs=4, kv=torch.float32, dtype=torch.float32)
+    result = _run(
+        lengths, shared=shared, rows_per_item=4, programs=4, kv=torch.float32, dtype=torch.float32
+    )
     assert _check(result, 2e-5) >= 8
 
 

@@ -19,9 +19,9 @@ def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> No
     assert len(plan.ranges) == geometry.programs + 1 and plan.ranges == sorted(plan.ranges)
     chunks: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     for item in plan.items:
-        assert 0 < item.count <= geometry.rows_per_item and item.begin < item.end
+        assert 0 < item.size <= geometry.rows_per_item and item.begin < item.end
         assert geometry.tile % 64 or item.begin % geometry.tile == 0
-        for row in plan.rows[item.first : item.first + item.count]:
+        for row in plan.rows[item.first : item.first + item.size]:
             mine = chunks.setdefault((row, item.kv_head), {})
             assert item.chunk not in mine, "two items would write one slot"
             mine[item.chunk] = (item.begin, item.end)
@@ -29,7 +29,11 @@ def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> No
         for head in range(geometry.kv_heads):
             mine = chunks.pop((row, head), {})
             assert sorted(mine) == list(range(plan.splits[row]))
-            at = max(0, length - geometry.window) // geometry.tile * geometry.tile if geometry.window else 0
+            at = (
+                max(0, length - geometry.window) // geometry.tile * geometry.tile
+                if geometry.window
+                else 0
+            )
             for number in range(len(mine)):
                 begin, end = mine[number]
                 assert begin == at

@@ -26,12 +26,16 @@ def _check(
     generator = torch.Generator().manual_seed(sum(contexts))
     tables, blocks = tables_for(contexts, block_size, generator)
     pool = poisoned_pool(blocks, kv_heads, block_size, head_dim, kv)
-    oldest = [max(0, n - c - window + 1) if window else 0 for c, n in zip(counts, contexts, strict=True)]
+    oldest = [
+        max(0, n - c - window + 1) if window else 0 for c, n in zip(counts, contexts, strict=True)
+    ]
     fill(pool, tables, contexts, generator, oldest)
     rows = sum(counts)
     q = torch.randn(rows + 2, heads, head_dim, generator=generator).to(DEVICE, dtype)
     width = max(map(len, tables))
-    table = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor(
+        [t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE
+    )
     tiles = plan_prefill(counts, contexts, rows_per_tile(config, heads // kv_heads))
     assert [t[3] + t[2] for t in tiles] == sorted((t[3] + t[2] for t in tiles), reverse=True)
     out = torch.full_like(q, 7.0)
@@ -48,7 +52,9 @@ def _check(
         lse=lse,
     )
     want, want_lse = reference.prefill(q, pool, 1, counts, contexts, tables, window)
-    assert bool((out[rows:] == 7.0).all()) and bool((lse[rows:] == 7.0).all()), "padding was written"
+    assert bool((out[rows:] == 7.0).all()) and bool((lse[rows:] == 7.0).all()), (
+        "padding was written"
+    )
     torch.testing.assert_close(out[:rows].double(), want[:rows], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse[:rows].double(), want_lse[:rows], atol=1e-3, rtol=1e-4)
 
@@ -85,9 +91,7 @@ def test_sliding_window(window: int) -> None:
 
 
 def test_in_32_bits_it_is_exact_to_rounding() -> None:
-    _check(
-        [13, 2], [13, 50], dtype=torch.float32, kv=torch.float32, config=SMALL, tolerance=2e-5
-    )
+    _check([13, 2], [13, 50], dtype=torch.float32, kv=torch.float32, config=SMALL, tolerance=2e-5)
 
 
 def test_misfits_are_refused() -> None:

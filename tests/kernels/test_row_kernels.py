@@ -93,7 +93,12 @@ def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_d
     angles = torch.rand(50, head_dim // 2, generator=generator) * 6
     weights = torch.randn(2, head_dim, generator=generator)
     q_norm, k_norm = weights if norm else (None, None)
-    arguments = (slots, torch.randperm(50, generator=generator)[:tokens], angles.cos(), angles.sin())
+    arguments = (
+        slots,
+        torch.randperm(50, generator=generator)[:tokens],
+        angles.cos(),
+        angles.sin(),
+    )
     arguments = tuple(tensor.to(DEVICE) for tensor in arguments)
     q = rope_kv_write(qkv.to(DEVICE), pool, 1, *arguments, CONFIG, q_norm=q_norm, k_norm=k_norm)
     expected = reference.rope_kv_write(qkv, want, 1, *arguments, q_norm=q_norm, k_norm=k_norm)

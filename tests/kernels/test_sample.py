@@ -22,9 +22,17 @@ def _uniform_kernel(seed, index, position, out, N: tl.constexpr):
 
 def test_random_numbers_are_the_cpu_s_to_the_bit() -> None:
     """Guards resumption across devices: seeds with the top bit set, indices and positions beyond 32 bits."""
-    cases = [(0, 0, 0), (2**64 - 1, 3, 17), (0x8000000000000001, 2**33 + 5, 2**40 + 1), (12345, 1, 8000)]
+    cases = [
+        (0, 0, 0),
+        (2**64 - 1, 3, 17),
+        (0x8000000000000001, 2**33 + 5, 2**40 + 1),
+        (12345, 1, 8000),
+    ]
     seeds = [seed - 2**64 if seed >= 2**63 else seed for seed, _, _ in cases]
-    columns = [torch.tensor(c, device=DEVICE) for c in (seeds, [i for _, i, _ in cases], [p for *_, p in cases])]
+    columns = [
+        torch.tensor(c, device=DEVICE)
+        for c in (seeds, [i for _, i, _ in cases], [p for *_, p in cases])
+    ]
     out = torch.empty(len(cases), dtype=torch.float64, device=DEVICE)
     _uniform_kernel[(1,)](*columns, out, N=len(cases))
     assert out.tolist() == [cpu.philox_uniform(*case) for case in cases]
@@ -65,7 +73,10 @@ def test_draws_the_cpu_s_token(settings: dict[str, float], ties: bool) -> None:
     logits = 3 * torch.randn(3, 71, generator=generator)
     logits[:, 3] = float("-inf")
     if ties:
-        logits = logits.round() * torch.tensor([1.0, -1.0])[torch.randint(2, (3, 71), generator=generator)]
+        logits = (
+            logits.round()
+            * torch.tensor([1.0, -1.0])[torch.randint(2, (3, 71), generator=generator)]
+        )
         logits[:, 3] = float("-inf")
         assert (logits == 0).sum() > 5 and torch.signbit(logits[logits == 0]).any()
     params = _rows(3, **settings)
@@ -103,5 +114,8 @@ def test_misfits_are_refused() -> None:
         sample(torch.zeros(2, 8, device=DEVICE), _rows(3), CONFIG)
     with pytest.raises(ValueError, match="scratch"):
         sample(
-            torch.zeros(2, 8, device=DEVICE), _rows(2), CONFIG, weights=torch.zeros(2, 8, device=DEVICE)
+            torch.zeros(2, 8, device=DEVICE),
+            _rows(2),
+            CONFIG,
+            weights=torch.zeros(2, 8, device=DEVICE),
         )

@@ -24,7 +24,9 @@ Table = dict[str, dict[str, dict[str, Counts]]]
 
 def main() -> int:
     """0 if the contract holds, 1 if not, 2 if there is none for this Triton version."""
-    parser = argparse.ArgumentParser(description="compile every kernel and compare with contract.json")
+    parser = argparse.ArgumentParser(
+        description="compile every kernel and compare with contract.json"
+    )
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--arch", type=int, choices=(80, 90), action="append")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -43,9 +45,15 @@ def main() -> int:
             complaints = broken_rules(case, arch, counts)
             if not options.update:
                 before = recorded.get(case.name)
-                complaints += ["not in the contract"] if before is None else regressions(before, counts)
+                complaints += (
+                    ["not in the contract"] if before is None else regressions(before, counts)
+                )
             shown = " ".join(f"{name}={value}" for name, value in counts.items())
-            print(f"sm_{arch} {case.name}: {shown}", *(f"\n    WORSE: {c}" for c in complaints), flush=True)
+            print(
+                f"sm_{arch} {case.name}: {shown}",
+                *(f"\n    WORSE: {c}" for c in complaints),
+                flush=True,
+            )
             failures += bool(complaints)
             if options.update:
                 recorded[case.name] = counts
@@ -53,7 +61,11 @@ def main() -> int:
             table[version][f"sm_{arch}"] = {case.name: recorded[case.name] for case in wanted}
     if options.update:
         FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{failures} of the kernels are worse than they may be" if failures else "the contract holds")
+    print(
+        f"{failures} of the kernels are worse than they may be"
+        if failures
+        else "the contract holds"
+    )
     return 1 if failures else 0
 
 

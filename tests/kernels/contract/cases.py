@@ -69,11 +69,11 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "TABLE_BLOCKS": 1024,
             "WINDOW": 0,
             "TILE": config.tile,
-            "STAGES": config.stages,
             "M": decode_attention.packed_rows(key.group, max(1, config.rows // key.group)),
         },
         warps=config.warps,
         stages=config.stages,
+        tile_bytes=_tile_bytes(key, config),
     )
 
 
@@ -99,11 +99,12 @@ def prefill_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "WINDOW": 0,
             "WITH_LSE": False,
             "TILE": config.tile,
-            "STAGES": config.stages,
             "M": config.rows,
         },
         warps=config.warps,
         stages=config.stages,
+        tile_bytes=_tile_bytes(key, config),
+        loops=2,
     )
 
 
@@ -159,9 +160,14 @@ def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
 
 
 def _name(key: configs.ConfigKey) -> str:
-    parts = [key.kernel]
-    parts += [f"{sign}{value}" for sign, value in zip("dgb", (key.head_dim, key.group, key.block_size), strict=True) if value]
-    return " ".join([*parts, key.dtype])
+    numbers = (("d", key.head_dim), ("g", key.group), ("b", key.block_size))
+    return " ".join([key.kernel, *(f"{sign}{n}" for sign, n in numbers if n), key.dtype])
+
+
+def _tile_bytes(key: configs.ConfigKey, config: configs.KernelConfig) -> int:
+    return (
+        2 * config.tile * triton.next_power_of_2(key.head_dim) * (1 if key.dtype in FORMAT else 2)
+    )
 
 
 def _pool_types(key: configs.ConfigKey) -> dict[str, str]:
@@ -198,6 +204,7 @@ def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         },
         warps=config.warps,
         stages=config.stages,
+        tile_bytes=8 * config.tile,
     )
 
 
@@ -291,5 +298,7 @@ BUILDERS = {
 def cases(arch: int) -> list[Case]:
     """One case for each entry of the configuration table for this compute capability."""
     return [
-        BUILDERS[key.kernel](key, config) for key, config in configs.TABLE.items() if key.arch == arch
+        BUILDERS[key.kernel](key, config)
+        for key, config in configs.TABLE.items()
+        if key.arch == arch
     ]

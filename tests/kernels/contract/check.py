@@ -6,7 +6,7 @@ Counts = dict[str, int]
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 FEWER_IS_BETTER = ("registers", "shared_bytes", "narrow_loads")
-MORE_IS_BETTER = ("wide_loads", "wide_stores", "async_copies", "matrix")
+MORE_IS_BETTER = ("wide_loads", "wide_stores", "async_copies", "matrix", "tiles_ahead")
 ATTENTION = ("decode_kernel", "prefill_kernel")
 
 
@@ -17,19 +17,23 @@ def broken_rules(case: Case, arch: int, counts: Counts) -> list[str]:
         found.append(f"spills: {counts['stack_bytes']} bytes of stack")
     if counts["shared_bytes"] > SHARED_LIMIT_BYTES[arch]:
         found.append(f"{counts['shared_bytes']} bytes of shared memory do not exist on sm_{arch}")
-    if case.kernel.__name__ in ATTENTION and not (counts["async_copies"] and counts["matrix"]):
-        found.append("no asynchronous copies or no matrix instructions")
-    if case.kernel.__name__ == "copy_blocks_kernel" and counts["async_copies"] * 4 < counts["narrow_loads"]:
-        found.append("words are not fetched 16 bytes at a time, ahead")
+    if case.tile_bytes and counts["tiles_ahead"] < case.stages - 1:
+        found.append(f"{counts['tiles_ahead']} tiles ahead with {case.stages} stages")
+    if case.kernel.__name__ in ATTENTION and not counts["matrix"]:
+        found.append("no matrix instructions")
     return found
 
 
 def regressions(before: Counts, now: Counts) -> list[str]:
     """What got worse. The compiler is deterministic, so there is no tolerance."""
     worse = [
-        f"{name} {before[name]} -> {now[name]}" for name in FEWER_IS_BETTER if now[name] > before[name]
+        f"{name} {before[name]} -> {now[name]}"
+        for name in FEWER_IS_BETTER
+        if now[name] > before[name]
     ]
     worse += [
-        f"{name} {before[name]} -> {now[name]}" for name in MORE_IS_BETTER if now[name] < before[name]
+        f"{name} {before[name]} -> {now[name]}"
+        for name in MORE_IS_BETTER
+        if name in before and now[name] < before[name]
     ]
     return worse

@@ -28,7 +28,8 @@ PATTERNS = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """One kernel with one set of constants. `types`: Triton types of its other arguments, in any order; pointers are
-    taken to be aligned to 16 bytes, as torch's are."""
+    taken to be aligned to 16 bytes, as torch's are. `tile_bytes`: what an inner step reads, 0 where it is not staged,
+    and how many `loops` stage tiles."""
 
     name: str
     kernel: Any
@@ -36,6 +37,8 @@ class Case:
     constants: dict[str, Any]
     warps: int
     stages: int
+    tile_bytes: int = 0
+    loops: int = 1
 
 
 def measure(case: Case, arch: int) -> dict[str, int]:
@@ -58,7 +61,16 @@ def measure(case: Case, arch: int) -> dict[str, int]:
     )
     counts = _listing(compiled.asm["cubin"])
     counts["shared_bytes"] = compiled.metadata.shared
+    if case.tile_bytes:
+        counts["tiles_ahead"] = _tiles_ahead(compiled.asm["ptx"], case)
     return counts
+
+
+def _tiles_ahead(ptx: str, case: Case) -> int:
+    """Tiles under way while one is computed on: the copies of the prologue are there beside those of the loop."""
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)
+    staged_bytes = sum(int(size, 16) for size in sizes) * 32 * case.warps
+    return max(0, staged_bytes // (case.tile_bytes * case.loops) - 1)
 
 
 def _listing(cubin: bytes) -> dict[str, int]:
