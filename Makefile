@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check parity sim chaos soak proto setup clean
+.PHONY: demo serve test check contract parity sim chaos soak proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -49,6 +49,10 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.generate --check
+
+# Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (1-5 minutes).
+contract: $(DEV)
+	$(BIN)/python -m tests.kernels.contract $(ARGS)
 
 proto: $(DEV)
 	$(BIN)/python -m protos.generate

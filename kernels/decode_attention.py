@@ -13,8 +13,6 @@ Specification: `kernels.reference_attention.decode`. Sources: FlashDecoding (Dao
 context; `kernels.decode_plan` and `kernels.attention_tile` name those of the plan and of the tile.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention_tile import LOG2_E, finish, sweep
 from kernels.configs import KernelConfig
-from kernels.decode_plan import DecodeGeometry, DecodePlan, Item
+from kernels.decode_buffers import DecodeBuffers
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
 
@@ -180,68 +178,6 @@ def merge_kernel(
     safe = tl.where(count > 0, total, 1.0)
     tl.store(out_ptr + at * HEAD_DIM + dims, (acc / safe).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + at, top + tl.log(safe))
-
-
-class DecodeBuffers:
-    """The device memory of one captured shape: what a plan is loaded into, and the partial results.
-
-    `batch` rows, tables of `table_blocks` blocks, the geometry's items and slots. Nothing here changes its address.
-    """
-
-    def __init__(
-        self,
-        geometry: DecodeGeometry,
-        *,
-        batch: int,
-        heads: int,
-        head_dim: int,
-        table_blocks: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        self.geometry = geometry
-        self.items = ints(geometry.max_items, len(Item._fields))
-        self.ranges = ints(geometry.programs + 1)
-        self.rows = ints(geometry.max_items)
-        self.slots = ints(batch, 2)
-        self.lengths = ints(batch)
-        self.tables = ints(batch, table_blocks)
-        self.partial = floats(geometry.max_slots, heads, head_dim)
-        self.partial_lse = floats(geometry.max_slots, heads)
-        self.lse = floats(batch, heads)
-
-    def load(
-        self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]
-    ) -> None:
-        """Bring in a step's plan. `tables[r]`: the blocks of row r, which cover its length.
-
-        Raises ValueError where the step does not fit the buffers.
-        """
-        batch, width = self.tables.shape
-        if len(lengths) > batch or len(tables) != len(lengths) or len(plan.splits) != len(lengths):
-            raise ValueError(
-                f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows"
-            )
-        if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
-            raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
-        _fill(self.items, plan.items)
-        _fill(self.ranges, plan.ranges)
-        _fill(self.rows, plan.rows)
-        self.slots.zero_()
-        _fill(self.slots, list(zip(plan.splits, plan.first_slots, strict=True)))
-        _fill(self.lengths, lengths)
-        for row, table in enumerate(tables):
-            _fill(self.tables[row], table)
-
-
-def _fill(target: Tensor, values: Sequence) -> None:
-    if values:
-        target[: len(values)].copy_(torch.tensor(values, dtype=target.dtype))
 
 
 def decode_attention(

@@ -44,9 +44,19 @@ def test_worse_machine_code_is_noticed() -> None:
     table = json.loads(FILE.read_text(encoding="utf-8"))
     good = table[triton.__version__]["sm_90"][case.name]
     assert regressions(good, good) == []
-    for name, change in [("registers", 1), ("narrow_loads", 1), ("matrix", -1), ("tiles_ahead", -1)]:
+    for name, change in [
+        ("registers", 1),
+        ("narrow_loads", 1),
+        ("matrix", -1),
+        ("tiles_ahead", -1),
+    ]:
         assert len(regressions(good, {**good, name: good[name] + change})) == 1
-    for name, value in [("spill_instructions", 1), ("tiles_ahead", 1), ("shared_bytes", 240_000), ("matrix", 0)]:
+    for name, value in [
+        ("spill_instructions", 1),
+        ("tiles_ahead", 1),
+        ("shared_bytes", 240_000),
+        ("matrix", 0),
+    ]:
         assert len(broken_rules(case, 90, {**good, name: value})) == 1
 
 
@@ -54,7 +64,15 @@ def test_one_kernel_compiles_to_its_contract() -> None:
     """Guards the tool itself, in a process of its own: this one may run Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.contract", "--arch", "90", "--only", "decode d128 g4 b64 bfloat16"],
+        [
+            sys.executable,
+            "-m",
+            "tests.kernels.contract",
+            "--arch",
+            "90",
+            "--only",
+            "decode d128 g4 b64 bfloat16",
+        ],
         capture_output=True,
         text=True,
         timeout=120,

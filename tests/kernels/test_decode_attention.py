@@ -5,7 +5,8 @@ import torch
 
 from kernels import reference_attention as reference
 from kernels.configs import KernelConfig
-from kernels.decode_attention import DecodeBuffers, decode_attention
+from kernels.decode_attention import decode_attention
+from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodeGeometry, SharedPrefix, plan_decode
 from tests.kernels.cases import DEVICE, fill, poisoned_pool, tables_for
 
@@ -138,6 +139,38 @@ def test_shared_prefixes_are_attended_to_once_for_all_rows() -> None:
 def test_physical_blocks_may_lie_anywhere_bit_for_bit() -> None:
     """Guards the gather: the same tokens in other blocks must give the same bits."""
     assert torch.equal(_run([40, 9])[0], _run([40, 9], moved=True)[0])
+
+
+def test_buffers_serve_one_step_after_another_in_the_same_memory() -> None:
+    """Guards CUDA graphs: a second, smaller plan is read from the same addresses, and nothing of the first is left."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [70, 20, 33]
+    tables, blocks = tables_for(lengths, 16, generator)
+    pool = poisoned_pool(blocks, 1, 16, 16, torch.float32)
+    fill(pool, tables, lengths, generator)
+    geometry = DecodeGeometry(
+        kv_heads=1,
+        programs=4,
+        tile=16,
+        rows_per_item=1,
+        max_items=16,
+        max_slots=16,
+        min_chunk_tiles=1,
+    )
+    buffers = DecodeBuffers(geometry, batch=3, heads=2, head_dim=16, table_blocks=5, device=DEVICE)
+    tensors = (buffers.items, buffers.ranges, buffers.rows, buffers.slots, buffers.tables)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert not any(address % 16 for address in addresses)
+    q = torch.randn(3, 2, 16, generator=generator).to(DEVICE)
+    config = KernelConfig(tile=16, warps=4, stages=3)
+    for count in (3, 2, 3):
+        step = [*lengths[:count], *[0] * (3 - count)]
+        buffers.load(plan_decode(step, geometry), step, tables)
+        out, lse = decode_attention(q, pool, 0, buffers, config)
+        want, want_lse = reference.decode(q, pool, 0, step, tables)
+        torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+    assert addresses == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_misfits_are_refused() -> None:

@@ -23,7 +23,9 @@ BLOCK_NAMES = ("block", "source_block", "target_block", "slot")
 
 def jitted(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any(
+            "jit" in ast.unparse(d) for d in node.decorator_list
+        ):
             yield node
 
 
@@ -36,18 +38,32 @@ def violations(source: str) -> list[str]:
             if name in BANNED:
                 found.append(f"{node.lineno}: {name}: {BANNED[name]}")
             if name in ("bfloat16", "bf16"):
-                found.append(f"{node.lineno}: a kernel names no 16-bit type: it follows its arguments")
+                found.append(
+                    f"{node.lineno}: a kernel names no 16-bit type: it follows its arguments"
+                )
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in BLOCK_NAMES:
                 value = ast.unparse(node.value)
                 loaded = "tl.load(" in value and "slots_ptr" not in value
                 if loaded and "to(tl.int64)" not in value:
-                    found.append(f"{node.lineno}: block numbers are widened to 64 bits where they are loaded")
-            if isinstance(node, ast.For) and "sweep" in function.name and "num_stages" in ast.unparse(node.iter):
-                found.append(f"{node.lineno}: a stage count on this loop stages the block table, and nothing else")
+                    found.append(
+                        f"{node.lineno}: block numbers are widened to 64 bits where they are loaded"
+                    )
+            if (
+                isinstance(node, ast.For)
+                and "sweep" in function.name
+                and "num_stages" in ast.unparse(node.iter)
+            ):
+                found.append(
+                    f"{node.lineno}: a stage count on this loop stages the block table, and nothing else"
+                )
         for argument in function.args.args:
             stride = "STRIDE" in argument.arg.upper()
-            if stride and (argument.annotation is None or "constexpr" not in ast.unparse(argument.annotation)):
-                found.append(f"{function.lineno}: stride {argument.arg} is no compile-time constant")
+            if stride and (
+                argument.annotation is None or "constexpr" not in ast.unparse(argument.annotation)
+            ):
+                found.append(
+                    f"{function.lineno}: stride {argument.arg} is no compile-time constant"
+                )
     return found
 
 

@@ -1,0 +1,101 @@
+"""The device memory of a captured decode step: what a plan is loaded into, and the partial results of split rows.
+
+Everything that varies from step to step lies in one int32 tensor, filled on the host and brought over by one copy. Two
+host copies take turns, so that the plan of step n + 1 can be written while step n, and its copy, may still be running;
+whoever loads step n + 2 must have seen step n end.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kernels.decode_plan import DecodeGeometry, DecodePlan, Item
+
+
+class DecodeBuffers:
+    """Room for `batch` rows, tables of `table_blocks` blocks, and the geometry's items and slots.
+
+    No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of Item]`, `ranges`
+    `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`, `tables`
+    `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
+    `[max_slots, heads]`, `lse` `[batch, heads]`.
+    """
+
+    def __init__(
+        self,
+        geometry: DecodeGeometry,
+        *,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        table_blocks: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.geometry = geometry
+        self.batch = batch
+        shapes = (
+            (geometry.max_items, len(Item._fields)),
+            (geometry.programs + 1,),
+            (geometry.max_items,),
+            (batch, 2),
+            (batch,),
+            (batch, table_blocks),
+        )
+        # Each begins at a multiple of 16 bytes, which is what the kernels are compiled for.
+        sizes = [-(-torch.Size(shape).numel() // 4) * 4 for shape in shapes]
+        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        pinned = self._device.is_cuda
+        self._hosts = [
+            torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+
+        def views(flat: Tensor) -> list[Tensor]:
+            pieces = flat.split(sizes)
+            return [
+                piece[: torch.Size(shape).numel()].view(shape)
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
+
+        self._host_views = [views(host) for host in self._hosts]
+        self.items, self.ranges, self.rows, self.slots, self.lengths, self.tables = views(
+            self._device
+        )
+        floats = self._device.new_empty(0, dtype=torch.float32)
+        self.partial = floats.new_empty(geometry.max_slots, heads, head_dim)
+        self.partial_lse = floats.new_empty(geometry.max_slots, heads)
+        self.lse = floats.new_empty(batch, heads)
+
+    def load(
+        self, plan: DecodePlan, lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> None:
+        """Bring in a step's plan, on the current stream. `tables[r]`: the blocks of row r, which cover its length.
+
+        Raises ValueError where the step does not fit the buffers.
+        """
+        batch, width = self.tables.shape
+        if len(lengths) > batch or len(tables) != len(lengths) or len(plan.splits) != len(lengths):
+            raise ValueError(
+                f"{len(lengths)} rows, {len(tables)} tables in buffers of {batch} rows"
+            )
+        if any(len(table) > width for table in tables) or len(plan.rows) > self.rows.numel():
+            raise ValueError(f"a table is longer than {width} blocks, or too many rows share")
+        self._hosts.reverse()
+        self._host_views.reverse()
+        items, ranges, rows, slots, own_lengths, own_tables = self._host_views[0]
+        _fill(items.view(-1), list(chain.from_iterable(plan.items)))
+        _fill(ranges, plan.ranges)
+        _fill(rows, plan.rows)
+        slots.zero_()
+        _fill(slots[:, 0], plan.splits)
+        _fill(slots[:, 1], plan.first_slots)
+        _fill(own_lengths, lengths)
+        for row, table in enumerate(tables):
+            _fill(own_tables[row], table)
+        self._device.copy_(self._hosts[0], non_blocking=True)
+
+
+def _fill(target: Tensor, values: Sequence[int]) -> None:
+    if values:
+        target[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))

@@ -1,0 +1,161 @@
+"""The row, block and sampling kernels as cases of the contract."""
+
+import triton
+
+from kernels import (
+    block_convert,
+    block_copy,
+    configs,
+    rms_norm,
+    rope_kv_write,
+    sample,
+    silu_mul,
+)
+from kernels.block_copy import BlockShape
+from tests.kernels.contract.measure import Case
+from tests.kernels.contract.shapes import (
+    FORMAT,
+    KV_HEADS,
+    LAYERS,
+    POINTER,
+    case_name,
+    pool_constants,
+    pool_types,
+)
+
+
+def rope_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=rope_kv_write.rope_kv_write_kernel,
+        types={
+            **dict.fromkeys(("qkv_ptr", "q_out_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"),
+            **pool_types(key),
+            **dict.fromkeys(("slots_ptr", "positions_ptr"), "*i64"),
+            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*bf16"),
+            "tokens": "i32",
+            "eps": "fp32",
+        },
+        constants={
+            **pool_constants(key.head_dim, key.block_size, key.dtype),
+            "HEADS": key.group * KV_HEADS,
+            "KV_HEADS": KV_HEADS,
+            "HALF_PAD": triton.next_power_of_2(key.head_dim // 2),
+            "NORM": True,
+            "ROWS": config.rows,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def norm_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    hidden = 4096
+    return Case(
+        name=case_name(key),
+        kernel=rms_norm.rms_norm_kernel,
+        types={
+            **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+            "eps": "fp32",
+        },
+        constants={"HIDDEN": hidden, "PAD": triton.next_power_of_2(hidden), "RESIDUAL": True},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def silu_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=silu_mul.silu_mul_kernel,
+        types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
+        constants={"WIDTH": 14336, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    shape = BlockShape(layers=LAYERS, block_size=64, row_bytes=256)
+    words = shape.words
+    return Case(
+        name=case_name(key),
+        kernel=block_copy.copy_blocks_kernel,
+        types={
+            **dict.fromkeys(("source_ptr", "target_ptr", "digests_ptr"), "*i64"),
+            **dict.fromkeys(("source_blocks_ptr", "target_blocks_ptr", "tokens_ptr"), "*i32"),
+            "units": "i32",
+        },
+        constants={
+            "SOURCE_BLOCK": KV_HEADS * words,
+            "SOURCE_HEAD": words,
+            "TARGET_BLOCK": KV_HEADS * words,
+            "TARGET_HEAD": words,
+            "HEADS": KV_HEADS,
+            "WORDS": words,
+            "PAYLOAD_WORDS": shape.payload_words,
+            "ROW_WORDS": shape.row_bytes // 8,
+            "BLOCK_SIZE": shape.block_size,
+            "COPY": True,
+            "DIGEST": True,
+            "PARTS": 1,
+            "TILE": config.tile,
+            "STAGES": config.stages,
+        },
+        warps=config.warps,
+        stages=config.stages,
+        tile_bytes=8 * config.tile,
+    )
+
+
+def convert_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """From bfloat16 to the key's type."""
+    head_dim, block_size = key.head_dim, key.block_size
+    half = LAYERS * 2 * block_size * head_dim
+    source = (KV_HEADS * half, half, 2 * block_size * head_dim, block_size * head_dim, head_dim)
+    rows = LAYERS * 2 * block_size
+    target = (KV_HEADS * rows * (head_dim + 4), rows * (head_dim + 4), *source[2:])
+    scales = (target[0] // 4, target[1] // 4, 2 * block_size, block_size, 1)
+    return Case(
+        name=case_name(key),
+        kernel=block_convert.convert_blocks_kernel,
+        types={
+            **dict.fromkeys(("source_ptr", "source_scales_ptr"), "*bf16"),
+            "target_ptr": POINTER[key.dtype],
+            "target_scales_ptr": "*fp32",
+            **dict.fromkeys(("source_blocks_ptr", "target_blocks_ptr"), "*i32"),
+            "units": "i32",
+        },
+        constants={
+            "SOURCE": source,
+            "SOURCE_SCALES": (0,) * 5,
+            "SOURCE_FORMAT": "native",
+            "TARGET": target,
+            "TARGET_SCALES": scales,
+            "TARGET_FORMAT": FORMAT[key.dtype],
+            "KV_HEADS": KV_HEADS,
+            "LAYERS": LAYERS,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "HALF_PAD": triton.next_power_of_2(head_dim // 2),
+            "ROWS": config.rows,
+        },
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    return Case(
+        name=case_name(key),
+        kernel=sample.sample_kernel,
+        types={
+            "logits_ptr": "*fp32",
+            **dict.fromkeys(("weights_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp64"),
+            **dict.fromkeys(("tokens_ptr", "seed_ptr", "sample_index_ptr", "position_ptr"), "*i64"),
+            "top_k_ptr": "*i32",
+        },
+        constants={"VOCAB": 128256, "TILE": config.tile},
+        warps=config.warps,
+        stages=config.stages,
+    )
