@@ -1,8 +1,15 @@
 """What every test may use, and the rule that GPU tests skip themselves where there is no GPU."""
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
+
+# Without a GPU, Triton kernels run in its interpreter, which must be chosen before anything imports triton (as
+# transformers does): it replaces the language, not the launch.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
