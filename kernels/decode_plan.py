@@ -42,6 +42,30 @@ class DecodeGeometry:
     window: int = 0
 
 
+def geometry_for(
+    *,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    programs: int,
+    tile: int,
+    packed_rows: int,
+    window: int = 0,
+) -> DecodeGeometry:
+    """Buffers that hold any step of up to `batch` rows, with shared prefixes up to three deep. `packed_rows`: of a
+    tile, query heads of a group side by side. Finely cut steps of many sharing rows get longer chunks instead of more memory."""
+    pieces = 8 * programs  # at most so many chunks of all heads beyond the uncut: see the shares in `plan_decode`
+    return DecodeGeometry(
+        kv_heads=kv_heads,
+        programs=programs,
+        tile=tile,
+        rows_per_item=max(1, packed_rows // group),
+        max_items=4 * batch * kv_heads + pieces,
+        max_slots=4 * batch + pieces,
+        window=window,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """Batch `rows` whose first `tokens` tokens lie in the same blocks. `tokens` is a multiple of the block size."""

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.decode_plan import DecodeGeometry, DecodePlan, SharedPrefix, plan_decode
+from kernels.decode_plan import (
+    DecodeGeometry,
+    DecodePlan,
+    SharedPrefix,
+    geometry_for,
+    plan_decode,
+)
 
 GEOMETRY = DecodeGeometry(
     kv_heads=8, programs=264, tile=64, rows_per_item=4, max_items=4096, max_slots=4096
@@ -110,6 +116,24 @@ def test_random_steps_are_covered_once() -> None:
         _check(plan, lengths, geometry)
         cut += plan.slots > 0
     assert cut > 20 and nested > 10
+
+
+def test_buffers_of_the_stated_size_hold_any_step() -> None:
+    """Guards the sizes that are fixed when a graph is captured: no mix of lengths and prefixes may overrun them."""
+    rng = random.Random(9)
+    for _ in range(60):
+        batch = rng.choice([1, 5, 40])
+        geometry = geometry_for(
+            batch=batch,
+            kv_heads=rng.choice([1, 8]),
+            group=4,
+            programs=rng.choice([2, 64]),
+            tile=64,
+            packed_rows=rng.choice([16, 64]),
+        )
+        lengths = [rng.choice([1, 100, 40_000]) + 640 for _ in range(batch)]
+        shared = [SharedPrefix(tuple(range(0, batch, step)), 64 * step) for step in (1, 2, 4)]
+        _check(plan_decode(lengths, geometry, shared[: rng.randint(0, 3)]), lengths, geometry)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
