@@ -30,7 +30,7 @@ def _widened(ptr, mask, factor, FORMAT: tl.constexpr):
         return widen_e4m3(values).to(tl.float32) * 256.0 * factor[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def convert_blocks_kernel(
     source_ptr,
     source_scales_ptr,

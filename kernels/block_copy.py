@@ -63,7 +63,7 @@ def _wp64(word, index):
     return (x ^ (x >> 29)).to(tl.int64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "parts"])
 def copy_blocks_kernel(
     source_ptr,
     target_ptr,
@@ -72,6 +72,7 @@ def copy_blocks_kernel(
     tokens_ptr,
     digests_ptr,
     units,
+    parts,
     SOURCE_BLOCK: tl.constexpr,
     SOURCE_HEAD: tl.constexpr,
     TARGET_BLOCK: tl.constexpr,
@@ -83,19 +84,18 @@ def copy_blocks_kernel(
     BLOCK_SIZE: tl.constexpr,
     COPY: tl.constexpr,
     DIGEST: tl.constexpr,
-    PARTS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Units are (block, head, part of its words), taken in turn. Strides are in words."""
-    PART: tl.constexpr = (WORDS + PARTS - 1) // PARTS
+    part = (WORDS + parts * TILE - 1) // (parts * TILE) * TILE
     lanes = tl.arange(0, TILE)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        piece = unit // PARTS
+        piece = unit // parts
         number = piece // HEADS
         head = piece % HEADS
-        begin = unit % PARTS * PART
-        end = tl.minimum(begin + PART, WORDS)
+        begin = unit % parts * part
+        end = tl.minimum(begin + part, WORDS)
         source_block = tl.load(source_blocks_ptr + number).to(tl.int64)
         source = source_ptr + source_block * SOURCE_BLOCK + head * SOURCE_HEAD
         target_block = tl.load(target_blocks_ptr + number).to(tl.int64)
@@ -164,6 +164,7 @@ def copy_blocks(
             source_blocks if tokens is None else tokens,
             digests,
             units,
+            parts,
             SOURCE_BLOCK=source.stride(0),
             SOURCE_HEAD=source.stride(1),
             TARGET_BLOCK=onto.stride(0),
@@ -175,7 +176,6 @@ def copy_blocks(
             BLOCK_SIZE=shape.block_size,
             COPY=target is not None,
             DIGEST=tokens is not None,
-            PARTS=parts,
             TILE=config.tile,
             STAGES=config.stages,
             num_warps=config.warps,

@@ -45,7 +45,7 @@ def plan_prefill(
     return sorted(tiles, key=lambda tile: -(tile[3] + tile[2]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_blocks"])
 def prefill_kernel(
     q_ptr,
     payload,

@@ -13,8 +13,9 @@ def gather_rows(
     pool: KVPool, layer: int, table: Sequence[int], tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values `[kv_heads, tokens, head_dim]` in float64, scales applied."""
-    at = torch.arange(tokens)
-    block = torch.tensor(list(table), dtype=torch.int64)[at // pool.block_size]
+    device = pool.payload.device
+    at = torch.arange(tokens, device=device)
+    block = torch.tensor(list(table), dtype=torch.int64, device=device)[at // pool.block_size]
     rows = pool.payload[block, :, layer, :, at % pool.block_size].double()
     if pool.scales is not None:
         rows = rows * pool.scales[block, :, layer, :, at % pool.block_size].double()[..., None]
@@ -41,8 +42,8 @@ def decode(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.decode_attention`: float64 output like `q` and lse `[batch, heads]`."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64, device=q.device)
     for row, length in enumerate(lengths):
         if length:
             keys, values = gather_rows(pool, layer, tables[row], length)
@@ -61,8 +62,8 @@ def prefill(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.prefill_attention`: float64 output like `q` and lse `[rows, heads]`; rows of no sequence zero."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64)
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64, device=q.device)
     row = 0
     for count, context, table in zip(query_counts, context_lens, tables, strict=True):
         keys, values = gather_rows(pool, layer, table, context)

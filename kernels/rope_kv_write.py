@@ -67,7 +67,7 @@ def _write_row(
         tl.store(scales + scale_rows, scale, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rope_kv_write_kernel(
     qkv_ptr,
     q_out_ptr,

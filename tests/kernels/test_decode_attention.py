@@ -125,13 +125,21 @@ def test_how_it_is_split_does_not_matter() -> None:
     torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-6, rtol=1e-5)
 
 
-def test_shared_prefixes_are_attended_to_once_for_all_rows() -> None:
-    """Guards cascade decode: two nested prefixes, more rows than one item holds, rows of their own tails, one row that
-    ends with the prefix, one that shares nothing."""
+@pytest.mark.parametrize(("rows_per_item", "kv"), [(4, torch.float32), (16, torch.int8)])
+def test_shared_prefixes_are_attended_to_once_for_all_rows(
+    rows_per_item: int, kv: torch.dtype
+) -> None:
+    """Guards cascade decode: two nested prefixes, more rows than one item holds or a wide tile for all, rows of their
+    own tails, one row that ends with the prefix, one that shares nothing."""
     shared = [SharedPrefix((0, 1, 2, 4, 5), 48), SharedPrefix((1, 4), 80)]
     lengths = [50, 97, 48, 30, 81, 64]
     result = _run(
-        lengths, shared=shared, rows_per_item=4, programs=4, kv=torch.float32, dtype=torch.float32
+        lengths,
+        shared=shared,
+        rows_per_item=rows_per_item,
+        programs=4,
+        kv=kv,
+        dtype=torch.float32,
     )
     assert _check(result, 2e-5) >= 8
 

@@ -91,7 +91,7 @@ def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_d
     slots = torch.randperm(40, generator=generator)[:tokens]
     slots[3] = -1
     angles = torch.rand(50, head_dim // 2, generator=generator) * 6
-    weights = torch.randn(2, head_dim, generator=generator)
+    weights = torch.randn(2, head_dim, generator=generator).to(DEVICE)
     q_norm, k_norm = weights if norm else (None, None)
     arguments = (
         slots,
@@ -100,7 +100,8 @@ def test_rotation_and_write(kv: torch.dtype, norm: bool, block_size: int, head_d
         angles.sin(),
     )
     arguments = tuple(tensor.to(DEVICE) for tensor in arguments)
-    q = rope_kv_write(qkv.to(DEVICE), pool, 1, *arguments, CONFIG, q_norm=q_norm, k_norm=k_norm)
+    qkv = qkv.to(DEVICE)
+    q = rope_kv_write(qkv, pool, 1, *arguments, CONFIG, q_norm=q_norm, k_norm=k_norm)
     expected = reference.rope_kv_write(qkv, want, 1, *arguments, q_norm=q_norm, k_norm=k_norm)
     torch.testing.assert_close(q.double(), expected, atol=1e-5, rtol=1e-5)
     got, wanted = pool.payload.float(), want.payload.float()

@@ -85,6 +85,7 @@ def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             **dict.fromkeys(("source_ptr", "target_ptr", "digests_ptr"), "*i64"),
             **dict.fromkeys(("source_blocks_ptr", "target_blocks_ptr", "tokens_ptr"), "*i32"),
             "units": "i32",
+            "parts": "i32",
         },
         constants={
             "SOURCE_BLOCK": KV_HEADS * words,
@@ -98,7 +99,6 @@ def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
             "BLOCK_SIZE": shape.block_size,
             "COPY": True,
             "DIGEST": True,
-            "PARTS": 1,
             "TILE": config.tile,
             "STAGES": config.stages,
         },
