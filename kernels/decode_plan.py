@@ -52,8 +52,11 @@ def geometry_for(
     packed_rows: int,
     window: int = 0,
 ) -> DecodeGeometry:
-    """Buffers that hold any step of up to `batch` rows, with shared prefixes up to three deep. `packed_rows`: of a
-    tile, query heads of a group side by side. Finely cut steps of many sharing rows get longer chunks instead of more memory."""
+    """Buffers that hold any step of up to `batch` rows, with shared prefixes up to three deep.
+
+    `packed_rows`: of a tile, query heads of a group side by side. A step whose many sharing rows would need more slots
+    is cut into longer chunks.
+    """
     pieces = 8 * programs  # at most so many chunks of all heads beyond the uncut: see the shares in `plan_decode`
     return DecodeGeometry(
         kv_heads=kv_heads,
