@@ -5,7 +5,8 @@ host copies take turns, so that the plan of step n + 1 can be written while step
 whoever loads step n + 2 must have seen step n end.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -84,7 +85,7 @@ class DecodeBuffers:
         self._hosts.reverse()
         self._host_views.reverse()
         items, ranges, rows, slots, own_lengths, own_tables = self._host_views[0]
-        _fill(items.view(-1), list(chain.from_iterable(plan.items)))
+        _fill(items.view(-1), chain.from_iterable(plan.items))
         _fill(ranges, plan.ranges)
         _fill(rows, plan.rows)
         slots.zero_()
@@ -96,6 +97,7 @@ class DecodeBuffers:
         self._device.copy_(self._hosts[0], non_blocking=True)
 
 
-def _fill(target: Tensor, values: Sequence[int]) -> None:
-    if values:
-        target[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))
+def _fill(target: Tensor, values: Iterable[int]) -> None:
+    numbers = array("i", values)  # several times faster to make than a tensor of a list
+    if numbers:
+        target[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32))

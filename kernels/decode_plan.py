@@ -140,9 +140,12 @@ def plan_decode(
     """
     segments = _segments(lengths, geometry, () if geometry.window else shared)
     work = geometry.kv_heads * sum(_tiles(s, geometry) * _bundles(s, geometry) for s in segments)
+    longest = max((_tiles(s, geometry) for s in segments), default=0)
     best: _Cut | None = None
     for share in (1, 2, 4, 8):
         limit = max(geometry.min_chunk_tiles, -(-work // (geometry.programs * share)))
+        if best is not None and limit >= longest:
+            continue  # as uncut as before
         cut = _cut(lengths, segments, limit, geometry)
         while cut is None and limit < work:
             limit *= 2
