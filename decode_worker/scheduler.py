@@ -228,6 +228,8 @@ class DecodeScheduler:
     def _orphan(self, requests: list[Request], now: float) -> None:
         for request in requests:
             self.orphans.leave(request, now)
+            # Who asked for it is gone: were it to depart, its next router would never be told of it.
+            request.yielding = False
             if request.state is State.ASKING:
                 self._prefill_here(request, now)
 

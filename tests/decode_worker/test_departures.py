@@ -313,6 +313,29 @@ def test_a_router_that_dies_in_a_move_loses_nobody_who_comes_back(asked: bool) -
         assert not ended.stats.stages.keys() - {*STAGES}
 
 
+def test_an_orphan_forgets_that_it_was_to_be_yielded() -> None:
+    """Guards a request whose yield still waited for its blocks when the router died: it must not depart with nobody to
+    be told of it, since the next router then never hears of it."""
+    bench = Bench()
+    record = RequestRecord(
+        request=A,
+        tokens=list(PROMPT),
+        prompt_tokens=len(PROMPT),
+        max_tokens=3,
+        seed=0,
+        context=b"resumable",
+    )
+    bench.router(Place(record=record, placement=1, prefill=PeerAddress("", "")))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    bench.tell(RouterLost(LINK))
+    bench.step()
+    bench.step()
+    bench.tell(FromRouter(LINK + 1, RouterHello(Incarnation(9))))
+    (told,) = [record for record in bench.told if isinstance(record, Orphan)]
+    assert told.record.request == A and told.tokens == [1, 2]
+
+
 def test_only_a_leaving_worker_yields() -> None:
     """Guards the rule that between two lives blocks go one way only."""
     bench = Bench()

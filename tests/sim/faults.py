@@ -70,6 +70,8 @@ class Faults:
         self.faults = faults
         self.struck: Counter[str] = Counter()
         self.effective: Counter[str] = Counter()
+        self.unseen = 0
+        """Partitions that held nothing up at first; they may have since."""
         self.until = 0.0
         self._seen: Counter[str] = Counter()
         self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
@@ -149,6 +151,8 @@ class Faults:
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
         if max(held, stream.under_way):
             self.strikes(fault, during)
+        else:
+            self.unseen += 1
 
     def strikes(self, fault: Fault, during_handoff: bool = True) -> None:
         fault.struck = True

@@ -285,7 +285,7 @@ class World:
     def _may_fail(self) -> bool:
         """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
         more faults than its budget?"""
-        return sum(self.faults.struck.values()) > 1
+        return sum(self.faults.struck.values()) + self.faults.unseen > 1
 
     def ended(self, client: Client) -> None:
         self.note(f"client: {client.outcome}")
