@@ -16,7 +16,7 @@ import msgspec
 from cluster.config import ConfigError
 from cluster.plan_flags import add_plan_flags, read_flags
 from cluster.resolve import Resolved, add_flags, resolve
-from cluster.signals import Interrupted, interruptible
+from cluster.signals import Interrupted, interruptible, on_hangup
 from cluster.spec import LaunchError
 from engine.model.config import ModelError
 from router.api import ApiError
@@ -118,9 +118,10 @@ def _up(arguments: argparse.Namespace) -> int:
                 f"  curl -N {_url(addresses.http)}/v1/chat/completions "
                 f"-H 'content-type: application/json' -d '{body}'"
             )
-        print("\nCtrl-C stops everything.", flush=True)
+        print("\nCtrl-C stops everything. SIGHUP replaces every worker in turn, and drops no request.", flush=True)
         try:
-            cluster.watch()
+            with on_hangup(cluster.roll):
+                cluster.watch()
         except Interrupted:
             print("stopping", flush=True)
     return 0

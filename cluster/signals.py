@@ -1,14 +1,19 @@
 """Ctrl-C and SIGTERM: the first one unwinds the main thread, at a place that can bear it; later ones change nothing.
+SIGHUP asks for something else, in a thread of its own.
 
 A signal may arrive inside a library that swallows exceptions, or leaves half-built things behind when one passes
 through it (Ray does both). Such calls are made inside `shielded()`: there a signal is only noted, and acted on by the
 next `check()` or at the end of the shielded block.
 """
 
+import logging
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+log = logging.getLogger(__name__)
 
 
 class Interrupted(BaseException):
@@ -58,6 +63,28 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def on_hangup(act: Callable[[], None]) -> Iterator[None]:
+    """Within, every SIGHUP runs `act`, one after the other; what it raises is logged."""
+    turn = threading.Lock()
+
+    def run() -> None:
+        with turn:
+            try:
+                act()
+            except Exception:
+                log.exception("what SIGHUP asked for has failed")
+
+    def handle(number: int, _: FrameType | None) -> None:
+        threading.Thread(target=run, name="hangup", daemon=True).start()
+
+    before = signal.signal(signal.SIGHUP, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager
