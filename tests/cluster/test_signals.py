@@ -12,7 +12,7 @@ from cluster.signals import on_hangup
 def test_each_hangup_is_acted_on_and_none_of_them_ends_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Guards `headrace up` against the default action, death, and against a failed roll that takes the watcher along."""
+    """Guards `headrace up` against the default action, death, and a failed roll that takes the watcher along."""
     done: list[int] = []
     twice = threading.Event()
 
