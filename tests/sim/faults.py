@@ -75,6 +75,7 @@ class Faults:
         self.until = 0.0
         self._seen: Counter[str] = Counter()
         self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
+        self._disarmed = False
         self._waiting = [fault for fault in faults if fault.on != "time"]
         for fault in faults:
             if fault.on == "time":
@@ -87,6 +88,7 @@ class Faults:
 
     def disarm(self) -> None:
         """What has not been triggered by now never will be."""
+        self._disarmed = True
         self._waiting.clear()
         for fault in self.faults:
             fault.armed = False
@@ -144,7 +146,7 @@ class Faults:
             world.wire.partition(stream, fault.lasts_s)
             # It takes effect with the first record that has to wait.
             world.clock.at(
-                min(0.02, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
+                min(0.06, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
             )
             self.until = max(self.until, world.clock.now + fault.lasts_s)
 
@@ -195,6 +197,7 @@ class Faults:
             return frames
         names = {getattr(record, "handoff", None) for record in records}
         if names & held[1] or not frames:
+            held[2].armed = not self._disarmed
             return [held[0], *frames]
         self.strikes(held[2])
         return [*frames, held[0]]
@@ -237,6 +240,7 @@ class Faults:
         held = self._held.pop((stream.number, lane), None)
         if held is not None and stream.open:
             stream.inject(lane, held[0])
+            held[2].armed = not self._disarmed  # nothing has overtaken it: the next frame is held back
 
 
 def _misdirected(record: Record) -> Record:
