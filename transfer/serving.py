@@ -7,7 +7,6 @@ one `Readers`. Between two lives blocks go one way only, so a peer is a reader o
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -43,16 +42,14 @@ class Link:
         self.stream = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FrameIn:
+class FrameIn(msgspec.Struct, frozen=True):
     """Bytes from a reader."""
 
     link: Link
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     link: Link
     why: str
 

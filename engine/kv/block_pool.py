@@ -125,8 +125,8 @@ class BlockPool:
         recount = dict.fromkeys(self._counts, 0) | Counter(self._states)
         assert len(self._states) == self.total and recount == self._counts, self
         assert len(self._free) == len(set(self._free)) == recount[BlockState.FREE]
-        for block, (state, refs) in enumerate(zip(self._states, self._refs, strict=True)):
-            assert (state in _HELD) == (refs > 0), (block, state, refs)
+        held = [state in _HELD for state in self._states]
+        assert held == [refs > 0 for refs in self._refs], (self._states, self._refs)
 
     def __repr__(self) -> str:
         return "BlockPool(" + ", ".join(f"{n} {state}" for state, n in self.counts().items()) + ")"

@@ -177,8 +177,6 @@ class Faults:
 
     def meddle(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
         """What really travels in place of a frame."""
-        if not stream.is_handoff:
-            return [data]
         records: list[Record] = list(
             (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
         )

@@ -70,11 +70,12 @@ class SimThread:
         self._ended = True
 
     def _wake(self, seconds: float) -> None:
-        due = self._world.clock.now + seconds
+        clock = self._world.clock
+        due = clock.now + seconds
         if due < self._due:
             self._due = due
             self._ticket += 1
-            self.process.later(seconds, partial(self._turn, self._ticket))
+            clock.at(seconds, partial(self._turn, self._ticket), self.process)
 
     def _turn(self, ticket: int) -> None:
         if ticket != self._ticket:
@@ -149,7 +150,11 @@ class NullMetrics:
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        return _nothing
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
 
 
 def _open_device(config: object, limits: object) -> SimpleNamespace:
