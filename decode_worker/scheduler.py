@@ -523,12 +523,12 @@ class DecodeScheduler:
         for request in self.departures.incomplete:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
-        missing = [len(request.tokens) - request.known for request in self._local]
-        for request, share in zip(
-            list(self._local), share_budget(missing, self.config.local_chunk_tokens), strict=True
-        ):
-            if share:
-                rows.append(self._row(request, request.known + share))
+        if self._local:
+            missing = [len(request.tokens) - request.known for request in self._local]
+            shares = share_budget(missing, self.config.local_chunk_tokens)
+            for request, share in zip(self._local, shares, strict=True):
+                if share:
+                    rows.append(self._row(request, request.known + share))
         if not rows:
             return None, commands
         self._steps += 1

@@ -164,6 +164,8 @@ class Readers:
 
     def deaths(self) -> list[ReaderDead]:
         """Lost readers whose processes have ended since the last look."""
+        if not self._lost:
+            return []
         dead = [peer for peer, watch in self._lost.items() if watch.is_dead()]
         for peer in dead:
             del self._lost[peer]

@@ -20,6 +20,7 @@ import engine.device
 import engine.loop
 import prefill_worker.worker
 import router.hub  # noqa: F401  (its log is listened to)
+import telemetry.audit
 import telemetry.metrics
 import transfer.liveness
 import transfer.mover
@@ -140,6 +141,16 @@ class SimWatch:
         return not _world.processes[self.pid].alive
 
 
+class NullAuditor:
+    """The ledgers are recomputed by the world, more often than an auditor would."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def idle(self) -> bool:
+        return False
+
+
 class NullMetrics:
     """Counts nothing, whatever it is asked to count."""
 
@@ -150,6 +161,7 @@ class NullMetrics:
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        setattr(NullMetrics, name, staticmethod(_nothing))
         return _nothing
 
 
@@ -184,6 +196,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (time, _TIME),
     (engine.loop.EngineThread, SimThread),
     (engine.device.open_device, _open_device),
+    (telemetry.audit.Auditor, NullAuditor),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
     (transfer.liveness.host_id, lambda: "sim"),
