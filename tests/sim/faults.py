@@ -145,13 +145,14 @@ class Faults:
             held = stream.under_way
             world.wire.partition(stream, fault.lasts_s)
             # It takes effect with the first record that has to wait.
-            world.clock.at(
-                min(0.06, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
-            )
+            for look_s in (0.02, 0.06):
+                world.clock.at(
+                    min(look_s, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
+                )
             self.until = max(self.until, world.clock.now + fault.lasts_s)
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
-        if max(held, stream.under_way):
+        if max(held, stream.under_way) and not fault.struck:
             self.strikes(fault, during)
         else:
             self.unseen += 1
