@@ -145,17 +145,22 @@ class Faults:
             held = stream.under_way
             world.wire.partition(stream, fault.lasts_s)
             # It takes effect with the first record that has to wait.
-            for look_s in (0.02, 0.06):
-                world.clock.at(
-                    min(look_s, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
-                )
+            looks_s = min(0.02, fault.lasts_s)
+            world.clock.at(looks_s, lambda: self._partitioned(fault, stream, during, held))
             self.until = max(self.until, world.clock.now + fault.lasts_s)
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
-        if max(held, stream.under_way) and not fault.struck:
+        if max(held, stream.under_way):
             self.strikes(fault, during)
-        else:
-            self.unseen += 1
+            return
+        self.unseen += 1
+        if fault.lasts_s > 0.06:
+            self._world.clock.at(0.04, lambda: self._partitioned_late(fault, stream, during))
+
+    def _partitioned_late(self, fault: Fault, stream: Stream, during: bool) -> None:
+        if stream.under_way:
+            self.unseen -= 1
+            self.strikes(fault, during)
 
     def strikes(self, fault: Fault, during_handoff: bool = True) -> None:
         fault.struck = True
