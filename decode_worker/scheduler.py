@@ -197,11 +197,15 @@ class DecodeScheduler:
         """End requests whose time is over."""
         self.departures.tick(now)
         self.orphans.tick(now)
+        commands: list[Command] = []
         late = [r for r in self._requests.values() if now >= r.deadline]
-        commands = self._end_all(late, FinishReason.DEADLINE, now)
+        if late:
+            commands += self._end_all(late, FinishReason.DEADLINE, now)
         alone = [r for r in self._requests.values() if now >= r.orphan_until]
-        self.orphans.expired += len(alone)
-        return commands + self._end_all(alone, FinishReason.CANCELLED, now)
+        if alone:
+            self.orphans.expired += len(alone)
+            commands += self._end_all(alone, FinishReason.CANCELLED, now)
+        return commands
 
     # routers that come and go
 

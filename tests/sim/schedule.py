@@ -54,8 +54,8 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         faults=_faults(rng, moving),
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={
-            "prefill": most["prefill"] + rng.randint(0, 2),
-            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 3),
+            "prefill": most["prefill"] + rng.randint(0, 1),
+            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 2),
         },
         block_size=sizes,
         transport=rng.choice(("shm", "shm", "tcp")),
@@ -117,12 +117,12 @@ def _faults(rng: Random, moving: bool) -> list[Fault]:
     if rng.random() < 0.06:
         # The router dies while it takes a decode worker for lost: two workers may hold one request.
         kind = rng.choice(("cut router", "cut router", "freeze decode", "partition router"))
-        is_cut = kind == "cut router"
+        is_cut, count = kind == "cut router", rng.randint(1, 4)
         lasts_s = 0.05 if is_cut else rng.uniform(2.0, 4.0)
         delay_s = rng.uniform(0.004, 0.035) if is_cut else rng.uniform(1.0, 2.1)
         return [
-            Fault(kind, "Landed", faults[0].count, lasts_s=lasts_s),
-            Fault("crash router", "Landed", faults[0].count, delay_s=delay_s, lasts_s=0.002),
+            Fault(kind, "Landed", count, lasts_s=lasts_s),
+            Fault("crash router", "Landed", count, delay_s=delay_s, lasts_s=0.002),
         ]
     return faults
 
