@@ -1,6 +1,6 @@
 """What can happen to a decode scheduler, and what it asks of its shell besides the commands of `transfer.migration`."""
 
-from dataclasses import dataclass
+import msgspec
 
 from engine.messages import (
     DecodeRecord,
@@ -13,23 +13,20 @@ from engine.messages import (
 from engine.types import Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class FromRouter:
+class FromRouter(msgspec.Struct, frozen=True):
     """A router said something on stream `link`."""
 
     link: int
     message: RouterRecord
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLost:
+class RouterLost(msgspec.Struct, frozen=True):
     """The stream `link` has ended: its requests are orphans, or over."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUp:
+class PeerUp(msgspec.Struct, frozen=True):
     """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens."""
 
     peer: Incarnation
@@ -38,8 +35,7 @@ class PeerUp:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDown:
+class PeerDown(msgspec.Struct, frozen=True):
     """A worker to read from cannot be reached, or is lost. `peer` is None where it was never up."""
 
     address: PeerAddress
@@ -47,24 +43,21 @@ class PeerDown:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class FromPeer:
+class FromPeer(msgspec.Struct, frozen=True):
     """A worker to read from said something."""
 
     peer: Incarnation
     message: Offer | FirstToken | PrefillFailed
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """Command: send a record to the router on stream `link`, in this step's frame. Dropped where the stream is gone."""
 
     link: int
     record: DecodeRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectPeer:
+class ConnectPeer(msgspec.Struct, frozen=True):
     """Command: reach this worker, to read from it; answered by PeerUp or PeerDown."""
 
     address: PeerAddress

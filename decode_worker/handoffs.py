@@ -12,7 +12,6 @@ belong to the scheduler, which may release one only after `Landed` or `Freed`.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -32,30 +31,26 @@ CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDE
 """What another prefill worker would answer as well."""
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True):
     """Every block of the request's prompt is here and verified."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Unserved:
+class Unserved(msgspec.Struct, frozen=True):
     """The request's prefill worker will not do; nothing of it is under way any more."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Hopeless:
+class Hopeless(msgspec.Struct, frozen=True):
     """No prefill worker will do; `Freed` follows."""
 
     request: Request
     fault: Fault
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True):
     """After `abandon`: nothing of ours writes to the request's blocks any more."""
 
     request: Request

@@ -7,7 +7,6 @@ and by name; otherwise its memory is made known to the transfer thread and the p
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -38,16 +37,14 @@ MAX_REDIALS = 60
 Event = PeerUp | PeerDown | FromPeer
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFrame:
+class PeerFrame(msgspec.Struct, frozen=True):
     """Bytes from a worker to read from."""
 
     link: "PeerLink"
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True):
     link: "PeerLink"
     why: str
 

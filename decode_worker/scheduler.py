@@ -197,11 +197,15 @@ class DecodeScheduler:
         """End requests whose time is over."""
         self.departures.tick(now)
         self.orphans.tick(now)
+        commands: list[Command] = []
         late = [r for r in self._requests.values() if now >= r.deadline]
-        commands = self._end_all(late, FinishReason.DEADLINE, now)
+        if late:
+            commands += self._end_all(late, FinishReason.DEADLINE, now)
         alone = [r for r in self._requests.values() if now >= r.orphan_until]
-        self.orphans.expired += len(alone)
-        return commands + self._end_all(alone, FinishReason.CANCELLED, now)
+        if alone:
+            self.orphans.expired += len(alone)
+            commands += self._end_all(alone, FinishReason.CANCELLED, now)
+        return commands
 
     # routers that come and go
 
@@ -523,12 +527,12 @@ class DecodeScheduler:
         for request in self.departures.incomplete:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
-        missing = [len(request.tokens) - request.known for request in self._local]
-        for request, share in zip(
-            list(self._local), share_budget(missing, self.config.local_chunk_tokens), strict=True
-        ):
-            if share:
-                rows.append(self._row(request, request.known + share))
+        if self._local:
+            missing = [len(request.tokens) - request.known for request in self._local]
+            shares = share_budget(missing, self.config.local_chunk_tokens)
+            for request, share in zip(self._local, shares, strict=True):
+                if share:
+                    rows.append(self._row(request, request.known + share))
         if not rows:
             return None, commands
         self._steps += 1

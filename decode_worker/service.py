@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from transfer import serving
 from transfer.rpc import RpcLoop, Send
@@ -10,20 +11,17 @@ from transfer.rpc import RpcLoop, Send
 ATTACH = "/headrace.v1.DecodeWorker/Attach"
 
 
-@dataclass(frozen=True, slots=True)
-class RouterUp:
+class RouterUp(msgspec.Struct, frozen=True):
     link: int
     send: Send
 
 
-@dataclass(frozen=True, slots=True)
-class RouterFrame:
+class RouterFrame(msgspec.Struct, frozen=True):
     link: int
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RouterGone:
+class RouterGone(msgspec.Struct, frozen=True):
     link: int
     why: str
 

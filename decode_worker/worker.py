@@ -298,12 +298,12 @@ class DecodeWorker:
 
     def _count(self) -> None:
         scheduler = self._scheduler
-        generated, scheduler.generated_tokens = scheduler.generated_tokens, 0
-        if generated:
-            self._metrics.generated(generated)
-        prefilled, scheduler.prefilled_tokens = scheduler.prefilled_tokens, 0
-        if prefilled:
-            self._metrics.prompt_tokens(computed=prefilled, prefix_hit=0)
+        if scheduler.generated_tokens:
+            self._metrics.generated(scheduler.generated_tokens)
+            scheduler.generated_tokens = 0
+        if scheduler.prefilled_tokens:
+            self._metrics.prompt_tokens(computed=scheduler.prefilled_tokens, prefix_hit=0)
+            scheduler.prefilled_tokens = 0
         for one in scheduler.take_migrated():
             nbytes = one.blocks * self._device.layout.block_bytes
             self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)

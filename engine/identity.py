@@ -16,6 +16,7 @@ token, both first in their sequence), so do their rows.
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 IDENTITY_BYTES = 16
@@ -26,6 +27,7 @@ _NAMESPACE = b"headrace space"
 _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 
 
+@lru_cache(maxsize=4096)
 def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
     """The parent of every first block: 16 bytes that depend on all three arguments.
 

@@ -71,7 +71,9 @@ class Engine(Generic[E, C]):
 
     def _carry_out(self, commands: Sequence[C]) -> None:
         # Readers in other processes must find the new generation before anybody hears of the block.
-        self._runner.kv.advance(self._scheduler.kv.take_handed_out())
+        handed_out = self._scheduler.kv.take_handed_out()
+        if handed_out:
+            self._runner.kv.advance(handed_out)
         if commands:
             self._publish(commands)
 

@@ -1,13 +1,13 @@
 """What a scheduler asks of a runner: one step over a mixed batch. Plain data, no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.types import BlockId, RequestId, RequestRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One sequence's part of a step: compute the KV of `tokens[start:end]` (one token: decode; more: a chunk of a
     prompt). With `draw`, also the token that follows `tokens[:end]`, then all of the sequence; `banned` may not be it.
 
@@ -24,13 +24,12 @@ class Row:
     banned: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """`copies` (source, target) of whole blocks are made first, in order; then `rows` run as one batch."""
 
     rows: tuple[Row, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
-    number: int = field(default=0)
+    number: int = 0
 
     @property
     def computed_tokens(self) -> int:

@@ -61,8 +61,10 @@ class Placer:
     ) -> tuple[Choice, Demand, ModelKey] | None:
         """The best pair now, or None if nobody may have room. `source`: a decode worker that has the KV of all of
         `record` and takes the place of any prefill worker."""
-        prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
+        if not decodes:
+            return None
+        prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
         best: tuple[Choice, Demand, ModelKey] | None = None
         for key in sorted({w.key for w in decodes}):
             wanted = demand(record, key[1])

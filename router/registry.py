@@ -105,7 +105,7 @@ class Registry:
     def live(self, role: str, now: float) -> list[Worker]:
         """Workers of a role that reported within `silent_s`."""
         oldest = now - self._silent_s
-        return [w for w in self.role(role) if w.seen_s >= oldest]
+        return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= oldest]
 
     def takers(self, role: str, now: float) -> list[Worker]:
         """Live workers of a role that take new requests."""

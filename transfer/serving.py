@@ -7,7 +7,6 @@ one `Readers`. Between two lives blocks go one way only, so a peer is a reader o
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -43,16 +42,14 @@ class Link:
         self.stream = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FrameIn:
+class FrameIn(msgspec.Struct, frozen=True):
     """Bytes from a reader."""
 
     link: Link
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     link: Link
     why: str
 
@@ -167,6 +164,8 @@ class Readers:
 
     def deaths(self) -> list[ReaderDead]:
         """Lost readers whose processes have ended since the last look."""
+        if not self._lost:
+            return []
         dead = [peer for peer, watch in self._lost.items() if watch.is_dead()]
         for peer in dead:
             del self._lost[peer]

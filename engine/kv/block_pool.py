@@ -9,6 +9,7 @@ Every block is in exactly one state, so free + cached + active + reserved + quar
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 
 from engine.types import BlockId
@@ -27,6 +28,9 @@ class BlockState(StrEnum):
     __hash__ = str.__hash__  # an enum's own is a Python call, and every move of a block looks two states up
 
 
+_HELD = frozenset((BlockState.ACTIVE, BlockState.RESERVED, BlockState.QUARANTINED))
+
+
 class BlockPool:
     """Mutable state, all of it: `_free`, `_states`, `_refs`, `_generations`, `_counts`. Owner: the engine thread."""
 
@@ -38,7 +42,7 @@ class BlockPool:
         self._states = [BlockState.FREE] * blocks
         self._refs = [0] * blocks
         self._generations = [0] * blocks
-        self._counts = Counter({state: 0 for state in BlockState})
+        self._counts = {state.value: 0 for state in BlockState}
         self._counts[BlockState.FREE] = blocks
 
     @property
@@ -55,8 +59,13 @@ class BlockPool:
         """How often the block has been allocated. The memory's header mirrors it for readers in other processes."""
         return self._generations[block]
 
+    @property
+    def generations(self) -> Sequence[int]:
+        """The generation of every block, in order."""
+        return self._generations
+
     def counts(self) -> dict[str, int]:
-        return {state.value: self._counts[state] for state in BlockState}
+        return self._counts.copy()
 
     def allocate(self, count: int, state: BlockState = BlockState.ACTIVE) -> list[BlockId]:
         """Hand out `count` free blocks with one reference each, under a new generation. Raises IndexError if there are
@@ -113,13 +122,11 @@ class BlockPool:
 
     def check(self) -> None:
         """Recompute the conservation law and every count."""
-        recount = Counter(self._states)
-        assert sum(recount.values()) == self.total
-        assert all(recount[state] == self._counts[state] for state in BlockState), self
+        recount = dict.fromkeys(self._counts, 0) | Counter(self._states)
+        assert len(self._states) == self.total and recount == self._counts, self
         assert len(self._free) == len(set(self._free)) == recount[BlockState.FREE]
-        for block, state in enumerate(self._states):
-            held = state in (BlockState.ACTIVE, BlockState.RESERVED, BlockState.QUARANTINED)
-            assert held == (self._refs[block] > 0), (block, state, self._refs[block])
+        held = [state in _HELD for state in self._states]
+        assert held == [refs > 0 for refs in self._refs], (self._states, self._refs)
 
     def __repr__(self) -> str:
         return "BlockPool(" + ", ".join(f"{n} {state}" for state, n in self.counts().items()) + ")"

@@ -173,7 +173,9 @@ class KVCacheManager:
 
     def take_handed_out(self) -> list[BlockId]:
         """Blocks allocated since the last call: their generation in memory must be advanced before they are written."""
-        taken, self._handed_out = self._handed_out, []
+        taken = self._handed_out
+        if taken:
+            self._handed_out = []
         return taken
 
     def take_evicted(self) -> list[bytes]:

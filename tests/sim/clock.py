@@ -1,7 +1,7 @@
 """Virtual time, and processes that live in it: one heap of events, one seeded generator, nothing else is random."""
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from random import Random
 
 Act = Callable[[], None]
@@ -18,20 +18,24 @@ class Clock:
         self.now = 0.0
         self.rng = rng
         self.events = 0
-        self._heap: list[tuple[float, int, Act]] = []
+        self._heap: list[tuple[float, int, Act, Process | None]] = []
         self._count = 0
 
-    def at(self, delay_s: float, act: Act) -> None:
+    def at(self, delay_s: float, act: Act, process: "Process | None" = None) -> None:
+        """Run `act` after `delay_s`; if `process` is given, in it, as `Process.run` does."""
         self._count += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._count, act))
+        heappush(self._heap, (self.now + delay_s, self._count, act, process))
 
     def step(self) -> bool:
         """Run the next event; False: there is none."""
         if not self._heap:
             return False
-        self.now, _, act = heapq.heappop(self._heap)
+        self.now, _, act, process = heappop(self._heap)
         self.events += 1
-        act()
+        if process is None:
+            act()
+        else:
+            process.run(act)
         return True
 
     @property
@@ -58,7 +62,7 @@ class Process:
 
     def later(self, delay_s: float, act: Act) -> None:
         """Run `act` in this process after `delay_s` of virtual time."""
-        self.clock.at(delay_s, lambda: self.run(act))
+        self.clock.at(delay_s, act, self)
 
     def run(self, act: Act) -> None:
         """Run `act` in this process now, after its thaw, or never."""

@@ -75,6 +75,7 @@ class Faults:
         self.until = 0.0
         self._seen: Counter[str] = Counter()
         self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
+        self._disarmed = False
         self._waiting = [fault for fault in faults if fault.on != "time"]
         for fault in faults:
             if fault.on == "time":
@@ -87,6 +88,7 @@ class Faults:
 
     def disarm(self) -> None:
         """What has not been triggered by now never will be."""
+        self._disarmed = True
         self._waiting.clear()
         for fault in self.faults:
             fault.armed = False
@@ -143,16 +145,22 @@ class Faults:
             held = stream.under_way
             world.wire.partition(stream, fault.lasts_s)
             # It takes effect with the first record that has to wait.
-            world.clock.at(
-                min(0.02, fault.lasts_s), lambda: self._partitioned(fault, stream, during, held)
-            )
+            looks_s = min(0.02, fault.lasts_s)
+            world.clock.at(looks_s, lambda: self._partitioned(fault, stream, during, held))
             self.until = max(self.until, world.clock.now + fault.lasts_s)
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
         if max(held, stream.under_way):
             self.strikes(fault, during)
-        else:
-            self.unseen += 1
+            return
+        self.unseen += 1
+        if fault.lasts_s > 0.06:
+            self._world.clock.at(0.04, lambda: self._partitioned_late(fault, stream, during))
+
+    def _partitioned_late(self, fault: Fault, stream: Stream, during: bool) -> None:
+        if stream.under_way:
+            self.unseen -= 1
+            self.strikes(fault, during)
 
     def strikes(self, fault: Fault, during_handoff: bool = True) -> None:
         fault.struck = True
@@ -175,8 +183,6 @@ class Faults:
 
     def meddle(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
         """What really travels in place of a frame."""
-        if not stream.is_handoff:
-            return [data]
         records: list[Record] = list(
             (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
         )
@@ -195,6 +201,7 @@ class Faults:
             return frames
         names = {getattr(record, "handoff", None) for record in records}
         if names & held[1] or not frames:
+            held[2].armed = not self._disarmed
             return [held[0], *frames]
         self.strikes(held[2])
         return [*frames, held[0]]
@@ -237,6 +244,7 @@ class Faults:
         held = self._held.pop((stream.number, lane), None)
         if held is not None and stream.open:
             stream.inject(lane, held[0])
+            held[2].armed = not self._disarmed  # nothing has overtaken it: the next frame is held back
 
 
 def _misdirected(record: Record) -> Record:

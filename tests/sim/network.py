@@ -41,24 +41,24 @@ class _Lane:
         self.pumping = False
 
     def push(self, act: Callable[[], None], slow_s: float = 0.0) -> None:
-        delay = self.clock.rng.uniform(*PATIENCE_S) + slow_s
-        self.last = max(self.last, self.clock.now + delay)
+        clock = self.clock
+        self.last = max(self.last, clock.now + clock.rng.uniform(*PATIENCE_S) + slow_s)
         self.queue.append((self.last, act))
-        self._arm()
+        if not self.pumping:
+            self._arm()
 
     def _arm(self) -> None:
-        if self.queue and not self.pumping:
-            self.pumping = True
-            due = max(self.queue[0][0], self.blocked_until)
-            self.clock.at(max(0.0, due - self.clock.now), self._pump)
+        self.pumping = True
+        due = max(self.queue[0][0], self.blocked_until)
+        self.clock.at(max(0.0, due - self.clock.now), self._pump)
 
     def _pump(self) -> None:
         self.pumping = False
-        now = self.clock.now
-        while self.queue and self.queue[0][0] <= now and self.blocked_until <= now:
-            _, act = self.queue.popleft()
-            self.target.run(act)
-        self._arm()
+        queue, now = self.queue, self.clock.now
+        while queue and queue[0][0] <= now and self.blocked_until <= now:
+            self.target.run(queue.popleft()[1])
+        if queue and not self.pumping:
+            self._arm()
 
 
 class Stream:
@@ -69,15 +69,12 @@ class Stream:
         self.client = client
         self.server = server
         self.method = method
+        self.is_handoff = client.role == "decode"
         self.open = True
         self.sessions: list[Session | None] = [None, None]
         self._wire = wire
         clock = wire.clock
         self.lanes = (_Lane(clock, server), _Lane(clock, client))  # [0] to the server, [1] to the client
-
-    @property
-    def is_handoff(self) -> bool:
-        return self.client.role == "decode"
 
     def sender(self, lane: int) -> Send:
         """What the end that sends on `lane` calls; after the end it does nothing."""
@@ -198,10 +195,11 @@ class Wire:
         stream.sessions[0] = accept(stream.sender(1))
 
     def passing(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
-        return [data] if self.meddle is None else self.meddle(stream, lane, data)
+        return self.meddle(stream, lane, data) if stream.is_handoff and self.meddle else [data]
 
     def slowness(self) -> float:
-        return self.clock.rng.uniform(0, 0.008) if self.clock.rng.random() < 0.04 else 0.0
+        random = self.clock.rng.random
+        return 0.008 * random() if random() < 0.04 else 0.0
 
     def of(self, process: Process) -> list[Stream]:
         return [s for s in self.streams if s.open and process in (s.client, s.server)]

@@ -87,8 +87,7 @@ class ShadowKV:
             self.rows[block] = [0] * self.block_size
 
     def check(self) -> None:
-        pool = self.manager.pool
-        if any(pool.generation(BlockId(b)) != g for b, g in enumerate(self.generations)):
+        if self.generations != self.pool.generations:
             raise Violation(f"{self.process}: a generation in memory lags behind the pool's")
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import engine.device
 import engine.loop
 import prefill_worker.worker
 import router.hub  # noqa: F401  (its log is listened to)
+import telemetry.audit
 import telemetry.metrics
 import transfer.liveness
 import transfer.mover
@@ -70,11 +71,12 @@ class SimThread:
         self._ended = True
 
     def _wake(self, seconds: float) -> None:
-        due = self._world.clock.now + seconds
+        clock = self._world.clock
+        due = clock.now + seconds
         if due < self._due:
             self._due = due
             self._ticket += 1
-            self.process.later(seconds, partial(self._turn, self._ticket))
+            clock.at(seconds, partial(self._turn, self._ticket), self.process)
 
     def _turn(self, ticket: int) -> None:
         if ticket != self._ticket:
@@ -139,6 +141,16 @@ class SimWatch:
         return not _world.processes[self.pid].alive
 
 
+class NullAuditor:
+    """The ledgers are recomputed by the world, more often than an auditor would."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def idle(self) -> bool:
+        return False
+
+
 class NullMetrics:
     """Counts nothing, whatever it is asked to count."""
 
@@ -149,7 +161,12 @@ class NullMetrics:
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        setattr(NullMetrics, name, staticmethod(_nothing))
+        return _nothing
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
 
 
 def _open_device(config: object, limits: object) -> SimpleNamespace:
@@ -179,6 +196,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (time, _TIME),
     (engine.loop.EngineThread, SimThread),
     (engine.device.open_device, _open_device),
+    (telemetry.audit.Auditor, NullAuditor),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
     (transfer.liveness.host_id, lambda: "sim"),

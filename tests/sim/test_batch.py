@@ -1,0 +1,37 @@
+"""Runs in several processes, and the ledger they are noted in."""
+
+from pathlib import Path
+
+from tests.sim import ledger
+from tests.sim.batch import run
+from tests.sim.bugs import planted
+
+SEEDS = range(79_000_000, 79_000_060)
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    """Guards against batches that are lost, run twice, or depend on what ran before in the same process."""
+    alone, shared = (run(SEEDS, True, None, None, processes) for processes in (1, 2))
+    assert shared.ran == alone.ran == len(SEEDS) and shared.last == alone.last == SEEDS[-1]
+    assert (shared.counted, shared.events) == (alone.counted, alone.events)
+    assert (shared.notes, shared.struck) == (alone.notes, alone.struck)
+    assert alone.counted > 30 and not alone.failures
+
+
+def test_a_run_that_fails_is_in_the_ledger_and_counts_for_nothing(tmp_path: Path) -> None:
+    """Guards the cumulative count: against failures that are forgotten and against seeds that are used twice."""
+    path, seeds = tmp_path / "ledger.jsonl", range(79_000_000, 80_000_000)
+    good = run(ledger.unused(ledger.read(path), seeds), True, None, 10, 1)
+    first = ledger.write(path, seeds.start, good)
+    behind = ledger.unused(ledger.read(path), seeds)
+    assert first.counted >= 10 and behind.start == first.last + 1
+    with planted("double_free_on_retry"):
+        bad = run(behind, True, None, None, 2)
+    second = ledger.write(path, behind.start, bad)
+    assert second.failures and all(behind.start <= seed <= second.last for seed in second.failures)
+    entries = ledger.read(path)
+    assert entries == [first, second] and ledger.unused(entries, seeds).start == second.last + 1
+    assert ledger.unused(entries, range(80_000_000, 81_000_000)).start == 80_000_000
+    total = ledger.total(entries)
+    assert total.startswith(f"{first.counted} schedules that count in 1 clean runs")
+    assert total.endswith("1 runs found a failure")
