@@ -137,11 +137,11 @@ def _fault(rng: Random, moving: bool, alone: bool) -> Fault:
         lasts = rng.uniform(0.0, 0.004)  # back while its requests still run
     if rng.random() < 0.15 and not alone:
         return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
-    on = rng.choice(ON if moving and not alone else ON[:-1])
+    on = rng.choice(ON if moving else ON[:-1])
     return Fault(
         kind,
         on,
-        count=rng.choice((1, 2, 3, rng.randint(1, 3 if alone else 8))),
+        count=1 if on == "move" else rng.choice((1, 2, 3, rng.randint(1, 3 if alone else 8))),
         delay_s=rng.choice((0.0, rng.uniform(0, 0.001), rng.uniform(0, 0.006))),
         lasts_s=lasts,
     )
