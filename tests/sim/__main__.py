@@ -68,7 +68,8 @@ def _print(report: Report, first: int, took_s: float) -> None:
         f"{report.events / took_s:.0f} events/s)"
     )
     cpu_s = report.cpu_s or 1.0
-    print(f"{report.counted} count ({report.counted / took_s:.0f}/s, {report.counted / cpu_s:.0f} per CPU second)")
+    per_s, per_cpu_s = report.counted / took_s, report.counted / cpu_s
+    print(f"{report.counted} count ({per_s:.0f}/s, {per_cpu_s:.0f} per CPU second)")
     print("faults (struck, of these during a handoff):")
     for kind, count in sorted(report.struck.items()):
         print(f"  {kind:20} {count:7} {report.effective[kind]:7}")

@@ -120,7 +120,9 @@ class SimMover:
 
     def _turn(self) -> None:
         self._armed = False
-        if not any(queue and queue[0].half for queue in self._recvs.values()) or not self._remote:
+        if self._commands and not (
+            self._remote and any(queue and queue[0].half for queue in self._recvs.values())
+        ):
             while self._commands:
                 self._execute(self._commands.popleft())
         worked = self._push() if self._sends else False
