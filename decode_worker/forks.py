@@ -1,14 +1,14 @@
 """Samples of one prompt that share its blocks: who waits for whose prompt, and what becomes of them. Pure.
 
     FORKING --the parent's prompt is here--> LOCAL, which computes the prompt's last token again
-    FORKING --the parent is gone before--> one of them takes its place, with the room that it left; the others wait for it
+    FORKING --the parent is gone before--> the first of them takes its place, and room; the others wait for it
 
 A fork is taken with the promise of every block that it will not share, and holds none while it waits. So it can always
 go on: beside its parent out of its promise, or alone, since a parent's room is at least what one fork alone needs.
 """
 
-from engine.kv.manager import KVCacheManager, Lease
 from decode_worker.request import Request, State
+from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
 
 

@@ -7,8 +7,9 @@ A lease is one request's hold on the blocks of its sequence:
 
 Matched blocks are shared by reference count. A boundary block that matches partly is copied on write: the first own
 block starts as a copy (`copies`) and counts into `cached_tokens`. A fork shares the head of another lease in the same
-way: whole blocks by reference count, the boundary block by copy, taken from its own promise. Room to grow is a promise, not blocks: cached blocks
-stay cached until the room is really needed, and the promise guarantees that they can be evicted then.
+way: whole blocks by reference count, the boundary block by a copy, out of its promise. Room to grow is a promise, not
+blocks: cached blocks stay cached until the room is really needed, and the promise guarantees that they can be evicted
+then.
 """
 
 from collections.abc import Sequence
