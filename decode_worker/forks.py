@@ -18,6 +18,8 @@ class Forks:
     def __init__(self, kv: KVCacheManager) -> None:
         self.forked = 0
         """Requests that began with another one's blocks."""
+        self.inherited = 0
+        """Requests that took the place of one that was gone before it had its prompt."""
         self._kv = kv
         self._waiting: dict[Request, list[Request]] = {}
 
@@ -69,6 +71,7 @@ class Forks:
         waiting = self._waiting.pop(parent, None)
         if not waiting:
             return None
+        self.inherited += 1
         heir, *others = waiting
         if others:
             self._waiting[heir] = others
