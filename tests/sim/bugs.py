@@ -208,6 +208,36 @@ def cached_rows_repacked() -> list[Patch]:
     return [(handoffs, "rows_by_block", whole)]
 
 
+def boundary_block_shared() -> list[Patch]:
+    """A fork shares the prompt's last, partly filled block instead of copying it: samples write into each other."""
+    fork = KVCacheManager.fork
+
+    def lazy(self: KVCacheManager, parent: Any, child: Any, tokens: int) -> None:
+        fork(self, parent, child, tokens)
+        for source, target in child.copies:
+            self._let_go(target)
+            child.blocks[-1] = source
+        child.copies = []
+
+    return [(KVCacheManager, "fork", lazy)]
+
+
+def parent_released_before_its_forks() -> list[Patch]:
+    """A fork shares blocks of a lease that is let go before it holds them itself."""
+    def hasty(self: Any, request: Any, now: float) -> Any:
+        self.handoffs.done(request)
+        if request.arrived:
+            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+        waiting = self.forks._waiting.pop(request, None)
+        self.kv.release(request.lease)
+        if waiting:
+            self.forks._waiting[request] = waiting
+        self._fork(request, now)
+        return []
+
+    return [(DecodeScheduler, "_let_go", hasty)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -223,6 +253,8 @@ BUGS: dict[str, Plant] = {
         indexed_before_landed,
         departure_freed_while_read,
         cached_rows_repacked,
+        boundary_block_shared,
+        parent_released_before_its_forks,
     )
 }
 

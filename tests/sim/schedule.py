@@ -110,12 +110,12 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
                 cancel_s=rng.uniform(0.001, 0.03) if rng.random() < 0.15 else None,
                 stop_after=rng.randint(1, 3) if rng.random() < 0.12 else None,
             )
-            for one in _samples(record, rng.choice((1, 1, 1, 1, 1, 2, 3)))
+            for one in samples(record, rng.choice((1, 1, 1, 1, 1, 2, 3)))
         )
     return asks
 
 
-def _samples(record: RequestRecord, count: int) -> list[RequestRecord]:
+def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
     """As `router.frontend` makes them."""
     if count == 1:
         return [record]
