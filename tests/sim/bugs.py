@@ -14,6 +14,7 @@ import msgspec
 from decode_worker import handoffs
 from decode_worker.departures import Departures
 from decode_worker.events import Tell
+from decode_worker.forks import Forks
 from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
 from decode_worker.scheduler import DecodeScheduler
@@ -222,20 +223,15 @@ def boundary_block_shared() -> list[Patch]:
     return [(KVCacheManager, "fork", lazy)]
 
 
-def parent_released_before_its_forks() -> list[Patch]:
-    """A fork shares blocks of a lease that is let go before it holds them itself."""
-    def hasty(self: Any, request: Any, now: float) -> Any:
-        self.handoffs.done(request)
-        if request.arrived:
-            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
-        waiting = self.forks._waiting.pop(request, None)
-        self.kv.release(request.lease)
-        if waiting:
-            self.forks._waiting[request] = waiting
-        self._fork(request, now)
-        return []
+def promise_counts_shared_blocks() -> list[Patch]:
+    """A fork is promised as if it shared what is left over of its prompt too: there is no room for its own copy."""
 
-    return [(DecodeScheduler, "_let_go", hasty)]
+    def greedy(self: Forks, record: Any) -> Any:
+        prompt = self._kv.blocks_for(record.prompt_tokens)
+        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        return self._kv.promise(record.namespace, total - prompt)
+
+    return [(Forks, "promise", greedy)]
 
 
 BUGS: dict[str, Plant] = {
@@ -254,7 +250,7 @@ BUGS: dict[str, Plant] = {
         departure_freed_while_read,
         cached_rows_repacked,
         boundary_block_shared,
-        parent_released_before_its_forks,
+        promise_counts_shared_blocks,
     )
 }
 
