@@ -1,7 +1,9 @@
 """Parallel samples on the demo model in 32-bit: as single requests, bit for bit, and as transformers draws them.
 
-transformers generates all samples by itself (`num_return_sequences`), with its own cache and logits; only the draw is
-ours, injected in the place of its random choice, since no two libraries share a random stream.
+transformers generates all samples (`num_return_sequences`), with its own cache and logits; only the draws are ours,
+injected in the place of its random choice, since no two libraries share a random stream. Its logits differ in the last
+bits, so a draw may fall on the other side of a border between two tokens: such a near tie is printed, and transformers
+goes on with our token. More than two fail.
 """
 
 from pathlib import Path
@@ -18,11 +20,14 @@ from engine.model.cache import find_demo_model, prepare
 from engine.sampling import Draw, sample
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
+from kernels.sampling import penalize, philox_uniform, probabilities
 from tests.parity.reference import Reference
 
 pytestmark = pytest.mark.parity
 
 SAMPLES, OUTPUT_TOKENS = 4, 24
+NEAR_TIE, MAX_NEAR_TIES = 1e-4, 2
+"""A part of the distribution, whose whole is 1; and for all prompts together."""
 SAMPLINGS = {
     "seeded": SamplingParams(temperature=1.0),
     "cut off": SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02),
@@ -100,25 +105,58 @@ def test_samples_are_single_requests_bit_for_bit(drawn: list[list[Answer]], mode
 
 
 class _OurDraws(LogitsProcessor):  # type: ignore[misc]
-    """Leaves of each row's logits only the token that our sampler draws from them."""
+    """Leaves of each row's logits only the answer's token. `distances`: where our sampler draws another one from them,
+    how far its uniform number lies outside of what the answer's token has of the distribution."""
 
-    def __init__(self, records: list[RequestRecord]) -> None:
-        self._records = records
+    def __init__(self, answers: list[Answer]) -> None:
+        self._answers = answers
+        self.distances: list[float] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        wants = [Draw(r, row.tolist()) for r, row in zip(self._records, ids, strict=True)]
         only = torch.full_like(scores, float("-inf"))
-        only[range(len(wants)), sample(scores.float(), wants)] = 0.0
+        for at, (answer, seen) in enumerate(zip(self._answers, ids.tolist(), strict=True)):
+            record = answer.record
+            ours = answer.tokens[len(seen) - record.prompt_tokens]
+            (theirs,) = sample(scores[at : at + 1].float(), [Draw(record, seen)])
+            if theirs != ours:
+                self.distances.append(self._distance(record, seen, scores[at].float(), ours))
+            only[at, ours] = 0.0
         return only
+
+    @staticmethod
+    def _distance(
+        record: RequestRecord, seen: list[int], logits: torch.Tensor, token: int
+    ) -> float:
+        params, so_far = record.sampling, torch.tensor(seen)
+        penalized = penalize(
+            logits,
+            so_far,
+            so_far[record.prompt_tokens :],
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
+        probs = probabilities(
+            penalized,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+        ends = torch.cumsum(probs, 0) / probs.sum()
+        uniform = philox_uniform(record.seed, record.sample_index, len(seen))
+        low = float(ends[token - 1]) if token else 0.0
+        return max(low - uniform, uniform - float(ends[token]))
 
 
 def test_samples_are_what_transformers_generates(drawn: list[list[Answer]]) -> None:
     """Guards logits and positions of every sample against an implementation that shares neither code nor cache."""
     torch.set_num_threads(2)
     model = Reference(find_demo_model()).model
+    distances: list[float] = []
     for answers in drawn:
-        records = [answer.record for answer in answers]
-        prompt = torch.tensor([records[0].tokens])
+        prompt = torch.tensor([answers[0].record.tokens])
+        draws = _OurDraws(answers)
         got = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -130,6 +168,10 @@ def test_samples_are_what_transformers_generates(drawn: list[list[Answer]]) -> N
             min_new_tokens=OUTPUT_TOKENS,
             eos_token_id=None,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([_OurDraws(records)]),
+            logits_processor=LogitsProcessorList([draws]),
         )
         assert [answer.tokens for answer in answers] == got[:, prompt.shape[1] :].tolist()
+        distances += draws.distances
+    print(f"\n{len(drawn) * SAMPLES * OUTPUT_TOKENS} tokens, near ties: {distances}")
+    assert all(distance < NEAR_TIE for distance in distances)
+    assert len(distances) <= MAX_NEAR_TIES
