@@ -17,6 +17,8 @@ from router.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 from tests.router.test_http_resume import FORMS, complete, go_on, last_id, parts, post
+from tests.router.test_restart import ANSWER as TEXT
+from tests.router.test_restart import IDS, site
 
 ANSWER = "wörld 🙂 ok"
 Body = Callable[[RouterApp, str, CutProxy, FakeWorkers], Awaitable[None]]
@@ -247,3 +249,50 @@ def _data(event: bytes) -> dict:  # type: ignore[type-arg]
 def _bare(data: bytes) -> list[bytes]:
     """Events without their ids: samples may come in another order."""
     return [part.split(b"data: ")[1] for part in parts(data)]
+
+
+@pytest.mark.parametrize("at", [1, 20, 60])
+def test_every_sample_survives_its_router(at: int) -> None:
+    """Guards adoption of a group: the next router finds all of its samples, and the client goes on in each of them."""
+
+    async def run() -> None:
+        async with site() as one, Client(one.address) as client:
+            one.workers.blocks = 4096
+            await one.restart()
+            call = GenerateCall(prompt="x", n=3, max_tokens=40)
+            events: list[GenerateEvent] = []
+            tokens, restarted = 0, False
+            async for event in client.agenerate(call, resume=True):
+                events.append(event)
+                tokens += len(event.token_ids) if isinstance(event, Delta) else 0
+                if tokens >= at and not restarted:
+                    restarted = True
+                    await one.restart()
+            assert restarted
+            found = by_sample(events)
+            assert sorted(found) == [0, 1, 2]
+            assert all((text, ids) == (TEXT, IDS) for text, ids, _ in found.values())
+            assert len(places(one.workers)) == 3, "a sample was run twice"
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_was_lost_with_its_router_is_not_passed_over() -> None:
+    """Guards against an answer of two samples where three were asked."""
+
+    async def run() -> None:
+        async with site() as one:
+            one.workers.blocks = 4096
+            app = await one.restart()
+            call = GenerateCall(prompt="x", n=3, max_tokens=40, resumable=True)
+            async with aclosing(app._frontend.generate(call)) as events:
+                started = await anext(events)
+            assert isinstance(started, Started)
+            await until(lambda: len(one.workers.orphans) == 3)
+            del one.workers.orphans[f"{started.request_id}.1"]
+            app = await one.restart()
+            with pytest.raises(ApiError) as raised:
+                await anext(app._frontend.resume(started.resume_token))
+            assert raised.value.code == "UNAVAILABLE"
+
+    asyncio.run(run())
