@@ -572,9 +572,11 @@ class DecodeScheduler:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
         if self._local:
-            missing = [len(request.tokens) - request.known for request in self._local]
+            # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
+            local = self._local[: max(1, self.config.max_batch - len(self._running))]
+            missing = [len(request.tokens) - request.known for request in local]
             shares = share_budget(missing, self.config.local_chunk_tokens)
-            for request, share in zip(self._local, shares, strict=True):
+            for request, share in zip(local, shares, strict=True):
                 if share:
                     rows.append(self._row(request, request.known + share))
         if not rows:
