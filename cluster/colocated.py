@@ -52,6 +52,7 @@ class Answer:
     """One request's fate so far; `ended` is its last word."""
 
     record: RequestRecord
+    fork_of: RequestId | None = None
     tokens: list[int] = field(default_factory=list)
     refused: int = 0
     ended: Ended | None = None
@@ -122,9 +123,10 @@ class Colocated:
         self._prefill_block_size = prefill.layout.block_size
         self._engines[0].receive([ReaderUp(DECODE, transports[0].reads_remotely)])
 
-    def submit(self, record: RequestRecord) -> Answer:
-        """Hand a request in; a refused one is offered again whenever something ends."""
-        answer = Answer(record)
+    def submit(self, record: RequestRecord, fork_of: RequestId | None = None) -> Answer:
+        """Hand a request in; a refused one is offered again whenever something ends. `fork_of`: a request with the
+        same prompt, whose blocks it shares."""
+        answer = Answer(record, fork_of)
         self.answers[record.request] = answer
         self._waiting.append(answer)
         return answer
@@ -141,7 +143,9 @@ class Colocated:
         """Deliver what is under way and run one step on either side. False: nothing was left to do."""
         offered, self._waiting = self._waiting, []
         for answer in offered:
-            place = Place(record=answer.record, placement=1, prefill=ADDRESS)
+            place = Place(
+                record=answer.record, placement=1, prefill=ADDRESS, fork_of=answer.fork_of
+            )
             self._engines[1].receive([decode_events.FromRouter(LINK, place)])
         worked = bool(offered)
         for at, messages in enumerate((self._to_prefill, self._to_decode)):

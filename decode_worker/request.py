@@ -13,6 +13,8 @@ NO_ROUTER = Incarnation(0)
 
 
 class State(StrEnum):
+    FORKING = "forking"
+    """Waits for the prompt of another sample (`decode_worker.forks`)."""
     CONNECTING = "connecting"
     HANDOFF = "handoff"
     FENCING = "fencing"

@@ -3,6 +3,7 @@
     (taken) --handoff--> READY --room in the batch--> RUNNING --> gone
     a lost or useless prefill worker: --> ASKING --the router names another--> handoff
                                                  --none is left--> LOCAL --last chunk--> READY
+    a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
     a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
 
@@ -27,6 +28,7 @@ from decode_worker.events import (
     RouterLost,
     Tell,
 )
+from decode_worker.forks import Forks, shared_tokens
 from decode_worker.handoffs import (
     MAX_ATTEMPTS,
     Freed,
@@ -94,7 +96,7 @@ Command = TransferCommand | Tell | ConnectPeer
 @dataclass(slots=True)
 class DecodeScheduler:
     """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and
-    what `kv`, `handoffs`, `departures` and `orphans` own. Owner: the engine thread."""
+    what `kv`, `handoffs`, `departures`, `forks` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -108,6 +110,7 @@ class DecodeScheduler:
     block_bytes: int
     handoffs: Handoffs = field(init=False)
     departures: Departures = field(init=False)
+    forks: Forks = field(init=False)
     orphans: Orphans = field(init=False)
     leaving: bool = False
     generated_tokens: int = 0
@@ -123,6 +126,7 @@ class DecodeScheduler:
     def __post_init__(self) -> None:
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
         self.departures = Departures(self.kv, self.fingerprint)
+        self.forks = Forks(self.kv)
         self.orphans = Orphans(self.config.orphan_s)
 
     @property
@@ -285,8 +289,12 @@ class DecodeScheduler:
                 fault=fault,
             )
             return [*commands, Tell(link, ended)]
+        other = None if message.fork_of is None else self._requests.get(message.fork_of)
+        parent = self.forks.parent(record, other)
         lease = None
-        if not self.leaving and len(self.handoffs) < self.config.max_handoffs:
+        if not self.leaving and parent is not None:
+            lease = self.forks.promise(record)
+        elif not self.leaving and len(self.handoffs) < self.config.max_handoffs:
             lease = self._acquire(record)
         if lease is None:
             refused = Refused(name, message.placement, self._blocks_wanted(record))
@@ -302,16 +310,26 @@ class DecodeScheduler:
             accepted=now,
             deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
             have_blocks=lease.cached_tokens // self.kv.block_size,
-            decode_cached_tokens=min(lease.cached_tokens, record.prompt_tokens),
             losses=message.losses,
             router=self.orphans.router(link),
         )
         self._requests[name] = request
-        commands.append(Tell(link, Accepted(name, message.placement, lease.cached_tokens)))
-        if not message.prefill.name:
+        cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
+        request.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
+        commands.append(Tell(link, Accepted(name, message.placement, cached_tokens)))
+        if parent is None:
+            return commands + self._begin(request, now)
+        self.forks.wait(request, parent)
+        if parent.state in (State.READY, State.RUNNING):
+            self._fork(parent, now)
+        return commands
+
+    def _begin(self, request: Request, now: float) -> list[Command]:
+        """Have the prompt filled in, by its prefill worker or here."""
+        if not request.prefill.name:
             self._prefill_here(request, now)
-            return commands
-        return commands + self._settle(self.handoffs.begin(request, now), now)
+            return []
+        return self._settle(self.handoffs.begin(request, now), now)
 
     def _refusal(self, record: RequestRecord) -> Fault | None:
         try:
@@ -346,13 +364,13 @@ class DecodeScheduler:
         for result in results:
             match result:
                 case Landed(request):
-                    self._landed(request, now)
+                    commands += self._landed(request, now)
                 case Unserved(request):
                     commands += self._unserved(request, now)
                 case Hopeless(request, fault):
                     commands += self._hopeless(request, fault, now)
                 case Freed(request):
-                    self.kv.release(request.lease)
+                    commands += self._release(request, now)
                 case _:
                     commands.append(result)
         return commands
@@ -370,13 +388,14 @@ class DecodeScheduler:
             self._admit(request, now)
         return commands
 
-    def _landed(self, request: Request, now: float) -> None:
+    def _landed(self, request: Request, now: float) -> list[Command]:
         request.known = len(request.tokens) - (request.first is not None)
         self.kv.landed(request.lease)
         if request.state is State.ENDING:
-            self._let_go(request)
-        elif request.first is not None:
+            return self._let_go(request, now)
+        if request.first is not None:
             self._admit(request, now)
+        return []
 
     def _admit(self, request: Request, now: float) -> None:
         """Blocks and first token are both here: from now on others may share the prompt's blocks."""
@@ -386,12 +405,17 @@ class DecodeScheduler:
         request.clock.enter("decode_queue", now)
         request.state = State.READY
         self._ready.append(request)
+        self._fork(request, now)
+
+    def _fork(self, parent: Request, now: float) -> None:
+        """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
+        for request in self.forks.fork(parent):
+            self._compute_here(request, now)
 
     def _unserved(self, request: Request, now: float) -> list[Command]:
         """Keep what has landed, and ask the router for another prefill worker."""
         if request.state is State.ENDING:
-            self._let_go(request)
-            return []
+            return self._let_go(request, now)
         if request.link == NOBODY:
             self._prefill_here(request, now)
             return []
@@ -418,12 +442,15 @@ class DecodeScheduler:
     def _prefill_here(self, request: Request, now: float) -> None:
         """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
         self.kv.landed(request.lease)
-        self.kv.extend(request.lease, len(request.tokens))
         here = request.have_blocks * self.kv.block_size
         request.known = len(request.tokens) - 1 if request.arrived else here
         if request.output_tokens == 0:
             request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
         request.arrived = True
+        self._compute_here(request, now)
+
+    def _compute_here(self, request: Request, now: float) -> None:
+        self.kv.extend(request.lease, len(request.tokens))
         request.state, request.local_since = State.LOCAL, now
         self._local.append(request)
 
@@ -496,16 +523,31 @@ class DecodeScheduler:
             commands += self._settle(self.handoffs.abandon(request, now), now)
             request.state = State.ENDING
             return commands
+        if state is State.FORKING:
+            self.forks.leave(request)
         request.state = State.ENDING
-        self._let_go(request)
-        return commands
+        return commands + self._let_go(request, now)
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, now: float) -> list[Command]:
         """Keep what is worth keeping in the cache; the handoff, if it was still open, is over."""
         self.handoffs.done(request)
+        self._fork(request, now)
         if request.arrived:
             self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+        return self._release(request, now)
+
+    def _release(self, request: Request, now: float) -> list[Command]:
+        """Its blocks are nobody's. If others still wait for its prompt, the first of them takes its place, and room."""
         self.kv.release(request.lease)
+        heir = self.forks.heir(request)
+        if heir is None:
+            return []
+        self.kv.release(heir.lease)
+        lease = self._acquire(heir.record)
+        assert lease is not None, f"no room for {heir} in the place of {request}"
+        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
+        heir.decode_cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
+        return self._begin(heir, now)
 
     # steps
 
@@ -520,6 +562,8 @@ class DecodeScheduler:
             request.clock.enter("decode_run", now)
             self._running.append(request)
         rows = []
+        # In the first step after a fork, before its parent writes on in the block that they share.
+        copies = [pair for request in self._local for pair in request.lease.copies]
         self._stepping = []
         for request in self._running:
             self.kv.extend(request.lease, len(request.tokens))
@@ -528,15 +572,17 @@ class DecodeScheduler:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
         if self._local:
-            missing = [len(request.tokens) - request.known for request in self._local]
+            # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
+            local = self._local[: max(1, self.config.max_batch - len(self._running))]
+            missing = [len(request.tokens) - request.known for request in local]
             shares = share_budget(missing, self.config.local_chunk_tokens)
-            for request, share in zip(self._local, shares, strict=True):
+            for request, share in zip(local, shares, strict=True):
                 if share:
                     rows.append(self._row(request, request.known + share))
         if not rows:
             return None, commands
         self._steps += 1
-        return StepPlan(tuple(rows), (), self._steps), commands
+        return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
     def _depart(self, request: Request, now: float) -> Command:
         """Out of the batch: all KV but the newest token's is here, for whoever goes on."""
@@ -565,6 +611,8 @@ class DecodeScheduler:
     def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
         """The step has run: send the tokens on, end what is over."""
         commands: list[Command] = []
+        for request in self._local:
+            self.kv.copied(request.lease)
         tokens = iter(drawn)
         for row, request in zip(plan.rows, self._stepping, strict=True):
             request.known = row.end
@@ -598,6 +646,7 @@ class DecodeScheduler:
         self.kv.check()
         self.handoffs.check()
         self.departures.check()
+        self.forks.check({r for r in self._requests.values() if r.state is State.FORKING})
         self.orphans.check()
         lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
         for state, line in lines.items():

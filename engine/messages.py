@@ -79,12 +79,14 @@ class RouterHello(Record):
 
 
 class Place(Record, kw_only=True):
-    """Run `record`; its prompt is prefilled by `prefill`. `losses` placements were lost before."""
+    """Run `record`; its prompt is prefilled by `prefill`. `losses` placements were lost before. The request `fork_of`
+    has the same prompt: if it is here, its blocks are shared, and nothing is prefilled."""
 
     record: RequestRecord
     placement: int
     prefill: PeerAddress
     losses: int = 0
+    fork_of: RequestId | None = None
 
 
 class Cancel(Record):

@@ -66,6 +66,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     sampling: SamplingParams = SamplingParams()
     sample_index: int = 0
+    group: str = ""
+    """What the samples of one call have in common; empty where there is but one."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False

@@ -55,7 +55,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "token_ids", "model", "max_tokens", "min_tokens", "sampling", "seed", "stop", "stop_token_ids", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable")
+    __slots__ = ("prompt", "chat", "token_ids", "model", "max_tokens", "min_tokens", "sampling", "seed", "stop", "stop_token_ids", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: ChatMessages
     token_ids: TokenIds
@@ -86,17 +87,28 @@ class GenerateRequest(_message.Message):
     tenant: str
     timeout_s: float
     resumable: bool
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., resumable: bool = ...) -> None: ...
+    n: int
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., resumable: bool = ..., n: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("resume_token", "next_index", "text_bytes")
+    __slots__ = ("resume_token", "next_index", "text_bytes", "others")
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     resume_token: str
     next_index: int
     text_bytes: int
-    def __init__(self, resume_token: _Optional[str] = ..., next_index: _Optional[int] = ..., text_bytes: _Optional[int] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[Position]
+    def __init__(self, resume_token: _Optional[str] = ..., next_index: _Optional[int] = ..., text_bytes: _Optional[int] = ..., others: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("next_index", "text_bytes")
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    next_index: int
+    text_bytes: int
+    def __init__(self, next_index: _Optional[int] = ..., text_bytes: _Optional[int] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("resume_token",)
@@ -109,24 +121,28 @@ class CancelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "resume_token")
+    __slots__ = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    samples: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., resume_token: _Optional[str] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("text", "token_ids")
+    __slots__ = ("text", "token_ids", "sample")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    sample: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sample: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens")
@@ -172,7 +188,7 @@ class Migration(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "usage", "timings", "migration", "prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens", "stop_matched")
+    __slots__ = ("reason", "usage", "timings", "migration", "prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens", "stop_matched", "sample")
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +198,7 @@ class Finished(_message.Message):
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_MATCHED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     usage: Usage
     timings: Timings
@@ -191,7 +208,8 @@ class Finished(_message.Message):
     prefill_cached_tokens: int
     decode_cached_tokens: int
     stop_matched: str
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., migration: _Optional[_Union[Migration, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., stop_matched: _Optional[str] = ...) -> None: ...
+    sample: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., migration: _Optional[_Union[Migration, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., stop_matched: _Optional[str] = ..., sample: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -16,6 +16,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """One request for text. `prompt` is plain text, a chat, or token ids. None means: the server's default."""
 
     prompt: str | list[ChatMessage] | list[int]
+    n: int = 1
+    """Samples of the answer, drawn side by side from one seed."""
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -34,14 +36,15 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker has taken the request. A client whose connection broke comes back with `resume_token`, a secret.
-    `form` is the call's: how a stream that began over HTTP goes on there."""
+    """A worker has taken the request; where it is resumable, all of its samples. A client whose connection broke comes
+    back with `resume_token`, a secret. `form` is the call's: how a stream that began over HTTP goes on there."""
 
     request_id: str
     model: str
     prompt_tokens: int
     resume_token: str = ""
     form: HttpForm | None = None
+    samples: int = 1
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -49,10 +52,12 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: str
     token_ids: tuple[int, ...]
+    sample: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request that ended well. `stats.stages` holds all nine stages and `unattributed`, in seconds."""
+    """The end of a sample that ended well; of the request, with the last of them. `stats.stages` holds all nine stages
+    and `unattributed`, in seconds."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -64,6 +69,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_s: float
     e2e_s: float
     stop_matched: str = ""
+    sample: int = 0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What a client has of one sample: output tokens, and bytes of their text, since text may lag behind tokens."""
+
+    next_index: int = 0
+    text_bytes: int = 0
 
 
 GenerateEvent = Started | Delta | Finished

@@ -11,9 +11,9 @@ import grpc
 import msgspec
 
 from protos import headrace_pb2 as pb
-from router.api import ApiError, Finished, GenerateCall, GenerateEvent
-from router.convert import call_to_proto, event_from_proto
-from router.progress import Position, Progress
+from router.api import ApiError, GenerateCall, GenerateEvent
+from router.convert import call_to_proto, event_from_proto, resume_to_proto
+from router.progress import Progress
 
 _GENERATE = "/headrace.v1.Headrace/Generate"
 _RESUME = "/headrace.v1.Headrace/Resume"
@@ -48,7 +48,7 @@ class Client:
         self._aio_channel: grpc.aio.Channel | None = None
 
     def generate(self, call: GenerateCall, resume: bool = False) -> Iterator[GenerateEvent]:
-        """Events of one request, ending with Finished. Raises ApiError."""
+        """Events of one request, ending with Finished of its last sample. Raises ApiError."""
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._sync()
@@ -60,17 +60,15 @@ class Client:
                         event = event_from_proto(pb.GenerateResponse.FromString(data))
                         if progress.take(event):
                             yield event
-                        if isinstance(event, Finished):
+                        if progress.is_over:
                             return
                     raise _ended_early()
                 except (grpc.RpcError, ApiError) as error:
                     time.sleep(_pause_s(error, progress))
-                    position = _position(progress)
-                    left_s = _left_s(call, began_s)
-                    stream = _again(channel, position, left_s)
+                    stream = _again(channel, progress, _left_s(call, began_s))
         finally:
             stream.cancel()
-            if call.resumable and not progress.is_over and progress.position is not None:
+            if call.resumable and not progress.is_over and progress.token:
                 with suppress(grpc.RpcError, ValueError):
                     channel.unary_unary(_CANCEL)(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
 
@@ -89,17 +87,15 @@ class Client:
                         event = event_from_proto(pb.GenerateResponse.FromString(data))
                         if progress.take(event):
                             yield event
-                        if isinstance(event, Finished):
+                        if progress.is_over:
                             return
                     raise _ended_early()
                 except (grpc.RpcError, ApiError) as error:
                     await asyncio.sleep(_pause_s(error, progress))
-                    position = _position(progress)
-                    left_s = _left_s(call, began_s)
-                    stream = _again(channel, position, left_s)
+                    stream = _again(channel, progress, _left_s(call, began_s))
         finally:
             stream.cancel()
-            if call.resumable and not progress.is_over and progress.position is not None:
+            if call.resumable and not progress.is_over and progress.token:
                 with suppress(grpc.RpcError, grpc.aio.UsageError):
                     cancel = channel.unary_unary(_CANCEL)
                     await cancel(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
@@ -158,10 +154,11 @@ class Client:
         return self._aio_channel
 
 
-def _again(channel: Any, position: Position, timeout_s: float | None) -> Any:
-    """The stream from `position` on. Raises ApiError if the client was closed meanwhile."""
+def _again(channel: Any, progress: Progress, timeout_s: float | None) -> Any:
+    """The stream from where it was on. Raises ApiError if the client was closed meanwhile."""
+    request = resume_to_proto(progress.token, progress.positions).SerializeToString()
     try:
-        return channel.unary_stream(_RESUME)(_resume(position), timeout=timeout_s)
+        return channel.unary_stream(_RESUME)(request, timeout=timeout_s)
     except (ValueError, grpc.aio.UsageError) as error:
         raise ApiError("CANCELLED", "the client was closed") from error
 
@@ -190,23 +187,8 @@ def _pause_s(error: grpc.RpcError | ApiError, progress: Progress) -> float:
         raise told from error
 
 
-def _position(progress: Progress) -> Position:
-    position = progress.position
-    assert position is not None
-    return position
-
-
-def _resume(position: Position) -> bytes:
-    request = pb.ResumeRequest(
-        resume_token=position.token,
-        next_index=position.next_index,
-        text_bytes=position.text_bytes,
-    )
-    return request.SerializeToString()
-
-
 def _cancel(progress: Progress) -> bytes:
-    return pb.CancelRequest(resume_token=_position(progress).token).SerializeToString()
+    return pb.CancelRequest(resume_token=progress.token).SerializeToString()
 
 
 def _left_s(call: GenerateCall, began_s: float) -> float | None:

@@ -17,6 +17,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0
     default_max_tokens: int = 512
+    max_samples: int = 16
+    """Most parallel samples (`n`) of one call; each counts as a request."""
     max_message_bytes: int = 4 * 1024 * 1024
     max_prompt_bytes: int = 1024 * 1024
     tokenize_inline_bytes: int = 8 * 1024

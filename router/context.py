@@ -9,15 +9,16 @@ import msgspec
 from router.form import HttpForm
 
 
-class Context(msgspec.Struct, frozen=True, kw_only=True):
+class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
-    `form` is how the answer is written, where the call came over HTTP."""
+    `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are."""
 
     token: str
     model: str
     stop: tuple[str, ...] = ()
     chat: tuple[tuple[str, str], ...] = ()
     form: HttpForm | None = None
+    samples: int = 1
 
     def __repr__(self) -> str:
         """Without the caller's text, and without what lets others read the answer."""

@@ -1,9 +1,19 @@
 """Between the public protobuf messages and the types of `router.api`. Nothing else knows both."""
 
+from collections.abc import Sequence
+
 from engine.messages import RequestStats
 from engine.types import FieldError, FinishReason, SamplingParams
 from protos import headrace_pb2 as pb
-from router.api import ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.api import (
+    ChatMessage,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    Started,
+)
 
 _SAMPLING = (
     "temperature",
@@ -24,6 +34,7 @@ _SCALARS = (
     "tenant",
     "timeout_s",
     "resumable",
+    "n",
 )
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -78,7 +89,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
     if isinstance(event, Delta):
-        delta = pb.Delta(text=event.text, token_ids=event.token_ids)
+        delta = pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample)
         return pb.GenerateResponse(delta=delta)
     if isinstance(event, Started):
         started = pb.Started(
@@ -86,6 +97,7 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
             model=event.model,
             prompt_tokens=event.prompt_tokens,
             resume_token=event.resume_token,
+            samples=event.samples,
         )
         return pb.GenerateResponse(started=started)
     stats = event.stats
@@ -115,6 +127,7 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
             prefill_cached_tokens=stats.prefill_cached_tokens,
             decode_cached_tokens=stats.decode_cached_tokens,
             stop_matched=event.stop_matched,
+            sample=event.sample,
         )
     )
 
@@ -122,11 +135,16 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
 def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
     kind = response.WhichOneof("event")
     if kind == "delta":
-        return Delta(response.delta.text, tuple(response.delta.token_ids))
+        delta = response.delta
+        return Delta(delta.text, tuple(delta.token_ids), delta.sample)
     if kind == "started":
         started = response.started
         return Started(
-            started.request_id, started.model, started.prompt_tokens, started.resume_token
+            started.request_id,
+            started.model,
+            started.prompt_tokens,
+            started.resume_token,
+            samples=max(1, started.samples),
         )
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
@@ -153,4 +171,20 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
         itl_p99_s=end.timings.itl_p99_s,
         e2e_s=end.timings.e2e_s,
         stop_matched=end.stop_matched,
+        sample=end.sample,
     )
+
+
+def resume_to_proto(token: str, positions: Sequence[Position]) -> pb.ResumeRequest:
+    first, *others = positions
+    return pb.ResumeRequest(
+        resume_token=token,
+        next_index=first.next_index,
+        text_bytes=first.text_bytes,
+        others=[pb.Position(next_index=at.next_index, text_bytes=at.text_bytes) for at in others],
+    )
+
+
+def positions_from_proto(request: pb.ResumeRequest) -> list[Position]:
+    """Of all samples, in order."""
+    return [Position(at.next_index, at.text_bytes) for at in (request, *request.others)]

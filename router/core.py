@@ -6,6 +6,9 @@ and small ones do not overtake it. A request whose decode worker was lost is bac
 its head, and goes on behind the tokens that its client has (`router/recovery.py`). So is one that a leaving worker has
 yielded (`router/moves.py`), whose KV the next worker fetches there.
 
+Samples of one prompt are requests of their own, placed, recovered and ended each by itself; but one is offered first
+to a worker that has another, and shares its blocks there (`router/groups.py`).
+
 A worker that refused is not asked again before its next report, so re-offers come at the rate of reports and never
 spin. Only tokens of the current placement, in order, are passed on.
 """
@@ -67,17 +70,18 @@ from router.events import (
     Submit,
     Tick,
 )
+from router.groups import Groups
 from router.moves import Moves, together
 from router.placement import Placer
-from router.policy import RoutingPolicy
+from router.policy import Choice, Demand, RoutingPolicy
 from router.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
-from router.registry import Life, Worker
+from router.registry import Life, ModelKey, Worker
 
 
 class Router:
     """See the module. `handle` is the only way to change it; the router's event loop owns it."""
 
-    # Mutable state: the calls by request, the line and the deadlines as heaps whose stale entries
+    # Mutable state: the calls by request and by group, the line and the deadlines as heaps whose stale entries
     # are skipped, the retry budget, the adoptions, the registry and the prefix index.
 
     def __init__(
@@ -90,6 +94,7 @@ class Router:
         self._stop_ids = stop_ids
         self._budget = RetryBudget(config.retry_reserve, config.retry_fraction)
         self._calls: dict[RequestId, Call] = {}
+        self._groups = Groups()
         self._line: list[tuple[int, RequestId]] = []
         self._deadlines: list[tuple[float, RequestId]] = []
         self._adoptions = Adoptions(config.settle_s)
@@ -171,12 +176,13 @@ class Router:
         self._budget.arrived()
         call = Call(record, self._turns, event.deadline_s)
         self._calls[record.request] = call
+        self._groups.add(call)
         heapq.heappush(self._line, (call.turn, record.request))
         if call.deadline_s is not None:
             heapq.heappush(self._deadlines, (call.deadline_s, record.request))
         self._advance(now, out)
         if call.state is State.WAITING and self.waiting > self._config.max_waiting:
-            del self._calls[record.request]
+            self._forget(call, out)
             full = Fault(
                 "RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later"
             )
@@ -202,7 +208,9 @@ class Router:
             heapq.heappop(self._line)
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> bool:
-        placed = self._placer.choose(call.record, call.chain, now, self._source(call))
+        host, placed = self._beside(call, now)
+        if placed is None:
+            placed = self._placer.choose(call.record, call.chain, now, self._source(call))
         if placed is None:
             return False
         choice, demand, key = placed
@@ -222,10 +230,27 @@ class Router:
             record = msgspec.structs.replace(record, remaining_s=left_s)
         prefill = self._beliefs.use_prefill(call, choice.prefill)
         place = Place(
-            record=record, placement=call.placement, prefill=prefill, losses=call.losses
+            record=record,
+            placement=call.placement,
+            prefill=prefill,
+            losses=call.losses,
+            fork_of=host,
         )
         out.append(SendPlace(call.decode, place, choice.reason))
         return True
+
+    def _beside(
+        self, call: Call, now: float
+    ) -> tuple[RequestId | None, tuple[Choice, Demand, ModelKey] | None]:
+        """Another sample of its prompt to share blocks with, and the place there."""
+        if call.source is None:
+            for host in self._groups.hosts(call):
+                home = self.registry.get(host.decode)
+                assert home is not None
+                placed = self._placer.beside(call.record, home, host.prefill, now)
+                if placed is not None:
+                    return host.record.request, placed
+        return None, None
 
     # ---- what workers say
 
@@ -408,6 +433,7 @@ class Router:
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0
         self._calls[request] = call
+        self._groups.add(call)
         self._beliefs.adopted(call, orphan)
         if call.deadline_s is not None:
             heapq.heappush(self._deadlines, (call.deadline_s, request))
@@ -538,12 +564,14 @@ class Router:
 
     def _forget(self, call: Call, out: list[Command]) -> None:
         del self._calls[call.record.request]
+        self._groups.remove(call)
         self._beliefs.release(call)
         self._release(call, out)
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""
         self._beliefs.check(self._calls)
+        self._groups.check(self._calls)
         in_line = {request for turn, request in self._line}
         for request, call in self._calls.items():
             if call.state is State.WAITING:

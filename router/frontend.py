@@ -14,18 +14,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+import msgspec
+
 from engine.messages import Orphan
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord, TooLongError
-from router.api import ApiError, GenerateCall, GenerateEvent, Started
+from router.api import ApiError, Delta, GenerateCall, GenerateEvent, Position, Started
 from router.config import RouterConfig
 from router.context import Context, pack, unpack
 from router.conversation import Conversations, Prompt
-from router.events import Complete
 from router.hub import Hub
 from router.observer import Observer
 from router.output import Detokenizer, Output
 from router.resume import Kept, Resumables, unknown_token
-from router.stream import Reader, Stream
+from router.samples import Samples, SamplesReader, of_sample
+from router.stream import Stream
 from router.timing import Timeline
 from router.validate import UnknownModelError, check_call, namespace, to_record
 
@@ -97,24 +99,34 @@ class Frontend:
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise _refusal(error) from error
         deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
-        timeline.submitted(self._clock())
-        stream = Stream(
-            Started(record.request, self._text.name, record.prompt_tokens, token, call.form),
-            Output(self._text.detokenizer(), call.stop),
-            timeline,
-            self._observer,
+        submitted_s = self._clock()
+        samples = Samples(
+            Started(
+                record.request,
+                self._text.name,
+                record.prompt_tokens,
+                token,
+                call.form,
+                call.n,
+            )
         )
         chat = _chat(call)
-        kept = Kept(record.request, stream, lambda: self._remember(chat, record, prompt, stream))
-        self._hub.submit(record, deadline_s, stream)
-        async with aclosing(self._serve(token, kept, stream.read())) as events:
+        kept = Kept(samples, lambda stream: self._remember(chat, record, prompt, stream))
+        records = _samples(record, call.n)
+        for one in records:
+            line = Timeline(timeline.received_s)
+            line.submitted(submitted_s)
+            stream = self._stream(samples, one, call.stop, line)
+            samples.put(one.sample_index, stream)
+            self._hub.submit(one, deadline_s, stream)
+        async with aclosing(self._serve(token, kept, samples.read())) as events:
             async for event in events:
                 yield event
 
     async def resume(
-        self, token: str, next_index: int, text_bytes: int
+        self, token: str, positions: Sequence[Position] = ()
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Go on with a resumable request behind `next_index` output tokens and `text_bytes` bytes of text.
+        """Go on with a resumable request behind what the client has of each sample; without positions, from the start.
 
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router
         knows what it has to go on with from an earlier one.
@@ -123,7 +135,7 @@ class Frontend:
         kept = self._resumables.find(token)
         if kept is None:
             raise unknown_token()
-        reader = kept.stream.read_on(next_index, text_bytes)
+        reader = kept.samples.read_on(positions)
         self._resumables.attached(token)
         async with aclosing(self._serve(token, kept, reader)) as events:
             async for event in events:
@@ -150,23 +162,53 @@ class Frontend:
         context = unpack(record.context)
         if context is None or context.model != self._text.name or context.token in self._unwanted:
             return None
-        stream = Stream(
-            Started(record.request, context.model, record.prompt_tokens, context.token, context.form),
-            Output(self._text.detokenizer(), context.stop),
-            Timeline.adopted(orphan.age_s, len(orphan.tokens), now),
-            self._observer,
-            is_adopted=True,
-        )
-        chat = list(context.chat)
-
-        def remember() -> None:
-            prompt = Prompt(self._text.render_chat(chat), record.tokens[: record.prompt_tokens])
-            self._remember(chat, record, prompt, stream)
-
-        kept = Kept(record.request, stream, remember if chat else lambda: None)
-        self._resumables.keep(context.token, kept)
+        if record.sample_index >= context.samples:
+            return None
+        kept = self._resumables.find(context.token)
+        if kept is None:
+            kept = self._revived(context, record)
+            self._resumables.keep(context.token, kept)
+        timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
+        stream = self._stream(kept.samples, record, context.stop, timeline, is_adopted=True)
+        kept.samples.put(record.sample_index, stream)
         self._give_up(self._resumables.detached(context.token, now))
         return stream
+
+    def _revived(self, context: Context, record: RequestRecord) -> Kept:
+        chat = list(context.chat)
+
+        def remember(stream: Stream) -> None:
+            if chat:
+                prompt = Prompt(self._text.render_chat(chat), record.tokens[: record.prompt_tokens])
+                self._remember(chat, record, prompt, stream)
+
+        started = Started(
+            record.group or record.request,
+            context.model,
+            record.prompt_tokens,
+            context.token,
+            context.form,
+            context.samples,
+        )
+        return Kept(Samples(started), remember)
+
+    def _stream(
+        self,
+        samples: Samples,
+        record: RequestRecord,
+        stop: tuple[str, ...],
+        timeline: Timeline,
+        *,
+        is_adopted: bool = False,
+    ) -> Stream:
+        return Stream(
+            Started(record.request, self._text.name, record.prompt_tokens),
+            Output(self._text.detokenizer(), stop),
+            timeline,
+            self._observer,
+            samples.changed,
+            is_adopted=is_adopted,
+        )
 
     def tick(self) -> None:
         """Time has passed: end what no client came back for in time."""
@@ -180,38 +222,54 @@ class Frontend:
             self._abandon(kept)
 
     async def _serve(
-        self, token: str, kept: Kept, reader: Reader
+        self, token: str, kept: Kept, reader: SamplesReader
     ) -> AsyncGenerator[GenerateEvent, None]:
+        samples = kept.samples
         try:
-            while True:
-                event = await reader.next()
-                if isinstance(event, Complete):
-                    kept.remember()
-                    yield kept.stream.account(event, self._clock())
-                    return
-                if token and isinstance(event, Started):
-                    self._resumables.keep(token, kept)
-                yield event
+            while (event := await reader.next()) is not None:
+                if isinstance(event, Started):
+                    if token:
+                        self._resumables.keep(token, kept)
+                    yield event
+                    continue
+                at, item = event
+                if isinstance(item, Delta):
+                    yield of_sample(item, at)
+                    continue
+                stream = samples.streams[at]
+                kept.remember(stream)
+                yield of_sample(stream.account(item, self._clock()), at)
+        except ApiError as error:
+            if samples.reader is reader and len(samples.streams) > 1:
+                self._abandon(kept, error)
+            raise
         finally:
-            if kept.stream.reader is reader:
-                if not (token and reader.has_started):
+            if samples.reader is reader:
+                if not (token and reader.is_known):
                     self._abandon(kept)
                 elif self._resumables.find(token) is kept:
                     self._give_up(self._resumables.detached(token, self._clock()))
 
-    def _abandon(self, kept: Kept) -> None:
+    def _abandon(self, kept: Kept, why: ApiError | None = None) -> None:
         """Nobody will read it any more."""
-        now = self._clock()
-        self._hub.leave(kept.request)
-        kept.stream.left(now)
+        for request in kept.samples.end_all(self._clock(), why):
+            self._hub.leave(request)
 
     def _context(self, call: GenerateCall, token: str) -> bytes:
         """Nothing, for a request that ends with its connection."""
         if not token:
             return b""
         chat = tuple(_chat(call))
-        name = self._text.name
-        return pack(Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form))
+        return pack(
+            Context(
+                token=token,
+                model=self._text.name,
+                stop=call.stop,
+                chat=chat,
+                form=call.form,
+                samples=call.n,
+            )
+        )
 
     async def _tokenize(self, call: GenerateCall) -> Prompt:
         prompt = call.prompt
@@ -247,6 +305,21 @@ class Frontend:
         except FieldError:
             # The template refuses the chat with its answer; then no follow-up can come either.
             return
+
+
+def _samples(record: RequestRecord, count: int) -> list[RequestRecord]:
+    """The records of all samples: requests of their own, of one group. The first keeps the name of them all."""
+    if count == 1:
+        return [record]
+    return [
+        msgspec.structs.replace(
+            record,
+            request=RequestId(f"{record.request}.{index}") if index else record.request,
+            sample_index=index,
+            group=record.request,
+        )
+        for index in range(count)
+    ]
 
 
 def _chat(call: GenerateCall) -> list[tuple[str, str]]:

@@ -21,14 +21,18 @@ async def first(events: AsyncGenerator[GenerateEvent, None]) -> Started:
 
 
 async def checked(events: AsyncIterator[GenerateEvent]) -> AsyncGenerator[GenerateEvent, None]:
-    """The frontend's events up to `Finished`, which is always the last.
+    """The frontend's events up to the last sample's `Finished`, which is always the last.
 
     Any failure leaves as `ApiError`, and leaving early closes the frontend's iterator.
     """
+    left = 1
     try:
         async for item in events:
             yield item
-            if isinstance(item, Finished):
+            if isinstance(item, Started):
+                left = item.samples
+            left -= isinstance(item, Finished)
+            if not left:
                 return
         raise _internal("the frontend's events ended without Finished")
     except ApiError:

@@ -5,7 +5,7 @@ the request on the workers, or, where the stream is resumable, leaves it for a w
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent
-from router.event_ids import FIELD, position
+from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position
+from router.event_ids import FIELD, positions
 from router.form import HttpForm
 from router.http_answer import checked, error_response, first
 from router.http_stream import StreamedAnswer
@@ -29,7 +29,7 @@ class Generates(Protocol):
     def generate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]: ...
 
     def resume(
-        self, token: str, next_index: int, text_bytes: int
+        self, token: str, positions: Sequence[Position] = ()
     ) -> AsyncIterator[GenerateEvent]: ...
 
     def cancel(self, token: str) -> bool: ...
@@ -44,20 +44,21 @@ class WholeAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         label = self._form.label
-        texts: list[str] = []
-        ids: list[int] = []
         try:
             async with aclosing(checked(self._events)) as events:
                 started = await first(events)
                 label = label or started.request_id
+                answers: list[list[Delta]] = [[] for _ in range(started.samples)]
+                ends: list[Finished] = []
                 async for item in events:
                     if isinstance(item, Delta):
-                        texts.append(item.text)
-                        ids.extend(item.token_ids)
+                        answers[item.sample].append(item)
                     elif isinstance(item, Finished):
-                        body = Writer(started, self._form).whole("".join(texts), tuple(ids), item)
-                        headers = {"content-type": "application/json", "x-request-id": label}
-                        response = Response(body, headers=headers)
+                        ends.append(item)
+                ends.sort(key=lambda end: end.sample)
+                body = Writer(started, self._form).whole(answers, ends)
+                headers = {"content-type": "application/json", "x-request-id": label}
+                response = Response(body, headers=headers)
         except ApiError as error:
             response = error_response(error_reply(error), label)
         await response(scope, receive, send)
@@ -84,11 +85,12 @@ class Streams:
             raise HTTPException(405, headers={"Allow": "GET, DELETE"})
         named = request.headers.get(FIELD) or request.query_params.get("last_event_id", "")
         try:
-            at = position(named, token)
+            at = positions(named, token)
         except ApiError as error:
             await error_response(error_reply(error))(scope, receive, send)
             return
-        events = self._frontend.resume(token, at.next_index, at.text_bytes)
+        had = [Position(one.next_index, one.text_bytes) for one in at]
+        events = self._frontend.resume(token, had)
         await attended(StreamedAnswer(events, None, "", at), scope, receive, send)
 
 

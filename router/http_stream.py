@@ -7,7 +7,7 @@ client takes a part for the whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api import ApiError, Delta, Finished, GenerateEvent, Started
-from router.event_ids import START, At
+from router.event_ids import At
 from router.form import HttpForm
 from router.http_answer import checked, error_response, first
 from router.openai_reply import error_reply
@@ -35,12 +35,13 @@ class StreamedAnswer:
         events: AsyncIterator[GenerateEvent],
         form: HttpForm | None,
         label: str,
-        at: At = START,
+        at: Sequence[At] = (),
     ) -> None:
         self._events = events
         self._form = form
         self._label = label
         self._at = at
+        self._had_the_end = bool(at) and all(one.closing for one in at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = _EventStream(send, self._label)
@@ -53,7 +54,7 @@ class StreamedAnswer:
                         await out.write(writer.delta(item))
                     elif isinstance(item, Finished):
                         await out.write(b"".join(writer.last(item)))
-            if self._at.closing and await out.withdraw():
+            if self._had_the_end and await out.withdraw():
                 # Nothing was left to say. This status also tells a browser to stop coming back.
                 await Response(status_code=204)(scope, receive, send)
             else:
@@ -75,7 +76,7 @@ class StreamedAnswer:
             raise unknown_token("was not begun over HTTP")
         out.label = form.label or started.request_id
         out.resume_token = started.resume_token
-        if started.resume_token and not self._at.closing:
+        if started.resume_token and not self._had_the_end:
             await out.begin()
         return StreamWriter(started, form, self._at)
 

@@ -32,7 +32,6 @@ _ROLES = {
     "tool": "tool",
 }
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -69,6 +68,7 @@ class Request(msgspec.Struct, kw_only=True):
     """What both routes share."""
 
     model: str | None = None
+    n: Int | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     temperature: float | None = None
@@ -87,7 +87,6 @@ class Request(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     timeout: float | None = None
     resumable: bool | None = None
-    n: object = None
     best_of: object = None
     echo: object = None
     suffix: object = None
@@ -208,7 +207,7 @@ def _parsed(
         value: object = getattr(request, name)
         # `==` alone would let 1 pass for true and 0 for false.
         if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
-            reason = "only 1 is supported" if name in ("n", "best_of") else "is not supported"
+            reason = "only 1 is supported" if name == "best_of" else "is not supported"
             raise invalid(name, reason)
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
@@ -223,6 +222,7 @@ def _parsed(
         timeouts.append(_timeout(request.timeout, "timeout"))
     call = GenerateCall(
         prompt=prompt,
+        n=1 if request.n is None else request.n,
         model=request.model,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,

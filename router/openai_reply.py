@@ -1,11 +1,12 @@
 """What the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from router.api import ApiError, Finished, Started
+from router.api import ApiError, Delta, Finished, Started
 from router.form import HttpForm
 
 _STATUS: dict[str, tuple[int, str]] = {
@@ -27,6 +28,7 @@ _FIELDS = {
     "request_id": "x-request-id",
     "next_index": "Last-Event-ID",
     "text_bytes": "Last-Event-ID",
+    "positions": "Last-Event-ID",
 }
 """What this front calls fields that have another name behind the frontend."""
 
@@ -112,16 +114,22 @@ class Writer:
         self._model = started.model
         self._form = form
 
-    def whole(self, text: str, token_ids: tuple[int, ...], end: Finished) -> bytes:
-        choice = Choice(finish_reason=end.reason.value)
+    def whole(self, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]) -> bytes:
+        """All output and the account of every sample, in order. The figures are those of sample 0."""
+        choices = [self._choice(*answer) for answer in zip(answers, ends, strict=True)]
+        kind = "chat.completion" if self._form.chat else "text_completion"
+        return msgspec.json.encode(self.reply(kind, choices, usage(ends), self.headrace(ends[0])))
+
+    def _choice(self, deltas: Sequence[Delta], end: Finished) -> Choice:
+        choice = Choice(index=end.sample, finish_reason=end.reason.value)
+        text = "".join(delta.text for delta in deltas)
         if self._form.chat:
             choice.message = ChatText(text, refusal=None)
         else:
             choice.text = text
         if self._form.return_token_ids:
-            choice.token_ids = token_ids
-        kind = "chat.completion" if self._form.chat else "text_completion"
-        return msgspec.json.encode(self.reply(kind, [choice], usage(end), self.headrace(end)))
+            choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+        return choice
 
     def reply(
         self,
@@ -154,13 +162,12 @@ class Writer:
         )
 
 
-def usage(end: Finished) -> Usage:
-    return Usage(
-        prompt_tokens=end.prompt_tokens,
-        completion_tokens=end.output_tokens,
-        total_tokens=end.prompt_tokens + end.output_tokens,
-        prompt_tokens_details=CachedTokens(end.cached_tokens),
-    )
+def usage(ends: Sequence[Finished]) -> Usage:
+    """Of all samples together: they share one prompt."""
+    prompt = ends[0].prompt_tokens
+    completion = sum(end.output_tokens for end in ends)
+    cached = min(end.cached_tokens for end in ends)
+    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

@@ -91,6 +91,25 @@ class Placer:
                 best = (choice, wanted, key)
         return best
 
+    def beside(
+        self, record: RequestRecord, home: Worker, prefill: str, now: float
+    ) -> tuple[Choice, Demand, ModelKey] | None:
+        """The place next to a request with the same prompt, which shares its blocks, prefilled by `prefill`; None if
+        its worker has no room for what is not shared."""
+        if home.refused or home not in self._registry.takers("decode", now):
+            return None
+        size = home.info.block_size
+        wanted = demand(record, size)
+        shared = min(record.prompt_tokens, len(record.tokens) - 1) // size
+        view = msgspec.structs.replace(self._decode_view(home, []), cached_blocks=shared)
+        if not _fits(wanted, view):
+            return None
+        reads = _LOCAL_VIEW
+        if self._registry.get(prefill) is not None:
+            reads = PrefillView(prefill, wanted.prompt_tokens - 1, 0, 0.0, 0)
+        choice = self._policy.choose(wanted, [reads], [view])
+        return None if choice is None else (choice, wanted, home.key)
+
     def has_room_elsewhere(
         self, record: RequestRecord, chain_of: ChainOf, home: Worker, promised: int, now: float
     ) -> bool:

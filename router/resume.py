@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.types import RequestId
 from router.api import ApiError
+from router.samples import Samples
 from router.stream import Stream
 
 MAX_UNREAD = 4096
@@ -23,11 +23,10 @@ def unknown_token(why: str = "is unknown, or came too late") -> ApiError:
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One request's stream; `remember` notes a finished chat for its next turn."""
+    """One answer's samples; `remember` notes a finished one for the chat's next turn."""
 
-    request: RequestId
-    stream: Stream
-    remember: Callable[[], None]
+    samples: Samples
+    remember: Callable[[Stream], None]
 
 
 class Resumables:

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
 from router.api import ApiError, GenerateCall, GenerateEvent
-from router.convert import call_from_proto, event_to_proto
+from router.convert import call_from_proto, event_to_proto, positions_from_proto
 from router.frontend import Frontend
 
 SERVICE = "headrace.v1.Headrace"
@@ -113,9 +113,7 @@ class Service:
     ) -> AsyncIterator[pb.GenerateResponse]:
         def events() -> AsyncGenerator[GenerateEvent, None]:
             request = _message(pb.ResumeRequest, data)
-            return self._frontend.resume(
-                request.resume_token, request.next_index, request.text_bytes
-            )
+            return self._frontend.resume(request.resume_token, positions_from_proto(request))
 
         async with aclosing(_answer(events, context)) as responses:
             async for response in responses:

@@ -1,9 +1,8 @@
-"""The client's side of one request: what it was given so far, and what is still to be read.
+"""The client's side of one sample: what it was given so far, and what is still to be read.
 
-The hub fills it as output arrives; one reader at a time takes events from it. A resumable stream outlives its reader:
-it keeps what was given (never more than `max_tokens`), and the next reader says what it has: `next_index` output tokens
-and `text_bytes` bytes of their text, since text may lag behind tokens. It gets the rest, once. A new reader takes the
-stream over; an old one that is still there, on a connection which only it believes in, is sent away.
+The hub fills it as output arrives; one reader at a time takes events from it (`router.samples`). A resumable stream
+outlives its reader: it keeps what was given (never more than `max_tokens`), and the next reader says what it has. It
+gets the rest, once.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ import msgspec
 
 from engine.messages import Fault
 from engine.types import FinishReason
-from router.api import ApiError, Delta, Finished, Started
+from router.api import ApiError, Delta, Finished, Position, Started
 from router.endings import LEFT
 from router.events import Complete
 from router.observer import Observer
@@ -31,6 +30,7 @@ class Stream:
         output: Output,
         timeline: Timeline,
         observer: Observer,
+        changed: asyncio.Event,
         *,
         is_adopted: bool = False,
     ) -> None:
@@ -40,7 +40,7 @@ class Stream:
         self.end: Complete | ApiError | None = None
         self.begun = is_adopted
         self.reader: Reader | None = None
-        self.changed = asyncio.Event()
+        self.changed = changed
         self._finished: Finished | None = None
         self._timeline = timeline
         self._observer = observer
@@ -94,14 +94,14 @@ class Stream:
         self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
         self.changed.set()
 
-    def left(self, now: float) -> None:
-        """Its client is gone for good, whether or not it saw the end. A reader that still waits is sent away."""
+    def left(self, now: float, why: ApiError | None = None) -> None:
+        """Its client is gone for good, whether or not it saw the end. A reader that still waits is told `why`."""
         if isinstance(self.end, Complete):
             if self._is_adopted and self.reader is None:
                 return  # its client has read it from the router before this one, which counted it
             self.account(self.end, now)
         elif self.end is None:
-            self.end = ApiError(LEFT.code, LEFT.message)
+            self.end = why or ApiError(LEFT.code, LEFT.message)
             self.changed.set()
         self._count(FinishReason.CANCELLED, now, {})
 
@@ -112,26 +112,26 @@ class Stream:
         self.reader = Reader(self, [], 0, is_first=True)
         return self.reader
 
-    def read_on(self, next_index: int, text_bytes: int) -> "Reader":
+    def read_on(self, at: Position) -> "Reader":
         """Go on behind what the client has. Raises ApiError for a position that it cannot have reached; of an adopted
         stream, the reader does so at the end, as an earlier router may have given more than has come here yet."""
-        if self.is_behind(next_index, text_bytes):
-            self.reader = Reader(self, [], 0, is_first=False, position=(next_index, text_bytes))
+        if self.is_behind(at):
+            self.reader = Reader(self, [], 0, is_first=False, position=at)
         else:
-            backlog = self.since(next_index, text_bytes)
-            self.reader = Reader(self, backlog, len(self.deltas), is_first=False)
+            self.reader = Reader(self, self.since(at), len(self.deltas), is_first=False)
         self.changed.set()
         return self.reader
 
-    def is_behind(self, next_index: int, text_bytes: int) -> bool:
+    def is_behind(self, at: Position) -> bool:
         """Whether a client may have more than has come here, and it may still come."""
         if not self._is_adopted or self.end is not None:
             return False
-        return next_index > len(self.ids) or text_bytes > len(self.text.encode())
+        return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
 
-    def since(self, next_index: int, text_bytes: int) -> list[Started | Delta]:
-        """Started, and what came behind a position. Raises ApiError if there is no such position, or none any more."""
+    def since(self, at: Position) -> list[Delta]:
+        """What came behind a position. Raises ApiError if there is no such position, or none any more."""
         ids, text = self.ids, self.text.encode()
+        next_index, text_bytes = at.next_index, at.text_bytes
         is_beyond = next_index > len(ids) or text_bytes > len(text)
         if self._is_adopted and is_beyond and isinstance(self.end, ApiError):
             raise self.end
@@ -143,7 +143,7 @@ class Stream:
             text[text_bytes:].decode()
         except UnicodeDecodeError as error:
             raise _bad("text_bytes", "lies inside a character") from error
-        return [self.started, *self._behind(next_index, text_bytes)]
+        return list(self._behind(next_index, text_bytes))
 
     def _behind(self, next_index: int, text_bytes: int) -> Iterator[Delta]:
         """What was given behind a position, delta by delta as it was given, so that a front which makes one event of
@@ -185,53 +185,50 @@ class Stream:
 class Reader:
     """Takes a stream's events in order. Only the newest reader of a stream gets any.
 
-    `position`: output tokens and bytes of text that its client has; it waits until the stream is there.
+    `position` is what its client has; nothing is given before the stream is there.
     """
 
     def __init__(
         self,
         stream: Stream,
-        backlog: Sequence[Started | Delta],
+        backlog: Sequence[Delta],
         at: int,
         *,
         is_first: bool,
-        position: tuple[int, int] | None = None,
+        position: Position | None = None,
     ) -> None:
         self._stream = stream
         self._backlog = deque(backlog)
         self._at = at
-        self._waits_for_start = is_first
+        self._is_first = is_first
         self._position = position
 
-    @property
-    def has_started(self) -> bool:
-        """Whether `Started` was taken: from then on the client has what it needs to come back."""
-        return not self._waits_for_start
-
-    async def next(self) -> Started | Delta | Complete:
-        """The next event; the last one is Complete. Raises ApiError for a request that failed."""
+    def is_ready(self) -> bool:
+        """Whether the client can be told that its request has begun, or goes on. Raises ApiError for one that failed
+        before, and for a position that there is not."""
         stream = self._stream
-        while True:
-            if stream.reader is not self:
-                raise ApiError("CANCELLED", "another connection has resumed this stream")
-            if self._position is not None and not stream.is_behind(*self._position):
-                self._backlog = deque(stream.since(*self._position))
-                self._at = len(stream.deltas)
-                self._position = None
-            if self._backlog:
-                return self._backlog.popleft()
-            if self._waits_for_start and stream.begun:
-                self._waits_for_start = False
-                return stream.started
-            if self._position is None and self._at < len(stream.deltas):
-                self._at += 1
-                return stream.deltas[self._at - 1]
+        if self._position is not None and not stream.is_behind(self._position):
+            self._backlog = deque(stream.since(self._position))
+            self._at, self._position = len(stream.deltas), None
+        if self._is_first and not stream.begun:
             if isinstance(stream.end, ApiError):
                 raise stream.end
-            if stream.end is not None:
-                return stream.end
-            stream.changed.clear()
-            await stream.changed.wait()
+            return False
+        return self._position is None
+
+    def poll(self) -> Delta | Complete | None:
+        """The next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
+        stream = self._stream
+        if not self.is_ready():
+            return None
+        if self._backlog:
+            return self._backlog.popleft()
+        if self._at < len(stream.deltas):
+            self._at += 1
+            return stream.deltas[self._at - 1]
+        if isinstance(stream.end, ApiError):
+            raise stream.end
+        return stream.end
 
 
 def _bad(field: str, message: str) -> ApiError:

@@ -48,6 +48,7 @@ def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> 
             "model", f"{_shown(call.model)} is not served here, {model.name!r} is"
         )
     _check_prompt(call.prompt, model, config)
+    _count("n", call.n, 1, config.max_samples)
     check_sampling(call.sampling)
     if call.max_tokens is not None:
         _count("max_tokens", call.max_tokens, 1, MAX_COUNT)

@@ -6,8 +6,10 @@ A lease is one request's hold on the blocks of its sequence:
     tokens        [ cached_tokens            | to be computed or received | room to grow (promised) ]
 
 Matched blocks are shared by reference count. A boundary block that matches partly is copied on write: the first own
-block starts as a copy (`copies`) and counts into `cached_tokens`. Room to grow is a promise, not blocks: cached blocks
-stay cached until the room is really needed, and the promise guarantees that they can be evicted then.
+block starts as a copy (`copies`) and counts into `cached_tokens`. A fork shares the head of another lease in the same
+way: whole blocks by reference count, the boundary block by a copy, out of its promise. Room to grow is a promise, not
+blocks: cached blocks stay cached until the room is really needed, and the promise guarantees that they can be evicted
+then.
 """
 
 from collections.abc import Sequence
@@ -105,6 +107,35 @@ class KVCacheManager:
             namespace=namespace,
             path=match.nodes,
         )
+
+    def promise(self, namespace: bytes, blocks: int) -> Lease | None:
+        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room."""
+        grow_tokens = blocks * self.block_size
+        return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=grow_tokens)
+
+    def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
+        """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
+
+        Whole blocks are shared; a boundary block is copied into one of the child's own, out of its promise. What the
+        parent appends to that block meanwhile does no harm: the child writes its own rows over it. Raises ValueError
+        for a child that holds blocks or has no promise for the copy, and for tokens beyond the parent's blocks.
+        """
+        whole, rest = divmod(tokens, self.block_size)
+        if child.blocks or parent.namespace != child.namespace:
+            raise ValueError("only an empty lease of the same namespace can become a fork")
+        if self.blocks_for(tokens) > len(parent.blocks) or bool(rest) > child.promised:
+            raise ValueError(f"{tokens} tokens cannot be forked")
+        child.path = parent.path[:whole]
+        child.blocks = [node.block for node in child.path]
+        child.blocks += parent.blocks[len(child.blocks) : whole]
+        for block in child.blocks:
+            self._hold(block)
+        child.cached_tokens = tokens
+        if rest:
+            source = parent.blocks[whole]
+            self._hold(source)
+            self.extend(child, tokens)
+            child.copies = [(source, child.blocks[whole])]
 
     def extend(self, lease: Lease, tokens: int, *, migrating: bool = False) -> None:
         """Blocks for `tokens` tokens, out of the lease's promise; `migrating`: their content is to land. Raises

@@ -14,6 +14,7 @@ from benchmarks import (
     memory_waste,
     queue_order,
     radix,
+    sharing,
     traces,
 )
 from benchmarks.compressed_tree import CompressedTree
@@ -120,3 +121,11 @@ def test_overhead_is_measured_around_the_real_schedulers() -> None:
     row = cache_overhead.measure(lambda: fake_device(layout, 64), (1, 9), 4, batches=1)
     assert row["calls"] > 8 * 6 and row["steps"] >= 4  # type: ignore[operator]
     assert 0 < row["us in calls a step"] < 1e5  # type: ignore[operator]
+
+
+def test_sharing_saves_whole_blocks_of_the_prompt() -> None:
+    """The tokens are compared by the program itself; five of the prompt's six blocks are whole."""
+    layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
+    (row,) = sharing.measure(lambda: fake_device(layout, 64), list(range(22)), 5, [3], repeats=1)
+    assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 and row["not shared"] == 3 * 7  # type: ignore[operator]
+    assert (row["migrated"], row["migrated, not shared"]) == (6, 18)

@@ -120,6 +120,40 @@ class Machine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.live))
         self.acquire(request.name, request.tokens, 0, False)
 
+    @precondition(lambda self: any(r.computed and not r.migrating for r in self.live))
+    @rule(data=st.data(), more=words, is_dropped=st.booleans())
+    def fork(self, data: st.DataObject, more: list[int], is_dropped: bool) -> None:
+        """A sample of the same prompt: it promises what it will not share, and writes only what is its own."""
+        ready = [r for r in self.live if r.computed and not r.migrating and not r.lease.copies]
+        if not ready:
+            return
+        parent = data.draw(st.sampled_from(ready))
+        at = data.draw(st.integers(1, parent.computed))
+        tokens = [*parent.tokens[:at], *more]
+        before = repr(self.kv)
+        lease = self.kv.promise(parent.name, self.kv.blocks_for(len(tokens)) - at // SIZE)
+        if lease is None:
+            assert repr(self.kv) == before
+            return
+        shared = self.kv.pool.counts()
+        self.kv.fork(parent.lease, lease, at)
+        taken = shared["free"] + shared["cached"] - sum(
+            self.kv.pool.counts()[state] for state in ("free", "cached")
+        )
+        assert taken == (at % SIZE > 0), "a fork takes one block at most"
+        self._advance()
+        if is_dropped:
+            self.kv.release(lease)  # before its copy was made
+            return
+        for source, target in lease.copies:
+            self.memory[target] = list(self.memory[source])
+        self.kv.copied(lease)
+        fork = Request(parent.name, tokens, lease, False, at, 0)
+        self._reads_its_own(fork)
+        self.kv.extend(lease, len(tokens))
+        self._advance()
+        self.live.append(fork)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:

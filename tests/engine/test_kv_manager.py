@@ -112,3 +112,55 @@ def test_two_that_compute_the_same_keep_the_tree_sound() -> None:
     kv.check()
     kv.release(second)
     kv.check()
+
+
+def _fork(kv: KVCacheManager, parent: Lease, tokens: int, total_blocks: int) -> Lease:
+    fork = kv.promise(b"", total_blocks - tokens // kv.block_size)
+    assert fork is not None
+    kv.fork(parent, fork, tokens)
+    kv.check()
+    return fork
+
+
+def test_forks_share_whole_blocks_and_copy_the_boundary() -> None:
+    """Guards the sharing of parallel samples: a fork costs its boundary block, and its source lives until the copy."""
+    kv = KVCacheManager(16, 4, "m")
+    parent = _run(kv, list(range(10)), grow=14, tail=False)
+    forks = [_fork(kv, parent, 9, 4) for _ in range(3)]
+    assert kv.pool.counts()["active"] == 3 + 3
+    assert all(kv.pool.refs(block) == 4 for block in parent.blocks[:2])
+    assert all(fork.blocks[:2] == parent.blocks[:2] for fork in forks)
+    boundary = parent.blocks[2]
+    assert [fork.copies for fork in forks] == [[(boundary, fork.blocks[2])] for fork in forks]
+    kv.release(parent)
+    assert kv.pool.state(boundary) is BlockState.ACTIVE, "the source of a copy to come was freed"
+    for fork in forks:
+        kv.copied(fork)
+    assert kv.pool.state(boundary) is BlockState.FREE
+    again = _fork(kv, forks[0], 8, 4)
+    assert again.blocks == forks[0].blocks[:2] and not again.copies, "a fork of a fork shares too"
+    for lease in (forks[1], again, forks[0], forks[2]):
+        kv.release(lease)
+        kv.check()
+    assert kv.pool.counts()["active"] == 0 and kv.available == 16
+
+
+def test_a_fork_needs_a_promise_and_an_empty_lease() -> None:
+    kv = KVCacheManager(4, 4, "m")
+    parent = _run(kv, list(range(10)), tail=False)
+    assert kv.promise(b"", 2) is None, "more is promised than there is"
+    fork = kv.promise(b"", 1)
+    assert fork is not None and kv.available == 0
+    with pytest.raises(ValueError, match="cannot be forked"):
+        kv.fork(parent, fork, 13)
+    kv.fork(parent, fork, 9)
+    with pytest.raises(ValueError, match="only an empty lease"):
+        kv.fork(parent, fork, 9)
+    kv.release(fork)
+    other = kv.promise(b"tenant", 1)
+    assert other is not None
+    with pytest.raises(ValueError, match="same namespace"):
+        kv.fork(parent, other, 9)
+    kv.release(other)
+    kv.release(parent)
+    kv.check()

@@ -38,7 +38,7 @@ class Reference:
         missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
         assert (missing, unexpected) == (["lm_head.weight"], [])
         model.tie_weights()
-        self._model = model
+        self.model = model
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
     @torch.inference_mode()
@@ -49,7 +49,7 @@ class Reference:
         if best is None:
             ids = torch.tensor([[*prompt, *answer[:-1]]])
             keep = len(answer)
-            logits = self._model(ids, use_cache=False, logits_to_keep=keep).logits[0].float()
+            logits = self.model(ids, use_cache=False, logits_to_keep=keep).logits[0].float()
             top = logits.topk(2, dim=-1)
             gaps = (top.values[:, 0] - top.values[:, 1]).tolist()
             best = list(zip(top.indices[:, 0].tolist(), gaps, strict=True))

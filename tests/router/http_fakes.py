@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -12,7 +12,7 @@ import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
 from router.http import build_app
 from router.http_generation import Generates
 from router.resume import unknown_token
@@ -76,7 +76,7 @@ class FakeFrontend:
             self.open -= 1
 
     def resume(
-        self, token: str, next_index: int, text_bytes: int
+        self, token: str, positions: Sequence[Position] = ()
     ) -> AsyncGenerator[GenerateEvent, None]:
         raise unknown_token()
 

@@ -100,7 +100,7 @@ def test_unsupported_fields_pass_when_they_ask_for_nothing(name: str, value: obj
 
 IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
 BAD_CHATS: list[tuple[dict[str, object], str]] = [
-    ({"n": 2}, "n"),
+    ({"n": "2"}, "n"),
     ({"n": True}, "n"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 0}, "logprobs"),

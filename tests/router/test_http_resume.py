@@ -15,7 +15,7 @@ from engine.messages import Cancel, Place
 from router.api import ApiError, GenerateCall
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.event_ids import START, At, event_id, position
+from router.event_ids import At, event_id, positions
 from router.http_stream import RESUME_TOKEN_HEADER
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
@@ -141,7 +141,7 @@ def test_a_cut_anywhere_loses_and_repeats_nothing(form: str) -> None:
             ) as reply:
                 if reply.status_code == 200:
                     got += complete(await read(reply, 150))
-            was_running = bool(app._frontend._resumables.find(token).stream.end is None)  # type: ignore[union-attr]
+            was_running = bool(app._frontend._resumables.find(token).samples.streams[0].end is None)  # type: ignore[union-attr]
             if not got.endswith(b"[DONE]\n\n"):
                 got += await go_on(client, token, last_id(got))
             assert got == await go_on(client, token, ""), f"cut at {cut}"
@@ -163,7 +163,7 @@ def test_the_token_is_known_before_there_is_output() -> None:
         json_body = {"prompt": "x", "stream": True, "max_tokens": 2}
         async with client.stream("POST", TEXT[0], json=json_body, headers=headers) as reply:
             token = reply.headers[RESUME_TOKEN_HEADER]
-            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).stream.ids  # type: ignore[union-attr]
+            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).samples.streams[0].ids  # type: ignore[union-attr]
         async with client.stream("GET", f"/v1/streams/{token}") as reply:
             assert reply.headers["x-request-id"] == "mine"
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -227,14 +227,14 @@ def test_what_cannot_be_resumed_here() -> None:
         assert app._frontend.cancel(token)
         await events.aclose()
         token, data = await post(client, "chat")
-        at = position(last_id(data), token)
+        (at,) = positions(last_id(data), token)
         bad = {
             "nonsense": "Last-Event-ID",
-            event_id("another", START): "Last-Event-ID",
-            event_id(token, At(10**6, 0, 0)): "Last-Event-ID",
-            event_id(token, At(0, 2, 0)): "Last-Event-ID",
-            event_id(token, At(1, 1, 1)): "Last-Event-ID",
-            event_id(token, At(at.next_index, at.text_bytes, at.closing + 1)): "Last-Event-ID",
+            event_id("another", [At()]): "Last-Event-ID",
+            event_id(token, [At(10**6, 0, 0)]): "Last-Event-ID",
+            event_id(token, [At(0, 2, 0)]): "Last-Event-ID",
+            event_id(token, [At(1, 1, 1)]): "Last-Event-ID",
+            event_id(token, [At(at.next_index, at.text_bytes, at.closing + 1)]): "Last-Event-ID",
         }
         for value, param in bad.items():
             reply = await client.get(f"/v1/streams/{token}", headers={"Last-Event-ID": value})
@@ -264,9 +264,14 @@ def _cancels(workers: FakeWorkers) -> list[Cancel]:
     return [r for r in workers.got if isinstance(r, Cancel)]
 
 
-@given(st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.integers(0, 9)))
-def test_ids_are_read_as_they_were_written(numbers: tuple[int, int, int]) -> None:
-    assert position(event_id("a-_9", At(*numbers)), "a-_9") == At(*numbers)
+a_position = st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.integers(0, 9))
+
+
+@given(st.lists(a_position, min_size=1, max_size=4))
+def test_ids_are_read_as_they_were_written(numbers: list[tuple[int, int, int]]) -> None:
+    assert positions(event_id("a-_9", [At(*n) for n in numbers]), "a-_9") == [
+        At(*n) for n in numbers
+    ]
 
 
 pieces: Any = st.sampled_from(["tok", ".", "0", "1", "-1", "٣", "9" * 30, " ", "\n", "1e3", "é"])
@@ -277,9 +282,9 @@ pieces: Any = st.sampled_from(["tok", ".", "0", "1", "-1", "٣", "9" * 30, " ", 
 def test_any_last_event_id(value: str) -> None:
     """Guards against ids of other servers, or spoiled ones, that become our fault, or a position nobody named."""
     try:
-        at = position(value, "tok")
+        at = positions(value, "tok")
     except ApiError as error:
         assert (error.code, error.field) == ("INVALID_ARGUMENT", "Last-Event-ID")
     else:
-        written = value or event_id("tok", START)
-        assert [int(n) for n in written.split(".")[1:]] == list(msgspec.structs.astuple(at))
+        written = [n for one in at for n in msgspec.structs.astuple(one)]
+        assert [int(n) for n in value.split(".")[1:]] == written

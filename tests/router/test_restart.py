@@ -9,7 +9,16 @@ import pytest
 
 from engine.messages import Cancel, Orphan, Place, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.api import (
+    ApiError,
+    ChatMessage,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    Started,
+)
 from router.app import RouterApp
 from router.client import Client
 from router.config import RouterConfig
@@ -189,7 +198,7 @@ def test_a_request_that_nobody_kept_is_lost_in_a_clear_word() -> None:
             assert raised.value.code in ("UNAVAILABLE", "CANCELLED") and raised.value.field == ""
             assert one.app is not None
             with pytest.raises(ApiError) as raised:
-                await anext(one.app._frontend.resume("who?", 0, 0))
+                await anext(one.app._frontend.resume("who?", [Position(0, 0)]))
             assert raised.value.code == "NOT_FOUND"
 
     asyncio.run(body())
@@ -222,7 +231,7 @@ def test_a_stream_is_given_again_as_it_was() -> None:
             first = await _all(one.app._frontend.generate(call))
             assert isinstance(first[0], Started) and first[0].form == form
             app = await one.restart()
-            again = await _all(app._frontend.resume(first[0].resume_token, 0, 0))
+            again = await _all(app._frontend.resume(first[0].resume_token, [Position(0, 0)]))
             assert again[:-1] == first[:-1] and len(again) > len(ANSWER)
 
     asyncio.run(body())
@@ -245,7 +254,7 @@ def test_a_cancel_that_comes_before_the_report() -> None:
             await app.set_workers(*one.workers.peers)
             await until(lambda: any(isinstance(r, Cancel) for r in one.workers.got))
             with pytest.raises(ApiError) as raised:
-                await anext(app._frontend.resume(started.resume_token, 0, 0))
+                await anext(app._frontend.resume(started.resume_token, [Position(0, 0)]))
             assert raised.value.code == "NOT_FOUND"
             assert not app._frontend.cancel(started.resume_token)
 
@@ -305,7 +314,7 @@ def test_a_client_may_have_more_than_the_adopted_request() -> None:
                 )
                 assert stream is not None
                 stream.tokens([97], 0.0)
-                got = asyncio.ensure_future(_all(front.resume("t", 3, 3)))
+                got = asyncio.ensure_future(_all(front.resume("t", [Position(3, 3)])))
                 await asyncio.sleep(0.1)
                 assert not got.done(), "refused, or given what it has"
                 stream.tokens([98], 0.1)

@@ -8,14 +8,14 @@ import pytest
 
 from engine.messages import Cancel, Place, RequestStats
 from engine.types import FinishReason, RequestId
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
 from router.app import RouterApp
 from router.client import Client
 from router.config import RouterConfig
 from router.events import Complete
 from router.observer import NullObserver
 from router.output import Output
-from router.progress import RECONNECT_S, Position, Progress
+from router.progress import RECONNECT_S, Progress
 from router.stream import Stream
 from router.timing import Timeline
 from tests.router.cut_proxy import CutProxy
@@ -142,7 +142,7 @@ def test_a_client_that_does_not_come_back_is_given_up(cluster: Callable[..., Non
         assert not cancels(workers) and app.hub.core.open == 1
         await until(lambda: len(cancels(workers)) == 1, 1.5)
         with pytest.raises(ApiError) as raised:
-            await anext(front.resume(started.resume_token, 0, 0))
+            await anext(front.resume(started.resume_token, [Position(0, 0)]))
         assert (raised.value.code, raised.value.field) == ("NOT_FOUND", "resume_token")
         assert len(front._resumables) == 0
 
@@ -178,14 +178,16 @@ def test_a_second_reader_takes_over_and_the_end_can_be_read_again(
         assert isinstance(started, Started)
         waiting = asyncio.ensure_future(_rest(first))
         await asyncio.sleep(0.05)
-        rest = await _rest(front.resume(started.resume_token, 0, 0))
+        rest = await _rest(front.resume(started.resume_token, [Position(0, 0)]))
         with pytest.raises(ApiError) as raised:
             await waiting
         assert raised.value.code == "CANCELLED"
         assert rest[0] == started
         ids = [token for event in rest if isinstance(event, Delta) for token in event.token_ids]
         assert ids == [*ANSWER.encode(), END]
-        again = await _rest(front.resume(started.resume_token, len(ids), len(ANSWER.encode())))
+        again = await _rest(
+            front.resume(started.resume_token, [Position(len(ids), len(ANSWER.encode()))])
+        )
         assert again == [started, rest[-1]]
         assert front.cancel(started.resume_token) and not front.cancel(started.resume_token)
 
@@ -207,6 +209,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             Output(ByteDetokenizer(), stop),
             Timeline(0.0),
             NullObserver(),
+            asyncio.Event(),
         )
         stream.accepted(0.0)
         had: list[tuple[int, int]] = [(0, 0)]
@@ -217,10 +220,10 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
         had.append((len(stream.ids), len(stream.text.encode())))
         ids, text = stream.ids, stream.text
         for next_index, text_bytes in had:
-            reader = stream.read_on(next_index, text_bytes)
+            reader = stream.read_on(Position(next_index, text_bytes))
             got_ids, got_text = ids[:next_index], text.encode()[:text_bytes].decode()
-            while not isinstance(event := await reader.next(), Complete):
-                if isinstance(event, Delta):
+            while not isinstance(event := reader.poll(), Complete):
+                if event is not None:
                     got_ids = [*got_ids, *event.token_ids]
                     got_text += event.text
             assert (got_ids, got_text) == (ids, text)
@@ -232,7 +235,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             (0, 2, "text_bytes"),
         ):
             with pytest.raises(ApiError) as raised:
-                stream.read_on(next_index, text_bytes)
+                stream.read_on(Position(next_index, text_bytes))
             assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
 
     asyncio.run(body())
@@ -246,7 +249,7 @@ def test_what_a_client_comes_back_for() -> None:
         progress.pause_s(broken, False, 0.0)
     assert progress.take(Started("r", "m", 1, "t"))
     assert progress.take(Delta("é", (1, 2)))
-    assert progress.position == Position("t", 2, 2)
+    assert (progress.token, progress.positions) == ("t", [Position(2, 2)])
     assert progress.pause_s(broken, False, 0.0) < progress.pause_s(broken, False, 0.1)
     assert not progress.take(Started("r", "m", 1, "t"))
     progress.pause_s(broken, False, 10.0)

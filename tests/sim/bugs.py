@@ -14,6 +14,7 @@ import msgspec
 from decode_worker import handoffs
 from decode_worker.departures import Departures
 from decode_worker.events import Tell
+from decode_worker.forks import Forks
 from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
 from decode_worker.scheduler import DecodeScheduler
@@ -208,6 +209,31 @@ def cached_rows_repacked() -> list[Patch]:
     return [(handoffs, "rows_by_block", whole)]
 
 
+def boundary_block_shared() -> list[Patch]:
+    """A fork shares the prompt's last, partly filled block instead of copying it: samples write into each other."""
+    fork = KVCacheManager.fork
+
+    def lazy(self: KVCacheManager, parent: Any, child: Any, tokens: int) -> None:
+        fork(self, parent, child, tokens)
+        for source, target in child.copies:
+            self._let_go(target)
+            child.blocks[-1] = source
+        child.copies = []
+
+    return [(KVCacheManager, "fork", lazy)]
+
+
+def promise_counts_shared_blocks() -> list[Patch]:
+    """A fork is promised as if it shared what is left over of its prompt too: there is no room for its own copy."""
+
+    def greedy(self: Forks, record: Any) -> Any:
+        prompt = self._kv.blocks_for(record.prompt_tokens)
+        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        return self._kv.promise(record.namespace, total - prompt)
+
+    return [(Forks, "promise", greedy)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -223,6 +249,8 @@ BUGS: dict[str, Plant] = {
         indexed_before_landed,
         departure_freed_while_read,
         cached_rows_repacked,
+        boundary_block_shared,
+        promise_counts_shared_blocks,
     )
 }
 

@@ -9,7 +9,7 @@ from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.faults import Fault
 from tests.sim.plan import Ask, Going, Plan
-from tests.sim.schedule import RECOVERS
+from tests.sim.schedule import RECOVERS, samples
 
 STEM = list(range(10, 22))
 
@@ -33,6 +33,14 @@ def _resumable(name: str, *tokens: int, max_tokens: int) -> Ask:
     return replace(ask, record=msgspec.structs.replace(ask.record, context=b"resumable"))
 
 
+def _samples(count: int, **more: int) -> list[Ask]:
+    whole = _ask("a", 1, 2, **more)  # type: ignore[arg-type]
+    return [
+        replace(whole, record=record)
+        for record in samples(whole.record, count)
+    ]
+
+
 def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
     plan = Plan(
         seed=1,
@@ -54,6 +62,18 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "next_turn_moves_less": (
         "The second request shares three blocks with the first: only what is new travels.",
         _plan(_ask("a", 1, 2), _ask("b", 1, 2, 3, 4, 5, at_s=0.05)),
+    ),
+    "samples_fork_one_lease": (
+        "Three samples of one answer: one handoff, and forks of it that begin when it has landed.",
+        _plan(*_samples(3)),
+    ),
+    "samples_whose_worker_dies": (
+        "Each sample goes on behind its own tokens; the prompt is fetched once, and shared again.",
+        _plan(*_samples(3, max_tokens=8), faults=(Fault("crash decode", "Landed", 4, delay_s=0.004),)),
+    ),
+    "samples_whose_parent_leaves": (
+        "The first sample is cancelled in its handoff: the second takes its place, and the third shares with that one.",
+        _plan(*(replace(ask, cancel_s=None if at else 0.006) for at, ask in enumerate(_samples(3)))),
     ),
     "first_token_is_all": (
         "An answer of one token ends while its blocks still land.",

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+from msgspec.structs import replace
+
 from decode_worker.config import DecodeConfig
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
@@ -99,16 +101,28 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             namespace=rng.choice((b"", b"", b"", b"tenant")),
             context=rng.choice((b"", b"resumable")),
         )
-        asks.append(
+        at_s = rng.uniform(0, 0.01)
+        asks += (
             Ask(
-                record,
-                at_s=rng.uniform(0, 0.01),
+                one,
+                at_s=at_s,
                 deadline_s=rng.uniform(0.004, 0.08) if rng.random() < 0.12 else None,
                 cancel_s=rng.uniform(0.001, 0.03) if rng.random() < 0.15 else None,
                 stop_after=rng.randint(1, 3) if rng.random() < 0.12 else None,
             )
+            for one in samples(record, rng.choice((1, 1, 1, 1, 1, 2, 3)))
         )
     return asks
+
+
+def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
+    """As `router.frontend` makes them."""
+    if count == 1:
+        return [record]
+    return [
+        replace(record, request=RequestId(f"{record.request}.{at}"), sample_index=at, group=record.request)
+        for at in range(count)
+    ]
 
 
 def _faults(rng: Random, moving: bool) -> list[Fault]:

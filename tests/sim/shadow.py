@@ -6,6 +6,7 @@ read, and the next token is a function of the last row. Blocks that are handed o
 """
 
 from array import array
+from collections import Counter
 from types import SimpleNamespace
 
 import xxhash
@@ -34,8 +35,8 @@ def root(namespace: bytes) -> int:
     return mix(int.from_bytes(namespace[:7], "little"), 977)
 
 
-def draw(row: int, banned: tuple[int, ...]) -> int:
-    token = (row >> 23) % VOCAB
+def draw(row: int, sample_index: int, banned: tuple[int, ...]) -> int:
+    token = (row >> 23 ^ sample_index * 0x9E3779B1) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
@@ -48,7 +49,7 @@ def expected_output(record: RequestRecord) -> list[int]:
         past = mix(past, token)
     output: list[int] = []
     while True:
-        token = draw(past, banned_tokens(record, len(output), STOP_IDS))
+        token = draw(past, record.sample_index, banned_tokens(record, len(output), STOP_IDS))
         output.append(token)
         if finish_reason(record, len(output), token, STOP_IDS) is not None:
             return output
@@ -100,15 +101,19 @@ class ShadowRunner:
     def __init__(self, kv: ShadowKV) -> None:
         self.kv = kv
         self.copies = 0
+        self._copied: Counter[BlockId] = Counter()
 
     def run(self, plan: StepPlan) -> list[int]:
         rows, pool = self.kv.rows, self.kv.pool
+        self._copied.clear()
         for source, target in plan.copies:
             if not pool.refs(source):
                 raise Violation(f"{self.kv.process}: block {source} is copied but nobody holds it")
             self._writable(target, "copy-on-write")
             rows[target] = list(rows[source])
             self.copies += 1
+        # Whoever holds a block only for its copy does not hold it any more.
+        self._copied = Counter(source for source, _ in plan.copies)
         return [token for row in plan.rows for token in self._row(row)]
 
     def _row(self, row: Row) -> list[int]:
@@ -127,11 +132,12 @@ class ShadowRunner:
                     f"{kv.process}: {row.request} reads a {'wrong' if block[at % size] else 'blank'} row"
                     f" at position {at}, block {blocks[at // size]}"
                 )
-        return [draw(past, row.banned)] if row.draw else []
+        return [draw(past, row.record.sample_index, row.banned)] if row.draw else []
 
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache
-        if pool.state(block) is not BlockState.ACTIVE or pool.refs(block) != 1 or cache.holds(block):
+        holders = pool.refs(block) - self._copied[block]
+        if pool.state(block) is not BlockState.ACTIVE or holders != 1 or cache.holds(block):
             raise Violation(
                 f"{self.kv.process}: {who} writes block {block}, which is {pool.state(block)}, held by "
                 f"{pool.refs(block)}{', indexed' if cache.holds(block) else ''}"

@@ -114,9 +114,10 @@ def describe(record: Record) -> str:
         case Place():
             tokens, prompt = len(record.record.tokens), record.record.prompt_tokens
             history = f" and {tokens - prompt} emitted" if tokens > prompt else ""
+            fork = f", fork of {record.fork_of}" if record.fork_of is not None else ""
             return (
                 f"place {record.record.request}/{record.placement}: {prompt} prompt tokens{history}, "
-                f"prefill on {record.prefill.name}"
+                f"prefill on {record.prefill.name}{fork}"
             )
         case StartPrefill():
             return f"start {_name(record.handoff)}: {len(record.record.tokens)} tokens, have {record.have_tokens}"

@@ -299,6 +299,9 @@ class World:
                 self.notes[f"{name} dropped {why}"] += count
         if process.role == "decode":
             self.notes["orphan expired"] += scheduler.orphans.expired
+            self.notes["sample forked"] += scheduler.forks.forked
+            self.notes["parent gone before fork"] += scheduler.forks.inherited
+            self.notes["boundary block copied"] += self.memories[process.pid].runner.copies
         self.notes["copy on write"] += self.memories[process.pid].runner.copies
 
     # ---- checks
@@ -324,7 +327,7 @@ class World:
         counts = scheduler.kv.pool.counts()
         if counts["quarantined"]:
             self.notes["blocks quarantined"] += 1
-        if getattr(scheduler, "_local", None):
+        if any(not request.record.group for request in getattr(scheduler, "_local", ())):
             self.notes["prefilled by the decode worker"] += 1
         if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
             self.notes["prompt waits for blocks"] += 1

@@ -1,0 +1,90 @@
+"""Samples of one prompt in the router core: where they are offered, what they share, and what becomes of them."""
+
+import pytest
+
+from engine.messages import Place, Refused, Tokens
+from engine.types import RequestId, RequestRecord
+from router.events import Begin, Command, Lost, SendPlace, Submit
+from tests.router.bench import A, Bench
+from tests.router.fake_cluster import load
+
+PROMPT = 40
+"""Tokens: two whole blocks of 16, and a part of one."""
+
+
+def name(at: int) -> RequestId:
+    return A if at == 0 else RequestId(f"{A}.{at}")
+
+
+def submit(bench: Bench, at: int, max_tokens: int = 24) -> list[Command]:
+    record = RequestRecord(
+        request=name(at),
+        tokens=list(range(PROMPT)),
+        prompt_tokens=PROMPT,
+        max_tokens=max_tokens,
+        seed=1,
+        sample_index=at,
+        group=A,
+    )
+    return bench.do(Submit(record))
+
+
+def placed(commands: list[Command]) -> list[tuple[str, Place]]:
+    return [(c.worker, c.place) for c in commands if isinstance(c, SendPlace)]
+
+
+def test_samples_are_offered_beside_the_first_one() -> None:
+    """Guards sharing: not to the worker with the least load, which is the other one, and with whose blocks."""
+    bench = Bench(decodes=2)
+    ((home, first),) = placed(submit(bench, 0))
+    assert first.fork_of is None
+    for at in (1, 2, 3):
+        ((worker, place),) = placed(submit(bench, at))
+        assert (worker, place.fork_of, place.prefill) == (home, A, first.prefill)
+
+
+def test_only_what_is_not_shared_needs_room() -> None:
+    """Guards admission: 4 blocks for the first, 2 for each other; the fourth does not fit and goes elsewhere."""
+    bench = Bench(decodes=2, blocks=8)
+    ((home, _),) = placed(submit(bench, 0))
+    assert [placed(submit(bench, at))[0][0] for at in (1, 2)] == [home, home]
+    ((other, place),) = placed(submit(bench, 3))
+    assert other != home and place.fork_of is None
+    ((worker, fifth),) = placed(submit(bench, 4))
+    assert (worker, fifth.fork_of) == (other, name(3)), "it shares with the one that is there"
+
+
+def test_a_sample_that_is_refused_stands_in_line_like_any_request() -> None:
+    bench = Bench()
+    submit(bench, 0)
+    submit(bench, 1)
+    assert bench.accept() == [Begin(A)]
+    assert bench.hear(Refused(name(1), 1, 2)) == []
+    ((_, again),) = placed(bench.hear(load(active=4)))
+    assert (again.record.request, again.placement, again.fork_of) == (name(1), 2, A)
+
+
+def test_samples_of_a_lost_worker_share_again_behind_their_own_tokens() -> None:
+    """Guards recovery: each with its own history, in their old order, forked from the first on another worker."""
+    bench = Bench(decodes=2)
+    ((home, _),) = placed(submit(bench, 0))
+    for at in (1, 2):
+        submit(bench, at)
+    for at in range(3):
+        bench.accept(name(at), 1, home)
+        bench.hear(Tokens(name(at), 1, 0, [7 + at] * (at + 1)), home)
+    again = placed(bench.do(Lost(home)))
+    assert [p.record.request for _, p in again] == [A, name(1), name(2)]
+    assert [p.fork_of for _, p in again] == [None, A, A]
+    assert [p.record.tokens[PROMPT:] for _, p in again] == [[7], [8, 8], [9, 9, 9]]
+    assert all(worker != home for worker, _ in again)
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+def test_a_worker_that_leaves_gets_no_further_sample(leaving: bool) -> None:
+    bench = Bench(decodes=2)
+    ((home, _),) = placed(submit(bench, 0))
+    bench.accept(A, 1, home)
+    bench.hear(load(active=4, leaving=leaving), home)
+    ((worker, place),) = placed(submit(bench, 1))
+    assert (worker != home, place.fork_of) == ((True, None) if leaving else (False, A))
