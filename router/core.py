@@ -410,7 +410,10 @@ class Router:
     def _adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
         """A decode worker holds this request for a router that is gone: go on with it, or let the worker drop it."""
         request, home = orphan.record.request, self.registry.get(worker)
-        assert home is not None, f"{worker} reports {request} and is not connected"
+        if home is None:
+            # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
+            out.append(Dropped("stale", len(orphan.tokens)))
+            return
         known = self._calls.get(request)
         is_mine = known is not None and not self._adoptions.knows(request)
         if is_mine or not self._adoptions.takes(orphan, now):

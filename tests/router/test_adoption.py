@@ -224,3 +224,11 @@ def test_what_is_known_of_adopted_requests_is_bounded() -> None:
         )
         one.takes(Orphan(record=record, placement=1, prefill="", tokens=[], age_s=0.0), 0.0)
     assert not one.knows(A) and one.knows(RequestId("0"))
+
+
+def test_the_last_words_of_a_worker_that_was_given_up_are_dropped() -> None:
+    """Guards the router against a report that comes between the verdict on a worker and the end of its stream."""
+    bench = Bench(decodes=2)
+    bench.do(Lost("d0"))
+    assert bench.hear(orphan(5, 6), "d0") == [Dropped("stale", 2)]
+    assert bench.router.open == 0
