@@ -124,6 +124,14 @@ class Handoffs:
         if request.handoff is not None:
             self._open.pop(request.handoff, None)
 
+    def overdue(self, now: float) -> list[Request]:
+        """Requests that have ended, whose last blocks have not landed in their time."""
+        return [
+            request
+            for request in self._open.values()
+            if request.state is State.ENDING and not request.abandoned and now >= request.deadline
+        ]
+
     def abandon(self, request: Request, now: float) -> list[Result]:
         """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
         if request.state is State.CONNECTING:

@@ -18,8 +18,8 @@ NOBODY = 0
 """The `link` of an orphan; streams are numbered from 1."""
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
-TOKEN_BYTES = 8
-"""What a token id in a list is taken to cost."""
+TOKEN_BYTES = 52
+"""What a token id is taken to cost: an int, and its place in the record, the request and the output."""
 MAX_HANDOVERS = 3
 """Routers that are told of one request after its first; what kills routers is not handed on for ever."""
 
@@ -35,8 +35,7 @@ class Remembered:
 
     @property
     def size(self) -> int:
-        record = self.request.record
-        return TOKEN_BYTES * (len(record.tokens) + len(self.tokens)) + len(record.context)
+        return TOKEN_BYTES * len(self.request.tokens) + len(self.request.record.context)
 
 
 class Orphans:

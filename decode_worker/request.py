@@ -30,7 +30,7 @@ class State(StrEnum):
     ENDING = "ending"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""
 
@@ -70,6 +70,11 @@ class Request:
     migrated_blocks: int = 0
     migration_s: float = 0.0
     transport: str = ""
+
+    def __repr__(self) -> str:
+        """Without its tokens: it is shown in logs."""
+        name, count = self.record.request, len(self.tokens)
+        return f"Request({name}/{self.placement}.{self.attempt} {self.state}, {count} tokens)"
 
     @property
     def output_tokens(self) -> int:

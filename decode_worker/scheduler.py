@@ -209,6 +209,8 @@ class DecodeScheduler:
         if alone:
             self.orphans.expired += len(alone)
             commands += self._end_all(alone, FinishReason.CANCELLED, now)
+        for request in self.handoffs.overdue(now):
+            commands += self._settle(self.handoffs.abandon(request, now), now)
         return commands
 
     # routers that come and go
@@ -556,7 +558,8 @@ class DecodeScheduler:
         nothing to compute), and commands to carry out."""
         yielding = [r for line in (self._running, self._ready) for r in line if r.yielding]
         commands = [self._depart(request, now) for request in yielding]
-        while self._ready and len(self._running) < self.config.max_batch:
+        departing = self.departures.incomplete
+        while self._ready and len(self._running) + len(departing) < self.config.max_batch:
             request = self._ready.pop(0)
             request.state = State.RUNNING
             request.clock.enter("decode_run", now)
@@ -568,12 +571,12 @@ class DecodeScheduler:
         for request in self._running:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
-        for request in self.departures.incomplete:
+        for request in departing:
             self.kv.extend(request.lease, len(request.tokens))
             rows.append(self._row(request, len(request.tokens)))
         if self._local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            local = self._local[: max(1, self.config.max_batch - len(self._running))]
+            local = self._local[: max(1, self.config.max_batch - len(rows))]
             missing = [len(request.tokens) - request.known for request in local]
             shares = share_budget(missing, self.config.local_chunk_tokens)
             for request, share in zip(local, shares, strict=True):

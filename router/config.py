@@ -17,6 +17,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0
     default_max_tokens: int = 512
+    default_timeout_s: float = 3600.0
+    """The deadline of a request that names none: nothing waits for ever."""
     max_samples: int = 16
     """Most parallel samples (`n`) of one call; each counts as a request."""
     max_message_bytes: int = 4 * 1024 * 1024

@@ -98,7 +98,8 @@ class Frontend:
             spent_s = self._clock() - timeline.received_s
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise _refusal(error) from error
-        deadline_s = None if call.timeout_s is None else timeline.received_s + call.timeout_s
+        limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
+        deadline_s = timeline.received_s + limit_s
         submitted_s = self._clock()
         samples = Samples(
             Started(

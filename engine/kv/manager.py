@@ -167,8 +167,11 @@ class KVCacheManager:
         also indexes a partly filled last block: only when the sequence will not be written again."""
         size, path = self.block_size, lease.path
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
+        unwritten = [target for _, target in lease.copies]
         for start in range(len(path) * size, last, size):
             block = lease.blocks[start // size]
+            if block in unwritten:
+                break  # its copy has not been made
             parent = path[-1] if path else self.cache.root(lease.namespace)
             node = self.cache.insert(parent, tokens[start : min(start + size, last)], block)
             if node is None:

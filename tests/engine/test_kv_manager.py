@@ -44,6 +44,20 @@ def test_reuse_is_exact_to_the_token() -> None:
     kv.check()
 
 
+def test_a_copy_that_was_not_made_is_not_indexed() -> None:
+    """Guards against a boundary block in the cache that nobody has written: its lease ended before its first step."""
+    kv = KVCacheManager(16, 16, "m")
+    kv.release(_run(kv, list(range(40))))
+    other = [*range(17), *range(100, 120)]
+    lease = kv.acquire(b"", other, match_limit=len(other) - 1, room_tokens=len(other))
+    assert lease is not None and lease.copies
+    kv.commit(lease, other[:17], tail=True)
+    kv.release(lease)
+    kv.check()
+    assert kv.matched_tokens(b"", [*other[:17], 1, 2], 19) == 17, "the block it was to be copied from"
+    assert kv.pool.counts()["cached"] == 3 and kv.pool.free == 13
+
+
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     kv = KVCacheManager(8, 16, "m")
     kv.release(_run(kv, list(range(32))))

@@ -1,0 +1,36 @@
+"""Requests that are over for their clients while their blocks are still on the way."""
+
+from decode_worker.events import FromPeer, PeerUp
+from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop
+from engine.types import RequestRecord
+from tests.decode_worker.test_departures import ME, PROMPT, SOURCE, A, Bench
+
+
+def test_blocks_of_an_answer_that_has_ended_are_not_waited_for_beyond_its_deadline() -> None:
+    """Guards reserved blocks whose sender is silent for ever: the request is over, nobody looks at its time."""
+    bench = Bench()
+    record = RequestRecord(
+        request=A,
+        tokens=list(PROMPT),
+        prompt_tokens=len(PROMPT),
+        max_tokens=1,
+        seed=0,
+        remaining_s=3.0,
+    )
+    address = PeerAddress("prefill-0", "p:1")
+    bench.tell(PeerUp(SOURCE, address, "shm", 4))
+    bench.router(Place(record=record, placement=1, prefill=address))
+    handoff = Handoff(A, 1, 0, ME, SOURCE)
+    bench.tell(
+        FromPeer(
+            SOURCE,
+            FirstToken(handoff=handoff, token=5, chunks=1, queue_s=0.0, run_s=0.0, cached_tokens=0),
+        )
+    )
+    assert bench.of(Ended) and bench.pool["reserved"] > 0
+    bench.step()
+    bench.step()
+    assert bench.pool["reserved"] > 0 and not bench.of(Stop), "given up before its time"
+    bench.step()
+    assert bench.of(Stop) == [Stop(handoff)]
+    assert "reserved" not in bench.pool and bench.scheduler.is_idle
