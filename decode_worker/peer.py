@@ -181,10 +181,12 @@ class Peers:
             link.send(None)
 
     def drop(self, peer: Incarnation, why: str) -> list[Event]:
-        """Its memory cannot be reached: as good as gone."""
+        """Its memory cannot be reached (any more): as good as gone. The next placement that names it dials anew, and
+        the hellos then make a new way to its memory on both ends."""
         link = self._links.pop(peer, None)
         if link is None:
             return []
+        log.error("worker %s is given up: %s", link.address.name, why)
         link.send(None)
         return [PeerDown(link.address, peer, why)]
 

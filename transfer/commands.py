@@ -185,7 +185,7 @@ class Received(Item, frozen=True):
 
 
 class Unreachable(Item, frozen=True):
-    """A `Connect` failed."""
+    """A `Connect` failed, or the way that it made has broken: nothing can be read from `peer` until the next one."""
 
     peer: Incarnation
     error: str

@@ -16,6 +16,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
     escalate_s: float = 5.0
     """A lost reader for whom blocks have been in quarantine for this long is called silent, to the router."""
+    stall_s: float = 10.0
+    """A tcp connection on which no byte comes for this long although some are due is given up, and the peer dialled
+    again."""
     stuck_s: float = 10.0
     """A worker ends itself when its transfer thread has not come back from one call for this long. A call moves at most
     one chunk or 16 MiB."""

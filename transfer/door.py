@@ -16,6 +16,25 @@ MAX_STRANGERS = 64
 _GREETING = struct.Struct(f"<8s{TOKEN_BYTES}sQQ")
 
 
+def tune(sock: socket.socket, stall_s: float) -> None:
+    """Settings of both ends: small writes go at once, and a host that has been silent for `stall_s`, to data or to
+    keepalives, breaks the connection, where the platform can tell."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause_s = max(1, int(stall_s / 4))
+    settings = {
+        "TCP_KEEPIDLE": pause_s,
+        "TCP_KEEPINTVL": pause_s,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": max(1, int(stall_s * 1000)),
+    }
+    for name, value in settings.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def greeting(token: bytes, dialer: Incarnation, wanted: Incarnation) -> bytes:
     """What the one that dials says first: the token it was told, who it is, and whom it means to reach."""
     return _GREETING.pack(MAGIC, token, dialer, wanted)
@@ -34,6 +53,7 @@ class Door:
         token: bytes,
         incarnation: Incarnation,
         selector: selectors.BaseSelector,
+        stall_s: float,
         admit: Callable[[Incarnation, socket.socket], bool],
     ) -> None:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -42,6 +62,7 @@ class Door:
         self._token = token
         self._incarnation = incarnation
         self._selector = selector
+        self._stall_s = stall_s
         self._admit = admit
         self._strangers: dict[socket.socket, bytearray] = {}
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -63,8 +84,7 @@ class Door:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(sock, self._stall_s)
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             self._forget(oldest)

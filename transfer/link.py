@@ -135,6 +135,7 @@ class InLink:
         self._head = memoryview(bytearray(HEADER.size))
         self._head_bytes = 0
         self._scrap = memoryview(bytearray(1 << 18))
+        self.read_bytes = 0
         self.scrapped_bytes = 0
 
     @property
@@ -158,6 +159,7 @@ class InLink:
             if not read:
                 raise ConnectionResetError("the peer closed the connection")
             budget -= read
+            self.read_bytes += read
         return done
 
     def _step(self, sock: socket.socket, recv: _Recv, done: list[Completion]) -> int:
@@ -204,12 +206,12 @@ class InLink:
                 return True
         return False
 
-    def abandon(self, error: str) -> list[Completion]:
-        """Close; everything queued has failed."""
+    def abandon(self, outcome: Outcome, error: str) -> list[Completion]:
+        """Close; everything queued ends with `outcome`."""
         if self.sock is not None:
             self.sock.close()
             self.sock = None
         tickets = [recv.ticket for recv in self._queue if recv.ticket is not None]
         self._queue.clear()
         self._head_bytes = 0
-        return [Completion(ticket, Outcome.FAILED, error) for ticket in tickets]
+        return [Completion(ticket, outcome, error) for ticket in tickets]

@@ -1,6 +1,7 @@
 """The transfer thread: carries out the commands of the pure sides, and only copies and hashes.
 
-It sleeps until a command is submitted or a transport has something to do. All events are told through `on_event`, in
+It sleeps until a command is submitted or a transport has something to do; while transfers are outstanding it also looks
+every second, since what does not come wakes nobody. All events are told through `on_event`, in
 this thread: the callback puts them into the engine's inbox and returns. The colocated engine and the simulator have no
 such thread and call `run_once` instead.
 """
@@ -43,6 +44,7 @@ from transfer.transport import (
     TransferError,
     Transport,
 )
+from transfer.watchdog import LOOK_S
 
 _Key = tuple[str, Ticket]  # transport name, ticket
 
@@ -136,7 +138,7 @@ class Mover:
         try:
             while not self._stopping:
                 self._busy = False
-                poller.poll()
+                poller.poll(LOOK_S * 1000 if self.outstanding else None)
                 self._busy = True
                 self.run_once()
         except Exception:
@@ -224,6 +226,9 @@ class Mover:
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:
             recv, landing, nbytes, started_s = self._recvs.pop(key)
+            if completion.outcome is Outcome.LOST:
+                # Told first: what is made again because of it needs a way.
+                self._on_event(Unreachable(recv.peer, error))
             del self._tickets[recv.move.handoff, recv.move.seq]
             if not error and landing.wrong:
                 error = f"digest mismatch in {landing.wrong} of {len(recv.blocks)} blocks"

@@ -41,7 +41,7 @@ def _tcp(
 ) -> Transport:
     from transfer.tcp import TcpTransport
 
-    return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK)
+    return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK, config.stall_s)
 
 
 Factory = Callable[[KVMemory, Incarnation, TransferConfig, "LoopbackHub | None"], Transport]

@@ -5,7 +5,9 @@ the token of the sender's endpoint that it was told the address (the token trave
 themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is assumed). One connection carries
 one direction, chunks in the order in which both ends post them. Sockets are non-blocking and driven inside `poll`.
 
-A connection that breaks fails all that is outstanding on it; the receiver dials again only after a new `connect`.
+A connection that breaks, or on which nothing comes for `stall_s` although something is due, fails all that is
+outstanding on it. The receiver dials again only after a new `connect`, which both ends need: what one of them sent on
+the old connection, the other must not wait for on the new one.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import os
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -20,7 +23,7 @@ import msgspec
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
 from transfer.bell import Bell
-from transfer.door import TOKEN_BYTES, Door, greeting
+from transfer.door import TOKEN_BYTES, Door, greeting, tune
 from transfer.link import InLink, OutLink, header
 from transfer.transport import (
     Completion,
@@ -32,6 +35,7 @@ from transfer.transport import (
     Ticket,
     TransferError,
 )
+from transfer.watchdog import Watchdog
 
 
 class TcpDetails(msgspec.Struct, frozen=True):
@@ -42,10 +46,26 @@ class TcpDetails(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("address", "family", "greeting", "incoming", "lost", "outgoing", "received", "sent")
+    __slots__ = (
+        "address",
+        "family",
+        "greeting",
+        "incoming",
+        "lost",
+        "outgoing",
+        "received",
+        "sent",
+        "watchdog",
+    )
 
     def __init__(
-        self, family: int, address: tuple[str, int], greeting: bytes, sent: Span, received: Span
+        self,
+        family: int,
+        address: tuple[str, int],
+        greeting: bytes,
+        sent: Span,
+        received: Span,
+        stall_s: float,
     ) -> None:
         self.sent = sent
         self.received = received
@@ -55,6 +75,7 @@ class _Peer:
         self.incoming = InLink()
         self.outgoing = OutLink()
         self.lost = ""  # why the incoming connection broke
+        self.watchdog = Watchdog(stall_s)  # of the incoming connection
 
 
 class TcpTransport:
@@ -63,10 +84,13 @@ class TcpTransport:
     name = "tcp"
     reads_remotely = False
 
-    def __init__(self, memory: KVMemory, incarnation: Incarnation, host: str) -> None:
+    def __init__(
+        self, memory: KVMemory, incarnation: Incarnation, host: str, stall_s: float
+    ) -> None:
         self._memory = memory
         self._incarnation = incarnation
         self._host = host
+        self._stall_s = stall_s
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._peers: dict[Incarnation, _Peer] = {}
         self._completions: list[Completion] = []
@@ -75,7 +99,7 @@ class TcpTransport:
         self._selector = selectors.EpollSelector()
         self._bell = Bell()
         try:
-            self._door = Door(host, self._token, incarnation, self._selector, self._admit)
+            self._door = Door(host, self._token, incarnation, self._selector, stall_s, self._admit)
         except OSError as error:
             self._selector.close()
             self._bell.close()
@@ -105,7 +129,7 @@ class TcpTransport:
         hello = greeting(token, self._incarnation, peer)
         family, _, _, _, address = found[0]
         place = (str(address[0]), int(address[1]))
-        self._peers[peer] = _Peer(family, place, hello, sent, received)
+        self._peers[peer] = _Peer(family, place, hello, sent, received, self._stall_s)
 
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         found = self._known(peer)
@@ -121,7 +145,7 @@ class TcpTransport:
         found = self._known(peer)
         ticket = self._ticket()
         if found.lost:
-            self._finish([Completion(ticket, Outcome.FAILED, found.lost)])
+            self._finish([Completion(ticket, Outcome.LOST, found.lost)])
             return ticket
         head = header(move, len(move.remote), found.received.nbytes)
         found.incoming.post(ticket, head, landing, len(move.remote) * found.received.nbytes)
@@ -137,6 +161,7 @@ class TcpTransport:
     def poll(self, timeout_s: float) -> list[Completion]:
         for key, _ in self._selector.select(timeout_s):
             key.data()
+        self._give_up_stalled(time.monotonic())
         completions, self._completions = self._completions, []
         self._bell.hush()
         return completions
@@ -151,7 +176,7 @@ class TcpTransport:
     def disconnect(self, peer: Incarnation) -> None:
         found = self._peers.pop(peer, None)
         if found is not None:
-            self._lose_incoming(found, "disconnected")
+            self._lose_incoming(found, "disconnected", Outcome.FAILED)
             self._lose_outgoing(found, "disconnected")
 
     def close(self) -> None:
@@ -205,8 +230,7 @@ class TcpTransport:
 
     def _dial(self, peer: _Peer) -> None:
         sock = socket.socket(peer.family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(sock, self._stall_s)
         peer.incoming.sock = sock
         with contextlib.suppress(BlockingIOError):
             try:
@@ -257,13 +281,20 @@ class TcpTransport:
             self.scrapped_bytes += peer.incoming.scrapped_bytes - before
         self._watch_incoming(peer)
 
+    def _give_up_stalled(self, now: float) -> None:
+        """Called behind the reads, so that what came while this process was stopped counts."""
+        for peer in self._peers.values():
+            link = peer.incoming
+            if peer.watchdog.is_stuck(link.read_bytes if link.wants_read else None, now):
+                self._lose_incoming(peer, f"nothing came for {self._stall_s:g} s")
+
     # ---- both
 
-    def _lose_incoming(self, peer: _Peer, why: str) -> None:
+    def _lose_incoming(self, peer: _Peer, why: str, outcome: Outcome = Outcome.LOST) -> None:
         peer.lost = why
         if peer.incoming.sock is not None:
             self._unwatch(peer.incoming.sock)
-        self._finish(peer.incoming.abandon(why))
+        self._finish(peer.incoming.abandon(outcome, why))
 
     def _lose_outgoing(self, peer: _Peer, why: str) -> None:
         if peer.outgoing.sock is not None:

@@ -61,6 +61,8 @@ class Outcome(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    LOST = "lost"
+    """A receive failed since the way from the peer is broken: so does every further one until the next `connect`."""
 
 
 class Completion(msgspec.Struct, frozen=True):

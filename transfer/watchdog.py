@@ -1,4 +1,4 @@
-"""Whether another thread is stuck in one call, judged by a thread that looks every now and then. Pure."""
+"""Whether what should move has stopped, a thread or a stream of bytes, judged by looks every now and then. Pure."""
 
 LOOK_S = 1.0
 """Time between two looks counts for at most this much: a process that was stopped as a whole proves nothing."""
@@ -17,7 +17,7 @@ class Watchdog:
         return f"Watchdog(stuck for {self._stuck_s:.1f} of {self._limit_s:.1f} s)"
 
     def is_stuck(self, beat: int | None, now: float) -> bool:
-        """`beat` changes with whatever the thread gets done, and is None while it has nothing to do."""
+        """`beat` changes with whatever gets done, and is None while there is nothing to do."""
         passed_s = min(now - self._looked_s, LOOK_S)
         self._looked_s = now
         if beat is None or beat != self._beat:

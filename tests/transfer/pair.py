@@ -43,11 +43,14 @@ H = Handoff(RequestId("r"), 1, 1, DECODE, PREFILL)
 class Worker:
     """One pool with its transfer thread; events wait in `inbox` for the engine."""
 
-    def __init__(self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout) -> None:
+    def __init__(
+        self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout, stall_s: float
+    ) -> None:
         self.me = me
         self.pool = PagedKV(layout, BLOCKS)
         self.inbox: list[MoverEvent] = []
-        self.transport = open_transport(kind, self.pool, me, TransferConfig(), hub)
+        config = TransferConfig(stall_s=stall_s)
+        self.transport = open_transport(kind, self.pool, me, config, hub)
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float) -> None:
@@ -64,16 +67,16 @@ class Pair:
         threaded: bool = False,
         digest_share: float = 1.0,
         layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
+        stall_s: float = 10.0,
     ) -> None:
         self.hub = LoopbackHub()
         self.threaded = threaded
-        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0])
-        self.decode = Worker(kind, DECODE, self.hub, layouts[1])
+        self.prefill = Worker(kind, PREFILL, self.hub, layouts[0], stall_s)
+        self.decode = Worker(kind, DECODE, self.hub, layouts[1], stall_s)
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.told: list[Command] = []
         self.events: list[MoverEvent] = []
-        self.prefill.connect(self.decode, digest_share)
-        self.decode.connect(self.prefill, digest_share)
+        self.connect(digest_share)
         if threaded:
             self.prefill.mover.start()
             self.decode.mover.start()
@@ -81,6 +84,11 @@ class Pair:
             # The decode worker must be known before anybody dials.
             self.prefill.mover.run_once()
             self.decode.mover.run_once()
+
+    def connect(self, digest_share: float = 1.0) -> None:
+        """What the hellos of a new stream make both ends do."""
+        self.prefill.connect(self.decode, digest_share)
+        self.decode.connect(self.prefill, digest_share)
 
     def at_prefill(self, commands: list[Command]) -> None:
         for command in commands:

@@ -73,8 +73,8 @@ def test_a_killed_peer_tcp(make_rig: Any) -> None:
     waiting = rig.recv(peer, "r", 1, [(0, 0)], [2])
     peer.process.kill()
     peer.process.wait()
-    assert rig.outcome(waiting) is Outcome.FAILED
-    assert rig.outcome(rig.recv(peer, "r", 2, [(0, 0)], [2])) is Outcome.FAILED
+    assert rig.outcome(waiting) is Outcome.LOST
+    assert rig.outcome(rig.recv(peer, "r", 2, [(0, 0)], [2])) is Outcome.LOST
 
 
 def test_a_killed_peer_shm(make_rig: Any, pattern: Any) -> None:
@@ -216,7 +216,7 @@ def test_a_frame_that_is_not_the_next_one(make_rig: Any) -> None:
     rig.poison()
     peer.fill({0: 1})
     peer.send(ME, "other", 0, [0])
-    assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.FAILED
+    assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.LOST
     assert rig.is_poisoned(1)
 
 
@@ -228,7 +228,7 @@ def test_a_stranger_gets_nothing(make_rig: Any) -> None:
     rig.connect(peer.me, Endpoint(transport="tcp", details=details))
     peer.send(ME, "r", 0, [0])
     rig.poison()
-    assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.FAILED
+    assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.LOST
     assert rig.is_poisoned(1) and not peer.completions
 
 
@@ -285,7 +285,7 @@ def test_closing_gives_everything_back(make_rig: Any) -> None:
     before = open_files()
     for _ in range(5):
         ShmTransport(rig.pool).close()
-        TcpTransport(rig.pool, ME, "127.0.0.1").close()
+        TcpTransport(rig.pool, ME, "127.0.0.1", 10.0).close()
     assert open_files() == before
 
 
@@ -293,5 +293,5 @@ def test_an_address_that_is_not_ours(make_rig: Any) -> None:
     rig = make_rig("shm")
     before = open_files()
     with pytest.raises(TransferError, match="cannot listen"):
-        TcpTransport(rig.pool, ME, "192.0.2.1")
+        TcpTransport(rig.pool, ME, "192.0.2.1", 10.0)
     assert open_files() == before
