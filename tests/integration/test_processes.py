@@ -28,6 +28,7 @@ from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
 from router.server import RouterServer
+from tests.integration.data_sockets import cut
 from tests.integration.probe import Probe
 from transfer.config import TransferConfig
 
@@ -110,6 +111,28 @@ def test_blocks_really_migrate_between_the_two(running: Running) -> None:
     covered = sum(seconds for name, seconds in stats.stages.items() if name != "unattributed")
     assert len(stats.stages) == 10
     assert abs(finished.e2e_s - covered) <= max(0.02 * finished.e2e_s, 0.005)
+    running.wait_quiet()
+
+
+def test_a_cut_data_connection_is_made_anew(running: Running) -> None:
+    """Guards against a pair that computes every prompt twice for good, once its data connection broke under a living
+    control stream. The request that meets the broken connection is answered all the same."""
+    if running.transport != "tcp":
+        pytest.skip("nothing to cut")
+    whole, _ = running.ask(_tokens(100, 31), ignore_eos=True)
+    (port,) = [
+        int(worker.address.rpartition(":")[2])
+        for worker in running.addresses.workers
+        if worker.name == "prefill-0"
+    ]
+    assert cut(running.pids["decode-0"], running.pids["prefill-0"], port) == 1, "nothing was cut"
+    meets, _ = running.ask(_tokens(100, 32), ignore_eos=True)
+    assert len(meets) == 8
+    _, after = running.ask(_tokens(100, 33), ignore_eos=True)
+    assert after.stats.migrated_blocks == 7, "the prompt did not come over the pair"
+    assert cut(running.pids["decode-0"], running.pids["prefill-0"], port) == 1, "not tcp"
+    again, _ = running.ask(_tokens(100, 31), ignore_eos=True)
+    assert again == whole
     running.wait_quiet()
 
 

@@ -44,7 +44,7 @@ class Worker:
     """One pool with its transfer thread; events wait in `inbox` for the engine."""
 
     def __init__(
-        self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout, stall_s: float
+        self, kind: str, me: Incarnation, hub: LoopbackHub, layout: KVLayout, stall_s: float = 10.0
     ) -> None:
         self.me = me
         self.pool = PagedKV(layout, BLOCKS)
