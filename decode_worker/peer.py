@@ -186,7 +186,7 @@ class Peers:
         link = self._links.pop(peer, None)
         if link is None:
             return []
-        log.error("worker %s is given up: %s", link.address.name, why)
+        log.warning("worker %s is given up: %s", link.address.name, why)
         link.send(None)
         return [PeerDown(link.address, peer, why)]
 
