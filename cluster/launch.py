@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, Laun
 from cluster.supervisor import (
     Accused,
     Announce,
+    Asked,
     AskToLeave,
     Command,
     Discard,
@@ -132,8 +133,10 @@ class Cluster:
         self._specs: dict[str, ChildSpec] = {}
         self._supervisor: Supervisor | None = None
         self._opened = False
-        self._orders: queue.SimpleQueue[tuple[Leave, threading.Event]] = queue.SimpleQueue()
-        self._awaited: list[threading.Event] = []
+        self._orders: queue.SimpleQueue[tuple[Leave, Future[None]]] = queue.SimpleQueue()
+        self._awaited: list[Future[None]] = []
+        self._unwatched = ""
+        """Why the last watch ended; empty before the first one, and while there is one."""
 
     @property
     def workers(self) -> dict[str, ChildReady]:
@@ -196,17 +199,27 @@ class Cluster:
         supervisor = self._supervisor
         if supervisor is None:
             raise RuntimeError("the cluster has not been started")
-        while not stop.wait(WATCH_S):
-            with shielded():
-                for event in self._news(supervisor):
-                    self._carry_out(supervisor.handle(event, time.monotonic()))
-                if supervisor.is_steady:
-                    while self._awaited:
-                        self._awaited.pop().set()
+        self._unwatched, why = "", "nobody watches the cluster any more"
+        try:
+            while not stop.wait(WATCH_S):
+                with shielded():
+                    for event in self._news(supervisor):
+                        self._carry_out(supervisor.handle(event, time.monotonic()))
+                    if supervisor.is_steady:
+                        while self._awaited:
+                            self._awaited.pop().set_result(None)
+        except LaunchError as error:
+            why = str(error)
+            raise
+        finally:
+            self._unwatched = why
+            self._end_orders()
+            while self._awaited:
+                self._awaited.pop().set_exception(LaunchError(why))
 
     def roll(self, timeout_s: float | None = None) -> None:
         """Replace every worker, one after the other, while the cluster serves; requests are finished or moved. Blocks
-        while another thread watches. Raises LaunchError if that takes over `timeout_s`."""
+        while another thread watches. Raises LaunchError if that takes over `timeout_s`, or the watch ends before."""
         self._order(tuple(self.workers), again=True, timeout_s=timeout_s)
 
     def drain(self, name: str, timeout_s: float | None = None) -> None:
@@ -216,10 +229,23 @@ class Cluster:
         self._order((name,), again=False, timeout_s=timeout_s)
 
     def _order(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
-        done = threading.Event()
+        done: Future[None] = Future()
         self._orders.put((Leave(names, self._config.leave_grace_s, again), done))
-        if not done.wait(timeout_s):
-            raise LaunchError(f"{', '.join(names)}: not left in {timeout_s:.0f} s")
+        if self._unwatched:
+            self._end_orders()
+        try:
+            done.result(timeout_s)
+        except TimeoutError as error:
+            raise LaunchError(f"{', '.join(names)}: not left in {timeout_s:.0f} s") from error
+
+    def _end_orders(self) -> None:
+        """Nobody will carry out what has been ordered: say so to those who wait. From any thread."""
+        while True:
+            try:
+                _, done = self._orders.get_nowait()
+            except queue.Empty:
+                return
+            done.set_exception(LaunchError(self._unwatched))
 
     def stop(self) -> None:
         """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
@@ -285,7 +311,9 @@ class Cluster:
             if why is not None:
                 news.append(Ended(name, why, child.left()))
             elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
-                news += [Accused(v.name, v.incarnation, v.why) for v in child.condemned()]
+                verdicts = child.condemned()
+                news.append(Asked(name, verdicts is not None))
+                news += [Accused(v.name, v.incarnation, v.why) for v in verdicts or ()]
         return [*news, Tick()]
 
     def _carry_out(self, commands: list[Command]) -> None:

@@ -98,10 +98,10 @@ class ProcessChild:
                 raise LaunchError(f"{self.spec.name}: {reason}")
         raise LaunchError(f"{self.spec.name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
 
-    def condemned(self) -> list[Verdict]:
+    def condemned(self) -> list[Verdict] | None:
         known = self._condemned
         if known is None:
-            return []
+            return None
         self._condemned = None
         self._send(encode_line(WhoIsCondemned()))
         return known

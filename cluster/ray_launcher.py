@@ -97,14 +97,14 @@ class RayChild:
     def ready(self) -> bool:
         return bool(self._get(self._actor.ready.remote(), ANSWER_TIMEOUT_S, "answer"))
 
-    def condemned(self) -> list[Verdict]:
+    def condemned(self) -> list[Verdict] | None:
         if self._wait is None:
             return []
         found: list[Verdict] = []
         if self._asked is not None:
             done, _ = self._ray.wait([self._asked], timeout=0)
             if not done:
-                return []
+                return None
             try:
                 found = self._ray.get(self._asked)
             except self._ray.exceptions.RayError as error:
@@ -126,6 +126,7 @@ class RayChild:
             self._ray.get(self._actor.stop.remote(grace_s), timeout=grace_s + 2.0)
         except self._ray.exceptions.RayError as error:
             logging.getLogger(__name__).info("%s: %s", self.spec.name, _cause(error))
+            self.kill()
         self._ray.kill(self._actor)
 
     def _get(self, reference: Any, timeout_s: float, verb: str) -> Any:

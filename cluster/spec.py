@@ -77,8 +77,9 @@ class Child(Protocol):
     def ready(self) -> bool:
         """Router only: whether it can serve. Raises LaunchError if it died."""
 
-    def condemned(self) -> list[Verdict]:
-        """Router only: the lives of workers that it has given up, as far as it has answered. Never blocks."""
+    def condemned(self) -> list[Verdict] | None:
+        """Router only: the lives of workers that it had given up when it was last asked, and ask again; None while it
+        owes the answer. Never blocks."""
 
     def kill(self) -> None:
         """End this very process, by its pid, whatever state it is in; `failure` says so a moment later."""

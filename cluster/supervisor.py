@@ -9,10 +9,10 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
-then has died like any other. Workers leave one at a time, and only while all others are up; who has left as it was
-asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
-old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with
-it.
+then has died like any other; so is a router that owes an answer for `router_hung_s`. Workers leave one at a time, and
+only while all others are up; who has left as it was asked to has not died, and is replaced without a pause. The router
+hears of an end before the replacement exists: the old port may soon be somebody else's. A router that is up again is
+told all workers: what it was told before died with it.
 """
 
 from collections import deque
@@ -34,6 +34,8 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
+    router_hung_s: float = 30.0
+    """A router that answers nothing for this long is killed."""
 
 
 # events
@@ -74,11 +76,19 @@ class Accused:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """The router was looked at; `answered`: it owes no answer from before."""
+
+    name: str
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Accused | Leave | Tick
+Event = Up | Ended | Accused | Asked | Leave | Tick
 
 
 # commands
@@ -93,7 +103,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End this worker's process by its pid, whatever state it is in; answered by Ended."""
+    """End this process by its pid, whatever state it is in; answered by Ended."""
 
     name: str
     why: str
@@ -131,6 +141,8 @@ class GiveUp:
 
 Command = Discard | Kill | Launch | AskToLeave | Announce | GiveUp
 
+AWAY_S = 1.0
+"""The launcher looks many times a second. If this long has passed since the last time, it was itself that slept."""
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
 
@@ -145,7 +157,8 @@ class State(StrEnum):
 @dataclass(slots=True)
 class _Slot:
     """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
-    whether it is replaced once it has left. `accused`: why the life that is up is being killed."""
+    whether it is replaced once it has left. `accused`: why the life that is up is being killed. `silent_since_s`: since
+    when the router owes an answer."""
 
     kind: str
     address: PeerAddress
@@ -154,13 +167,14 @@ class _Slot:
     due_s: float = 0.0
     again: bool = True
     accused: str = ""
+    silent_since_s: float | None = None
     deaths: list[float] = field(default_factory=list)
 
 
 class Supervisor:
     """Keeps the pools at their sizes, and one router before them.
 
-    Mutable state: the slots, and who is still to leave. Owner: the thread that watches the cluster."""
+    Mutable state: the slots, who is still to leave, and the last look. Owner: the thread that watches the cluster."""
 
     def __init__(
         self,
@@ -172,10 +186,11 @@ class Supervisor:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._slots = {
-            name: _Slot(kind, PeerAddress(name, ready.address), ready.incarnation)
+            name: _Slot(kind, PeerAddress(name, ready.address, ready.incarnation), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
         self._to_leave: deque[tuple[str, float, bool]] = deque()
+        self._looked_s: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event in; returns what is to be done, in order."""
@@ -189,7 +204,10 @@ class Supervisor:
                 return []
             case Accused():
                 return self._accused(event)
+            case Asked(name, answered):
+                return self._asked(name, answered, now)
             case Tick():
+                self._looked_s = now
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
 
@@ -212,8 +230,9 @@ class Supervisor:
         slot = self._slots.get(ready.name)
         if slot is None or slot.state is not State.STARTING:
             return []
-        slot.state, slot.address = State.UP, PeerAddress(ready.name, ready.address)
-        slot.incarnation, slot.accused = ready.incarnation, ""
+        slot.state = State.UP
+        slot.address = PeerAddress(ready.name, ready.address, ready.incarnation)
+        slot.incarnation, slot.accused, slot.silent_since_s = ready.incarnation, "", None
         return self._tell()
 
     def _accused(self, event: Accused) -> list[Command]:
@@ -226,6 +245,21 @@ class Supervisor:
             return []
         slot.accused = event.why
         return [Kill(event.name, event.why)]
+
+    def _asked(self, name: str, answered: bool, now: float) -> list[Command]:
+        """Kill a router that says nothing, once. A launcher that slept itself begins to wait anew."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is not State.UP or slot.accused:
+            return []
+        slept = self._looked_s is not None and now - self._looked_s > AWAY_S
+        if answered:
+            slot.silent_since_s = None
+        elif slot.silent_since_s is None or slept:
+            slot.silent_since_s = now
+        elif now - slot.silent_since_s >= self._config.router_hung_s:
+            slot.accused = f"no answer for {self._config.router_hung_s:.1f} s"
+            return [Kill(name, slot.accused)]
+        return []
 
     def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
         slot = self._slots.get(name)

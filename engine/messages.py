@@ -67,9 +67,11 @@ class Load(Record, kw_only=True):
 # router -> decode worker
 
 
-class PeerAddress(msgspec.Struct, frozen=True):
+class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     address: str
+    incarnation: Incarnation = Incarnation(0)
+    """Which life answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
 
 
 class RouterHello(Record):

@@ -73,6 +73,8 @@ class RouterApp:
         self._app_factory = app_factory
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self.ticked_s = clock()
+        """When the loop last came round to its tick. May be read from any thread."""
 
     async def start(self) -> RouterAddresses:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""
@@ -120,6 +122,7 @@ class RouterApp:
         idle_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
+            self.ticked_s = time.monotonic()
             self.hub.tick()
             self._frontend.tick()
             await self._service.update_health()

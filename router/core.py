@@ -140,8 +140,9 @@ class Router:
                 self._close(event.request, FinishReason.CANCELLED, now, out)
             case StopFound():
                 self._stop_found(event, out)
-            case Named(decode):
+            case Named(decode, lives):
                 self._adoptions.named(decode)
+                self.registry.named(lives)
             case Joined():
                 life = (event.peer.name, event.info.incarnation)
                 if self._judge.is_condemned(life):

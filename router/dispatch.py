@@ -109,11 +109,16 @@ class Links:
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
     ) -> None:
         """Dial new workers, and leave those that are not named any more."""
-        self._hub.named([peer.name for peer in decode])
-        wanted = {("prefill", peer) for peer in prefill} | {("decode", peer) for peer in decode}
+        lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
+        wanted = {
+            (role, PeerAddress(peer.name, peer.address))
+            for role, peers in (("prefill", prefill), ("decode", decode))
+            for peer in peers
+        }
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
             self._hub.lost(key[1].name, for_good=True)
+        self._hub.named([peer.name for peer in decode], lives)
         for key in wanted - set(self._tasks):
             self._tasks[key] = asyncio.create_task(self._keep(*key), name=f"link {key[1].name}")
 

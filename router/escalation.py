@@ -7,7 +7,9 @@ A worker is *condemned* when
 - its stream is open, kept alive by gRPC's own threads, and no report has come over it for `hung_s`: its engine hangs.
 
 A condemned life is lost to the router at once and for ever: it gets no request again, whatever becomes of it. A worker
-that only cannot be reached, for `hung_s`, is *missing*: named to the supervisor too, and forgiven if it comes back.
+that only cannot be reached, for `hung_s`, is *missing*: named to the supervisor too, and forgiven if it comes back. One
+that this router has never reached, but was told of, is judged alike; an accuser is not believed before it has tried for
+`escalate_s`.
 Nobody here frees anything, and an innocent that is killed is one more death that requests recover from.
 """
 
@@ -58,6 +60,9 @@ class Judge:
                 continue
             worker = self._registry.get(life[0])
             if worker is None:
+                tried_s = now - self._missing_since.get(life, now)
+                if not self._registry.has_met(life) and tried_s < self._escalate_s:
+                    continue
                 found.append(self._condemn(life, f"{accuser} and the router cannot reach it"))
             elif now - worker.seen_s >= self._escalate_s:
                 quiet_s = now - worker.seen_s

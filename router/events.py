@@ -23,7 +23,7 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.escalation import Verdict
 
 
@@ -35,9 +35,10 @@ class Submit(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """These are all decode workers, connected or not."""
+    """These are all decode workers, connected or not; and, where that is known, the lives of all workers."""
 
     decode: tuple[str, ...]
+    lives: tuple[tuple[str, Incarnation], ...] = ()
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ from router.events import (
     Tick,
 )
 from router.observer import Observer
+from router.registry import Life
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +141,9 @@ class Hub:
 
     # ---- from workers
 
-    def named(self, decode: Sequence[str]) -> None:
-        """These are all decode workers."""
-        self._handle(Named(tuple(decode)))
+    def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
+        """These are all decode workers; and the lives of all workers, as far as they are known."""
+        self._handle(Named(tuple(decode), tuple(lives)))
 
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
         self._handle(Joined(peer, info))

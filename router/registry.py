@@ -5,7 +5,7 @@ each worker carries the router's own dispatches that no report can have counted 
 last report. Time is an argument.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.messages import Load, PeerAddress, WorkerInfo
@@ -70,11 +70,13 @@ class Worker:
 class Registry:
     """Workers by name. The router core owns it."""
 
-    # Mutable state: the connected workers, and of every worker the last life seen, and the last seen leaving.
+    # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
+    # the last seen leaving.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._workers: dict[str, Worker] = {}
+        self._named: dict[str, Incarnation] = {}
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
 
@@ -89,11 +91,15 @@ class Registry:
 
     def life(self, incarnation: Incarnation) -> Life | None:
         """The worker whose last life is this, connected or not."""
-        return next((life for life in self._lives.items() if life[1] == incarnation), None)
+        return next((life for life in self.lives() if life[1] == incarnation), None)
 
     def lives(self) -> list[Life]:
-        """The last life of every worker, connected or not."""
-        return list(self._lives.items())
+        """The last life of every worker, connected or not, or never reached and only named."""
+        return list({**self._named, **self._lives}.items())
+
+    def has_met(self, life: Life) -> bool:
+        """Whether it was ever connected."""
+        return self._lives.get(life[0]) == life[1]
 
     def is_connected(self, life: Life) -> bool:
         worker = self._workers.get(life[0])
@@ -115,6 +121,10 @@ class Registry:
         """Its end was announced: nobody is to blame for it."""
         return self._left.get(life[0]) == life[1]
 
+    def named(self, lives: Iterable[Life]) -> None:
+        """These are all workers that the supervisor knows. One that was frozen before we began never says so itself."""
+        self._named = dict(lives)
+
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
         """A worker is connected; True if this is a new life of it, with an empty cache."""
         self._workers[peer.name] = Worker(peer, info, now)
@@ -129,6 +139,7 @@ class Registry:
     def forget(self, name: str) -> None:
         self._workers.pop(name, None)
         self._lives.pop(name, None)
+        self._named.pop(name, None)
 
     def report(self, name: str, load: Load, now: float) -> None:
         """Take a worker's report; what it had accepted by then is counted in it."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from router.observer import Observer
 from telemetry.metrics import RouterMetrics
 
 CALL_TIMEOUT_S = 30.0
+HUNG_S = 1.0
+"""The loop ticks many times a second. If it has not for this long, it hangs, or the whole process was stopped."""
+ASK_AGAIN_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +75,13 @@ class RouterServer:
         return asyncio.run_coroutine_threadsafe(ask(), loop).result(CALL_TIMEOUT_S)
 
     def condemned(self) -> tuple[Verdict, ...]:
-        """Lives of workers that are given up. Never waits for the router's thread."""
-        return self._app.hub.core.condemned if self._app is not None else ()
+        """Lives of workers that are given up. No answer while the router's thread hangs: who asks shall notice."""
+        app = self._app
+        if app is None:
+            return ()
+        while self._thread.is_alive() and time.monotonic() - app.ticked_s > HUNG_S:
+            time.sleep(ASK_AGAIN_S)
+        return app.hub.core.condemned
 
     def wait(self) -> None:
         """Block until stopped; raises what ended the router, if it failed."""

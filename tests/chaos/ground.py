@@ -117,6 +117,7 @@ class Ground:
         restarts: int = 100,
         escalate_s: float = 5.0,
         hung_s: float = 30.0,
+        router_hung_s: float = 30.0,
         stuck_s: float = 10.0,
     ) -> None:
         transfer = TransferConfig(transport=transport, escalate_s=escalate_s, stuck_s=stuck_s)
@@ -127,7 +128,12 @@ class Ground:
             decode_workers=decode,
             stop_grace_s=1.0,
             log_level="error",
-            restart=RestartConfig(limit=restarts, first_pause_s=0.05, longest_pause_s=0.2),
+            restart=RestartConfig(
+                limit=restarts,
+                first_pause_s=0.05,
+                longest_pause_s=0.2,
+                router_hung_s=router_hung_s,
+            ),
             router=RouterConfig(
                 grpc_port=0,
                 http_port=-1,

@@ -148,8 +148,9 @@ class _ProxiedChild:
     def ready(self) -> bool:
         return self._child.ready()
 
-    def condemned(self) -> list[Verdict]:
-        return self._child.condemned() + self._launcher.accused
+    def condemned(self) -> list[Verdict] | None:
+        found = self._child.condemned()
+        return None if found is None else found + self._launcher.accused
 
     def kill(self) -> None:
         self._child.kill()

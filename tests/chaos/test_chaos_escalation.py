@@ -18,6 +18,7 @@ from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, Serving, sen
 pytestmark = pytest.mark.chaos
 
 ESCALATE_S, HUNG_S, STUCK_S = 1.5, 5.0, 2.0
+ROUTER_HUNG_S = 3.0
 MARGIN_S = 4.0
 """For reports, ticks and polls on two busy cores, beside what the timers say."""
 KEEPALIVE_S = 2.0
@@ -37,7 +38,13 @@ def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Grou
         "decode": "tests.chaos.hanging:EngineHangsDecode",
         "prefill": "tests.chaos.hanging:EngineHangsPrefill",
     }
-    found = Ground(model_dir, factories=hanging, escalate_s=ESCALATE_S, hung_s=HUNG_S)
+    found = Ground(
+        model_dir,
+        factories=hanging,
+        escalate_s=ESCALATE_S,
+        hung_s=HUNG_S,
+        router_hung_s=ROUTER_HUNG_S,
+    )
     try:
         reference.make(found)
         yield found
@@ -80,6 +87,42 @@ def test_a_frozen_worker_that_nobody_reads_for_is_replaced_too(ground: Ground) -
     faults.freeze(pid)
     faults.killed_within(pid, KEEPALIVE_S + HUNG_S + MARGIN_S)
     ground.replaced("prefill-1", pid)
+    ground.settle(SETTLE_S)
+
+
+def test_a_frozen_router_is_replaced_and_its_clients_go_on(
+    ground: Ground, reference: Reference
+) -> None:
+    """Guards clients that wait for ever for a router that is stopped, while all its workers are well."""
+    ground.settle(SETTLE_S)
+    workers = {name: ground.pid(name) for name in ground.names}
+    ask = ground.ask(PROMPTS["victim"], "seeded", ANSWER_TOKENS, "frozen-router", resume=True)
+    ask.wait_tokens(2)
+    pid = ground.pid("router")
+    faults.freeze(pid)
+    frozen_s = time.monotonic()
+    assert not ask.over and len(ask.tokens) < ANSWER_TOKENS, "over before the fault"
+    faults.killed_within(pid, ROUTER_HUNG_S + MARGIN_S)
+    assert time.monotonic() - frozen_s > ROUTER_HUNG_S - 0.5, "killed without being waited for"
+    ask.join(END_S)
+    assert reference.judge(ask, "victim", "seeded") is Ending.EXACT, ask.error
+    ground.replaced("router", pid)
+    assert {name: ground.pid(name) for name in ground.names} == workers, "an innocent was killed"
+    ground.settle(SETTLE_S)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_is_frozen_when_the_router_dies_is_replaced(ground: Ground, role: str) -> None:
+    """Guards a slot lost for ever: the router that knew which life is frozen is gone, the next one never meets it."""
+    ground.settle(SETTLE_S)
+    name = f"{role}-1"
+    pid, router = ground.pid(name), ground.pid("router")
+    faults.freeze(pid)
+    faults.kill(router)
+    ground.replaced("router", router)
+    assert faults.process_state(pid) == "T", "killed before the new router could say so"
+    faults.killed_within(pid, HUNG_S + 2 * MARGIN_S)
+    ground.replaced(name, pid)
     ground.settle(SETTLE_S)
 
 

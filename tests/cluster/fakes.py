@@ -85,6 +85,13 @@ class StubbornWorker(FakeWorker):
         time.sleep(60)
 
 
+class ClingingWorker(FakeWorker):
+    """Asked to leave, it stays."""
+
+    def leave(self, grace_s: float) -> None:
+        pass
+
+
 class FakeRouter:
     """Ready once it has been told its workers; binds its gRPC port as a real one does."""
 

@@ -19,6 +19,7 @@ from cluster.supervisor import (
     LEAVE_MARGIN_S,
     Accused,
     Announce,
+    Asked,
     AskToLeave,
     Command,
     Discard,
@@ -105,6 +106,51 @@ def test_no_limit_means_none() -> None:
     strict = supervisor(RestartConfig(limit=0))
     assert strict.handle(Ended("decode-0", "x"), 0.0) == [GiveUp("decode-0: x")]
     assert strict.handle(Ended("router", "y"), 0.0) == [GiveUp("router: y")]
+
+
+def looks(one: Supervisor, begin_s: float, end_s: float, answered: bool) -> list[Command]:
+    """Looks at the router, four a second."""
+    out: list[Command] = []
+    for quarter in range(int(begin_s * 4), int(end_s * 4)):
+        out += one.handle(Asked("router", answered), quarter / 4)
+        out += one.handle(Tick(), quarter / 4)
+    return out
+
+
+def test_a_router_that_owes_its_answer_for_too_long_is_killed_once() -> None:
+    """Guards a cluster whose frozen router is noticed by nobody."""
+    one = supervisor()
+    limit_s = POLICY.router_hung_s
+    assert looks(one, 0.0, 100.0, answered=True) == []
+    assert looks(one, 100.0, 100.0 + limit_s, answered=False) == []
+    assert looks(one, 100.0 + limit_s, 101.0 + limit_s, answered=False) == [
+        Kill("router", "no answer for 30.0 s")
+    ]
+    assert one.handle(Ended("router", "killed by SIGKILL"), 140.0) == [Discard("router")]
+    assert looks(one, 140.0, 141.0, answered=False) == [], "asked of one that is not there"
+    assert one.handle(Tick(), 142.0) == [Launch("router")]
+    assert names(one.handle(Up(up("router", 3)), 143.0)) == ["Announce"]
+    assert looks(one, 143.0, 143.0 + limit_s, answered=False) == [], "blamed for its predecessor"
+
+
+def test_an_answer_or_a_sleep_of_our_own_begins_the_wait_anew() -> None:
+    """Guards a router that is slow, not hung, and one that is killed because its launcher was stopped."""
+    one = supervisor()
+    assert looks(one, 0.0, 29.0, answered=False) == []
+    assert looks(one, 29.0, 30.0, answered=True) == []
+    assert looks(one, 30.0, 59.0, answered=False) == []
+    assert looks(one, 120.0, 149.0, answered=False) == [], "the time in which nobody looked counts"
+    assert names(looks(one, 149.0, 151.0, answered=False)) == ["Kill"]
+
+
+def test_the_router_is_told_which_life_answers() -> None:
+    """Guards a frozen worker that a new router cannot give up, since it has never heard who that is."""
+    one = supervisor()
+    (announce,) = one.handle(Ended("prefill-0", "killed"), 10.0)[1:]
+    assert isinstance(announce, Announce) and [p.incarnation for p in announce.decode] == [1]
+    one.handle(Tick(), 11.0)
+    (announce,) = one.handle(Up(up("prefill-0", 7, 21)), 12.0)
+    assert isinstance(announce, Announce) and [p.incarnation for p in announce.prefill] == [21]
 
 
 def test_a_router_that_is_up_again_is_told_all_that_it_missed() -> None:
@@ -326,8 +372,8 @@ def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: str) ->
             assert cluster.workers.keys() == pids.keys() - {"decode-1"} and not ended
             with pytest.raises(LaunchError, match="there is no worker decode-1"):
                 cluster.drain("decode-1")
-        with pytest.raises(LaunchError, match="not left in 0 s"):  # nobody watches any more
-            cluster.roll(timeout_s=0.2)
+        with pytest.raises(LaunchError, match="nobody watches the cluster any more"):
+            cluster.roll()
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 
@@ -365,6 +411,58 @@ def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
             second = cluster.workers["decode-0"].pid
             time.sleep(0.5)
             assert not ended and not gone(second) and cluster.workers["decode-0"].pid == second
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_frozen_router_is_killed_and_replaced(launcher: str) -> None:
+    """Guards a cluster whose workers are all well and whose router is stopped: nobody else looks at it."""
+    before = set(descendants())
+    restart = msgspec.structs.replace(RESTARTS, router_hung_s=1.5)
+    config = msgspec.structs.replace(CONFIG, restart=restart)
+    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+        address = cluster.start().grpc
+        was = cluster.router
+        with watched(cluster) as ended:
+            time.sleep(2.0)
+            assert cluster.router.pid == was.pid, "killed although it answers"
+            os.kill(was.pid, signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            assert eventually(lambda: gone(was.pid), 10.0), "stopped, and left"
+            assert time.monotonic() - stopped_s > 1.4, "killed without being waited for"
+            assert eventually(lambda: cluster.router.pid != was.pid, 30.0), ended
+            assert cluster.router.address == address
+            assert eventually(cluster._children["router"].ready, 5.0)
+    assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
+
+
+@pytest.mark.parametrize("why", ["given up", "stopped"])
+def test_who_waits_for_a_roll_is_told_when_the_watch_ends(why: str) -> None:
+    """Guards a caller that waits for ever for workers that nobody will replace any more."""
+    config = msgspec.structs.replace(CONFIG, leave_grace_s=60.0)
+    clinging = {**FAKES, "decode": "tests.cluster.fakes:ClingingWorker"}
+    with Cluster(config, make_launcher("process"), clinging, model_dir="x") as cluster:
+        cluster.start()
+        told: list[str] = []
+
+        def drain() -> None:
+            try:
+                cluster.drain("decode-0")
+            except LaunchError as error:
+                told.append(str(error))
+
+        waiting = threading.Thread(target=drain, daemon=True)
+        with watched(cluster) as ended:
+            waiting.start()
+            time.sleep(0.5)
+            assert waiting.is_alive() and not ended
+            if why == "given up":
+                os.kill(cluster.workers["prefill-0"].pid, signal.SIGKILL)
+                assert eventually(lambda: bool(ended), 10.0)
+        waiting.join(5.0)
+        expected = "prefill-0: killed by SIGKILL" if ended else "nobody watches the cluster any more"
+        assert told == [expected]
+        with pytest.raises(LaunchError, match=expected):  # nor does a later one wait
+            cluster.roll()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -1,10 +1,12 @@
 """Whom the router gives up, and whom not: the judge in the core, event by event."""
 
+import msgspec
 import pytest
 
-from engine.messages import Load, Tokens
+from engine.messages import Load, PeerAddress, Tokens
+from engine.types import Incarnation
 from router.escalation import Verdict
-from router.events import Command, Complete, Fail, GiveUp, Interrupted, Lost, SendPlace, Tick
+from router.events import Command, Complete, Fail, GiveUp, Interrupted, Lost, Named, SendPlace, Tick
 from tests.router.bench import A, Bench, ended
 from tests.router.fake_cluster import load
 
@@ -138,6 +140,42 @@ def test_a_missing_worker_is_named_and_forgiven_when_it_is_back() -> None:
     assert not given_up(court.join("d0", "decode", 11))
     court.do(Tick())
     assert not court.condemned() and court.router.registry.get("d0") is not None
+
+
+def test_a_worker_that_was_frozen_before_the_router_began_is_missing_too() -> None:
+    """Guards a slot that is lost for ever because the router that knew its life died while it was frozen."""
+    court = Court()
+    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
+    court.pass_s(HUNG_S - 0.5)
+    assert not court.condemned()
+    court.pass_s(1.0)
+    assert court.condemned() == ["d2"]
+    court.join("d2", "decode", 13)
+    court.do(Tick())
+    assert not court.condemned(), "it is back"
+
+
+def test_whom_the_router_never_reached_is_judged_once_it_has_tried() -> None:
+    """Guards blocks kept for ever for such a reader; and an innocent accused before the new router has dialled it."""
+    court = Court()
+    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
+    assert given_up(court.accuse(13)) == [], "not yet dialled"
+    court.pass_s(ESCALATE_S - 0.5)
+    assert given_up(court.accuse(13)) == []
+    court.pass_s(1.0)
+    assert given_up(court.accuse(13)) == ["d2"]
+    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(23)),)))
+    assert given_up(court.accuse(13)) == [], "a former life"
+
+
+def test_a_life_that_was_only_named_still_brings_its_cache() -> None:
+    """Guards the prefix index: the first connection of a life must tell its blocks, known by name or not."""
+    court = Court()
+    court.router.registry.named([("d2", Incarnation(13))])
+    worker = court.router.registry.get("d0")
+    assert worker is not None
+    info = msgspec.structs.replace(worker.info, incarnation=Incarnation(13))
+    assert court.router.registry.join(PeerAddress("d2", "h:2"), info, court.now)
 
 
 def test_a_router_that_slept_blames_nobody() -> None:
