@@ -1,6 +1,8 @@
 """The router from outside: started, asked and stopped by a program without an event loop."""
 
 import socket
+import threading
+import time
 
 import httpx
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from router.api import ApiError, GenerateCall
 from router.client import Client
 from router.config import RouterConfig
-from router.server import RouterServer
+from router.server import HUNG_S, RouterServer
 from tests.router.fake_cluster import ByteText
 
 
@@ -39,3 +41,32 @@ def test_start_both_fronts_and_stop_twice() -> None:
         host, number = address.rsplit(":", 1)
         with pytest.raises(ConnectionRefusedError), socket.create_connection((host, int(number))):
             pass
+
+
+def test_a_router_whose_thread_hangs_owes_its_answer() -> None:
+    """Guards a hung router behind a process that lives: its parent is answered by another thread."""
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=-1), "", text=ByteText())
+    server.start()
+    hang, hung = threading.Event(), threading.Event()
+
+    def block() -> None:
+        hung.set()
+        hang.wait(20.0)
+
+    try:
+        assert server.condemned() == ()
+        assert server._loop is not None
+        server._loop.call_soon_threadsafe(block)
+        assert hung.wait(5.0)
+        time.sleep(HUNG_S + 0.2)
+        answers: list[object] = []
+        asking = threading.Thread(target=lambda: answers.append(server.condemned()), daemon=True)
+        asking.start()
+        asking.join(0.5)
+        assert asking.is_alive() and not answers, "answered for a thread that hangs"
+        hang.set()
+        asking.join(5.0)
+        assert answers == [()]
+    finally:
+        hang.set()
+        server.stop(0.0)
