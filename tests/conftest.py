@@ -5,6 +5,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine's other work than about the code.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 # Without a GPU, Triton kernels run in its interpreter, which must be chosen before anything imports triton (as
 # transformers does): it replaces the language, not the launch.
