@@ -58,6 +58,8 @@ class Forks:
             return []
         del self._waiting[parent]
         self.forked += len(waiting)
+        # A fork holds the nodes of what it shares: they must be there before it takes them over.
+        self._kv.commit(parent.lease, parent.tokens[: parent.known])
         for fork in waiting:
             tokens = shared_tokens(fork.record)
             self._kv.fork(parent.lease, fork.lease, tokens)

@@ -117,17 +117,20 @@ class KVCacheManager:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
 
         Whole blocks are shared; a boundary block is copied into one of the child's own, out of its promise. What the
-        parent appends to that block meanwhile does no harm: the child writes its own rows over it. Raises ValueError
-        for a child that holds blocks or has no promise for the copy, and for tokens beyond the parent's blocks.
+        parent appends to that block meanwhile does no harm: the child writes its own rows over it. The whole blocks must
+        be committed: were they indexed later, under nodes of other blocks, only the parent would hold the path to them.
+        Raises ValueError where they are not, for a child that holds blocks or has no promise for the copy, and for
+        tokens beyond the parent's blocks.
         """
         whole, rest = divmod(tokens, self.block_size)
         if child.blocks or parent.namespace != child.namespace:
             raise ValueError("only an empty lease of the same namespace can become a fork")
         if self.blocks_for(tokens) > len(parent.blocks) or bool(rest) > child.promised:
             raise ValueError(f"{tokens} tokens cannot be forked")
+        if len(parent.path) < whole:
+            raise ValueError(f"{whole} whole blocks to fork, {len(parent.path)} committed")
         child.path = parent.path[:whole]
         child.blocks = [node.block for node in child.path]
-        child.blocks += parent.blocks[len(child.blocks) : whole]
         for block in child.blocks:
             self._hold(block)
         child.cached_tokens = tokens

@@ -159,6 +159,22 @@ def test_forks_share_whole_blocks_and_copy_the_boundary() -> None:
     assert kv.pool.counts()["active"] == 0 and kv.available == 16
 
 
+def test_only_committed_blocks_are_forked() -> None:
+    """Guards the path of a shared block: indexed after the fork, under a node of another block that the parent alone
+    holds, it would outlive its parent node in the line of those to evict."""
+    kv = KVCacheManager(16, 4, "m")
+    tokens = list(range(10))
+    lease = kv.acquire(b"", tokens, match_limit=9, room_tokens=10)
+    fork = kv.promise(b"", 1)
+    assert lease is not None and fork is not None
+    with pytest.raises(ValueError, match="2 whole blocks to fork, 0 committed"):
+        kv.fork(lease, fork, 9)
+    kv.commit(lease, tokens)
+    kv.fork(lease, fork, 9)
+    kv.release(lease)
+    kv.check()
+
+
 def test_a_fork_needs_a_promise_and_an_empty_lease() -> None:
     kv = KVCacheManager(4, 4, "m")
     parent = _run(kv, list(range(10)), tail=False)
