@@ -117,7 +117,7 @@ class KVCacheManager:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
 
         Whole blocks are shared; a boundary block is copied into one of the child's own, out of its promise. What the
-        parent appends to that block meanwhile does no harm: the child writes its own rows over it. The whole blocks must
+        parent appends to that block meanwhile does no harm: the child writes its own rows over it. Whole blocks must
         be committed: were they indexed later, under nodes of other blocks, only the parent would hold the path to them.
         Raises ValueError where they are not, for a child that holds blocks or has no promise for the copy, and for
         tokens beyond the parent's blocks.

@@ -161,7 +161,7 @@ def test_forks_share_whole_blocks_and_copy_the_boundary() -> None:
 
 def test_only_committed_blocks_are_forked() -> None:
     """Guards the path of a shared block: indexed after the fork, under a node of another block that the parent alone
-    holds, it would outlive its parent node in the line of those to evict."""
+    holds, it would outlive its parent node in the line of eviction."""
     kv = KVCacheManager(16, 4, "m")
     tokens = list(range(10))
     lease = kv.acquire(b"", tokens, match_limit=9, room_tokens=10)
