@@ -44,6 +44,11 @@ def middle(values: Sequence[float]) -> Middle:
     )
 
 
+def numbers(text: str) -> list[int]:
+    """`1,256,1500` on a command line. Raises ValueError."""
+    return [int(part) for part in text.split(",")]
+
+
 def show(table: Table) -> None:
     """Print a table, wide where the output is no terminal, and the processor under it."""
     console = Console() if sys.stdout.isatty() else Console(width=160)

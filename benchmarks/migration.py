@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.bed import Bed, random_prompt, transfer_config
 from benchmarks.counting import Counts
-from benchmarks.figures import Middle, middle, show, write_json
+from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
 from engine.model.cache import prepare
 from engine.model.config import ModelConfig
@@ -170,16 +170,12 @@ def _table(lines: list[Line], copy: Middle) -> Table:
     return table
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
     add("--cache-dir", type=Path, help="of prepared models")
-    add("--tokens", type=_numbers, default=list(TOKENS), help="prompt lengths")
+    add("--tokens", type=numbers, default=list(TOKENS), help="prompt lengths")
     add("--transports", type=lambda text: text.split(","), default=list(TRANSPORTS))
     add("--repeats", type=int, default=5)
     add("--json", type=Path, metavar="FILE")

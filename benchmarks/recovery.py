@@ -24,7 +24,7 @@ import msgspec
 from rich.table import Table
 
 from benchmarks.bed import Answer, Bed, Watch, random_prompt, transfer_config
-from benchmarks.figures import Middle, middle, show, write_json
+from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
 from engine.model.cache import prepare
 from engine.model.config import ModelConfig
@@ -240,17 +240,13 @@ def _table(lines: list[Line]) -> Table:
     return table
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", help="a GGUF file or a directory; default: the demo's")
     add("--cache-dir", type=Path, help="of prepared models")
-    add("--tokens", type=_numbers, default=list(TOKENS), help="prompt lengths")
-    add("--at", type=_numbers, default=list(KILLED_AT), help="kill decode workers at these tokens")
+    add("--tokens", type=numbers, default=list(TOKENS), help="prompt lengths")
+    add("--at", type=numbers, default=list(KILLED_AT), help="kill decode workers at these tokens")
     add("--kills", type=int, default=10, help="of each kind")
     add("--output-tokens", type=int, default=OUTPUT_TOKENS)
     add("--json", type=Path, metavar="FILE")
