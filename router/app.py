@@ -64,7 +64,8 @@ class RouterApp:
     ) -> None:
         clock = time.monotonic
         self._config = config
-        core = Router(config, make_policy(config.policy, config.seed), text.stop_ids)
+        started_ms = time.time_ns() // 1_000_000
+        core = Router(config, make_policy(config.policy, config.seed), text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer)
         self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
         self._frontend = Frontend(text, self.hub, config, clock, observer)

@@ -89,8 +89,12 @@ class Router:
         config: RouterConfig,
         policy: RoutingPolicy,
         stop_ids: frozenset[int] = frozenset(),
+        life: int = 0,
     ) -> None:
+        """`life` is above that of every router before this one: a request that it adopts is placed as `life` + 1 and
+        on, so that no two routers give two placements the same name."""
         self._config = config
+        self._life = life
         self._stop_ids = stop_ids
         self._budget = RetryBudget(config.retry_reserve, config.retry_fraction)
         self._calls: dict[RequestId, Call] = {}
@@ -411,19 +415,21 @@ class Router:
     def _adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
         """A decode worker holds this request for a router that is gone: go on with it, or let the worker drop it."""
         request, home = orphan.record.request, self.registry.get(worker)
+        known = self._calls.get(request)
+        if known is not None:
+            known.highest = max(known.highest, orphan.placement)
         if home is None:
             # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
             out.append(Dropped("stale", len(orphan.tokens)))
             return
-        known = self._calls.get(request)
         is_mine = known is not None and not self._adoptions.knows(request)
         if is_mine or not self._adoptions.takes(orphan, now):
-            if known is not None:
-                known.highest = max(known.highest, orphan.placement)
             cancel = Cancel(request, orphan.placement, FinishReason.CANCELLED)
             out.append(SendCancel(worker, cancel))
             return
+        highest = self._life
         if known is not None:
+            highest = max(highest, known.highest, known.placement)
             if known.state is not State.WAITING:
                 cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
                 out.append(SendCancel(known.decode, cancel))
@@ -432,7 +438,7 @@ class Router:
         left_s = orphan.remaining_s
         deadline_s = None if left_s is None else now + left_s
         call = Call(orphan.record, self._turns, deadline_s, State.RUNNING, orphan.placement)
-        call.losses = orphan.losses
+        call.losses, call.highest = orphan.losses, highest
         call.decode, call.decode_life, call.key = worker, home.life, home.key
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0

@@ -26,7 +26,7 @@ def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
     """What a digest is bound to: block identity, generation of the source block, and the handoff's whole name."""
     name = handoff.request.encode()
     numbers = struct.pack(
-        "<QIIQQI",
+        "<QQIQQI",
         generation,
         handoff.placement,
         handoff.attempt,

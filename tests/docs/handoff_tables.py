@@ -40,7 +40,8 @@ def names() -> str:
     """Of a handoff: the fields that every message carries."""
     makers = {
         "request": "router",
-        "placement": "router: counts the times it has placed this request",
+        "placement": "router: counts the times it has placed this request; "
+        "one that it adopts is counted on from the time of its own start, in ms",
         "attempt": "decode worker: counts its tries below one placement",
         "decode": "decode worker, once per process, at random",
         "prefill": "the worker that is read from, once per process, at random",

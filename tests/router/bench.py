@@ -18,10 +18,15 @@ class Bench:
     """A router with prefill workers `p0`… and decode workers `d0`…; `now` is its clock."""
 
     def __init__(
-        self, decodes: int = 1, blocks: int = 64, prefills: int = 1, **config: object
+        self,
+        decodes: int = 1,
+        blocks: int = 64,
+        prefills: int = 1,
+        life: int = 0,
+        **config: object,
     ) -> None:
         settings = RouterConfig(**config)  # type: ignore[arg-type]
-        self.router = Router(settings, LeastCost(Random(0)), frozenset({STOP_ID}))
+        self.router = Router(settings, LeastCost(Random(0)), frozenset({STOP_ID}), life)
         self.now = 0.0
         for index in range(prefills):
             self.join(f"p{index}", "prefill", 1, blocks)

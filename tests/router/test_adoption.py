@@ -143,6 +143,31 @@ def test_of_two_reports_the_higher_placement_goes_on(higher_first: bool) -> None
     assert bench.hear(Tokens(A, 4, 2, [10]), "d1") == [Deliver(A, [10])]
 
 
+def test_a_placement_that_the_dead_router_made_and_nobody_told_of_is_not_taken_for_its_own() -> None:
+    """Guards against a cancel of the dead router's placement that strikes the new router's, under the same name."""
+    bench = Bench(decodes=2, life=1_000)
+    bench.hear(orphan(5, 6, placement=3), "d0")
+    assert not bench.router.is_settled(bench.now)
+    bench.now = 10.0
+    assert bench.router.is_settled(bench.now)  # though d1 has not told
+    (place,) = [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
+    assert place.worker == "d1" and place.place.placement == 1_001
+    bench.accept(placement=1_001, worker="d1")
+    assert bench.hear(orphan(5, placement=4), "d1") == [cancel("d1", 4)]
+    assert bench.hear(Tokens(A, 1_001, 2, [7]), "d1") == [Deliver(A, [7])]
+
+
+def test_two_placements_of_its_own_have_two_names_though_the_first_gave_way_to_a_report() -> None:
+    bench = Bench(decodes=3, life=1_000)
+    bench.hear(orphan(5, 6, placement=3), "d0")
+    (place,) = [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
+    assert place.place.placement == 1_001
+    other = "d1" if place.worker == "d2" else "d2"
+    assert cancel(place.worker, 1_001) in bench.hear(orphan(5, 6, 7, placement=4), other)
+    (again,) = [c for c in bench.do(Lost(other)) if isinstance(c, SendPlace)]
+    assert again.place.placement == 1_002
+
+
 def test_of_two_reports_the_lower_one_may_have_ended() -> None:
     bench = Bench(decodes=2)
     bench.hear(orphan(5, 6, placement=3), "d0")

@@ -83,7 +83,7 @@ class Job:
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(RouterConfig(max_waiting=3), LeastCost(Random(1)))
+        self.router = Router(RouterConfig(max_waiting=3), LeastCost(Random(1)), life=10)
         self.now = 0.0
         self.lives = dict.fromkeys(WORKERS, 0)
         self.up: set[str] = set()

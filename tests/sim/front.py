@@ -211,7 +211,7 @@ class Front:
         self.world = world
         self.process = process
         policy = make_policy(config.policy, Random(seed).getrandbits(32))
-        self.core = Router(config, policy)
+        self.core = Router(config, policy, life=100 * process.pid)
         self.hub = Hub(self.core, lambda: world.clock.now, Counting(world.note))
         self.hub.connect(self._to_worker)
         self.hub.adopt_with(self._revive)
