@@ -135,7 +135,10 @@ class KVCacheManager:
             self._hold(block)
         child.cached_tokens = tokens
         if rest:
-            source = parent.blocks[whole]
+            boundary = parent.blocks[whole]
+            # A copy that the parent itself awaits dies with it: the child makes its own from the same block.
+            pending = {target: source for source, target in parent.copies}
+            source = pending.get(boundary, boundary)
             self._hold(source)
             self.extend(child, tokens)
             child.copies = [(source, child.blocks[whole])]

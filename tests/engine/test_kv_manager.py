@@ -159,6 +159,24 @@ def test_forks_share_whole_blocks_and_copy_the_boundary() -> None:
     assert kv.pool.counts()["active"] == 0 and kv.available == 16
 
 
+def test_a_fork_of_a_fork_that_awaits_its_copy_copies_from_the_same_block() -> None:
+    """Guards against a blank block: were the first fork's own the source, and it ended before its copy was made, the
+    second would copy what was never written."""
+    kv = KVCacheManager(16, 4, "m")
+    parent = _run(kv, list(range(10)), grow=14, tail=False)
+    first = _fork(kv, parent, 9, 4)
+    second = _fork(kv, first, 9, 4)
+    assert second.copies == [(parent.blocks[2], second.blocks[2])]
+    boundary = parent.blocks[2]
+    kv.release(parent)
+    kv.release(first)
+    assert kv.pool.state(boundary) is BlockState.ACTIVE, "the source of a copy to come was freed"
+    kv.copied(second)
+    kv.release(second)
+    kv.check()
+    assert kv.pool.counts()["active"] == 0
+
+
 def test_only_committed_blocks_are_forked() -> None:
     """Guards the path of a shared block: indexed after the fork, under a node of another block that the parent alone
     holds, it would outlive its parent node in the line of eviction."""
