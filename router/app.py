@@ -18,6 +18,7 @@ from router.frontend import Frontend, TextModel
 from router.hub import Hub
 from router.observer import Observer
 from router.policy import make_policy
+from router.roster import Target
 from router.service import Service
 
 TICK_S = 0.05
@@ -37,10 +38,9 @@ class RouterAddresses(msgspec.Struct, frozen=True):
 class ServerState:
     """What the HTTP front reports besides answers."""
 
-    def __init__(self, hub: Hub, text: TextModel, observer: Observer) -> None:
+    def __init__(self, hub: Hub, text: TextModel) -> None:
         self._hub = hub
         self._text = text
-        self._observer = observer
 
     def ready(self) -> bool:
         return self._hub.ready()
@@ -49,7 +49,10 @@ class ServerState:
         return [self._text.name]
 
     def metrics_text(self) -> bytes:
-        return self._observer.render()
+        return self._hub.metrics_text()
+
+    def targets(self, router_address: str) -> list[Target]:
+        return self._hub.targets(router_address)
 
 
 class RouterApp:
@@ -70,7 +73,8 @@ class RouterApp:
         self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
-        self._state = ServerState(self.hub, text, observer)
+        self._observer = observer
+        self._state = ServerState(self.hub, text)
         self._app_factory = app_factory
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -122,8 +126,10 @@ class RouterApp:
         """Deadlines, resume windows and health; a broken invariant ends the router."""
         idle_s = 0.0
         while True:
+            asleep_s = time.monotonic()
             await asyncio.sleep(TICK_S)
             self.ticked_s = time.monotonic()
+            self._observer.lag(max(0.0, self.ticked_s - asleep_s - TICK_S))
             self.hub.tick()
             self._frontend.tick()
             await self._service.update_health()
