@@ -20,11 +20,14 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 VERSION = "0.1.0"
 PREFIX = "headrace_"
+QUEUE_TEXT = "Requests that wait: at the router for room, on a worker to be computed."
+RUNNING_TEXT = "Requests under way: placed by the router, or being computed by a worker."
 
 # When a series began is no use to anybody here, and would be a third of every page.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -59,6 +62,27 @@ class Family(Generic[Wrapped]):
         return child
 
 
+class Snapshot(Collector):
+    """A gauge of several values that belong together: a page shows all of one moment, whoever sets them meanwhile."""
+
+    def __init__(
+        self, name: str, text: str, own: Mapping[str, str], label: str, values: Sequence[str]
+    ) -> None:
+        self._name, self._text = name, text
+        self._own, self._label = dict(own), label
+        self._values: Mapping[str, float] = dict.fromkeys(values, 0.0)
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Replace them all."""
+        self._values = dict(values)
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._text, labels=[*self._own, self._label])
+        for key, value in self._values.items():
+            family.add_metric([*self._own.values(), key], value)
+        yield family
+
+
 class Families:
     """Creates families that all carry the labels model, pool and worker, every known combination at zero."""
 
@@ -76,6 +100,12 @@ class Families:
 
     def gauge(self, name: str, text: str, **labels: Sequence[str]) -> Family[Gauge]:
         return self._family(Gauge(PREFIX + name, text, self._names(labels), registry=None), labels)
+
+    def snapshot(self, name: str, text: str, label: str, values: Sequence[str]) -> Snapshot:
+        """A gauge whose values by `label` are always shown as of one moment."""
+        found = Snapshot(PREFIX + name, text, self._own, label, values)
+        self.registry.register(found)
+        return found
 
     def info(self, name: str, text: str, **labels: str) -> None:
         """A gauge that is always 1 and says something by its labels."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from telemetry import buckets
-from telemetry.families import Growth, ProcessMetrics
+from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, Growth, ProcessMetrics
 from telemetry.labels import (
     BLOCK_STATES,
     DIGEST_EVENTS,
@@ -29,14 +29,15 @@ class WorkerMetrics(ProcessMetrics):
             source=TOKEN_SOURCES,
         )
         self._generated = families.counter("generated_tokens_total", "Tokens sampled.")[()]
-        self._blocks = families.gauge(
-            "kv_blocks", "KV blocks by state; the states add up to the pool.", state=BLOCK_STATES
+        self._blocks = families.snapshot(
+            "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
         )
         self._pool = families.gauge("kv_pool_blocks", "KV blocks that there are.")[()]
-        self._slots = families.gauge(
+        self._slots = families.snapshot(
             "kv_slots",
             "Token slots in the blocks that requests hold, by whether a token's KV is in them.",
-            state=SLOT_STATES,
+            "state",
+            SLOT_STATES,
         )
         self._evicted = families.counter(
             "kv_evicted_blocks_total", "Cached blocks that were given to others."
@@ -63,10 +64,8 @@ class WorkerMetrics(ProcessMetrics):
             ()
         ]
         self._batch = families.gauge("batch_tokens", "Tokens in the latest engine step.")[()]
-        self._queue = families.gauge(
-            "queue_depth", "Requests accepted that are not being computed."
-        )[()]
-        self._running = families.gauge("running_requests", "Requests being computed.")[()]
+        self._queue = families.gauge("queue_depth", QUEUE_TEXT)[()]
+        self._running = families.gauge("running_requests", RUNNING_TEXT)[()]
         self._forks = families.counter(
             "forks_total", "Samples that shared a prompt's blocks.", kind=FORKS
         )
@@ -121,14 +120,12 @@ class WorkerMetrics(ProcessMetrics):
 
     def blocks(self, states: Mapping[str, int]) -> None:
         """The pool's blocks by state, as of now."""
-        for state, count in states.items():
-            self._blocks[state].set(count)
+        self._blocks.set(states)
 
     def slots(self, live: int, held: int) -> None:
         """Token slots of the blocks that requests hold, and those of them with a token's KV. A block that several
         requests share counts for each."""
-        self._slots["live"].set(live)
-        self._slots["empty"].set(held - live)
+        self._slots.set({"live": live, "empty": held - live})
 
     def evicted(self, blocks: int) -> None:
         self._evicted.inc(blocks)

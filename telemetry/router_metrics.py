@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from telemetry import buckets
-from telemetry.families import ProcessMetrics
+from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, ProcessMetrics
 from telemetry.labels import (
     CONTINUATIONS,
     DECISION_REASONS,
@@ -98,8 +98,8 @@ class RouterMetrics(ProcessMetrics):
         self._lag = families.histogram(
             "event_loop_lag_seconds", "How late the event loop came round.", buckets.LAG_S
         )[()]
-        self._queue = families.gauge("queue_depth", "Requests that wait for room.")[()]
-        self._running = families.gauge("running_requests", "Requests placed on workers.")[()]
+        self._queue = families.gauge("queue_depth", QUEUE_TEXT)[()]
+        self._running = families.gauge("running_requests", RUNNING_TEXT)[()]
         self._states = families.gauge(
             "worker_state",
             "1 for the state that a worker is in.",
@@ -128,7 +128,8 @@ class RouterMetrics(ProcessMetrics):
         e2e_s: float,
         stages: Mapping[str, float],
     ) -> None:
-        """A request ended. `ttft_s` is None if no token came; `stages` are seconds by stage name.
+        """A request ended. `ttft_s` is None if no token came; `stages` are seconds by stage name, and one that is below
+        zero by rounding counts as zero: a sum that shrinks would be read as a restart.
 
         One that failed before its first token has missed the target; one that was refused or whose client left has
         none to meet.
@@ -145,7 +146,7 @@ class RouterMetrics(ProcessMetrics):
             self._slo("itl", sum(itl_s) / len(itl_s))
         self._e2e.observe(e2e_s)
         for stage, stage_s in stages.items():
-            self._stages[stage].observe(stage_s)
+            self._stages[stage].observe(max(0.0, stage_s))
 
     def decided(self, seconds: float) -> None:
         """A new request was taken in, and workers were looked for."""
