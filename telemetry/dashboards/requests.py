@@ -35,7 +35,7 @@ REQUESTS = Dashboard(
                     "Share of each stage",
                     "Of all time that requests spent.",
                     "percentunit",
-                    f"{S.rate('request_stage_seconds', 'stage', 'sum')} / ignoring (stage) group_left "
+                    f"{S.rate('request_stage_seconds', 'stage', 'sum')} / ignoring (stage) group_left () "
                     f"({S.rate('request_stage_seconds', '', 'sum')} > 0)",
                     "{{stage}}",
                     high=1,
