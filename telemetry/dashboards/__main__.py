@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
     root, wanted = Path.cwd(), files()
     if arguments == ["--check"]:
         wrong = drifted(root, wanted)
-        for path in wrong:
-            print(f"{path}: not what python -m telemetry.dashboards writes")
+        for name in wrong:
+            print(f"{name}: not what python -m telemetry.dashboards writes")
         return 1 if wrong else 0
     for path, text in wanted.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.promql import share
 
 _AVAILABLE = S.sum("kv_blocks", TARGET, state="free|cached")
 
@@ -47,9 +48,7 @@ MEMORY = Dashboard(
                     "Of the token slots in held blocks: the rest is room for prompts under way and the ends of last "
                     "blocks.",
                     "percentunit",
-                    measures.share(
-                        S.sum("kv_slots", TARGET, state="live"), S.sum("kv_slots", TARGET)
-                    ),
+                    share(S.sum("kv_slots", TARGET, state="live"), S.sum("kv_slots", TARGET)),
                     "{{worker}}",
                     high=1,
                 ),
@@ -78,7 +77,7 @@ MEMORY = Dashboard(
                     "Prefix hits",
                     "The share of prompt tokens that nobody computed.",
                     "percentunit",
-                    measures.share(
+                    share(
                         S.rate("prompt_tokens_total", source="prefix_hit"),
                         S.rate("prompt_tokens_total"),
                     ),

@@ -4,6 +4,7 @@ from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.promql import share
 
 MIGRATION = Dashboard(
     "migration",
@@ -33,7 +34,7 @@ MIGRATION = Dashboard(
                     "Speed of a copy",
                     "Bytes over the seconds that copying them took.",
                     "Bps",
-                    measures.share(
+                    share(
                         S.rate("kv_migration_bytes_total"),
                         S.rate("kv_migration_seconds", part="sum"),
                     ),
@@ -43,7 +44,7 @@ MIGRATION = Dashboard(
                     "Share of requests' time",
                     "What the overlap with computing did not hide.",
                     "percentunit",
-                    measures.share(
+                    share(
                         S.rate("request_stage_seconds", part="sum", stage="migrate"),
                         S.rate("request_stage_seconds", part="sum"),
                     ),

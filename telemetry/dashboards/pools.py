@@ -5,6 +5,7 @@ from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.overview import HINT
 from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.promql import share
 
 _BUSY = measures.busy(S, TARGET)
 
@@ -48,7 +49,7 @@ POOLS = Dashboard(
                     "Demand, prefill to decode",
                     "Busy prefill engines per busy decode engine. Compare with the workers that there are.",
                     "none",
-                    measures.share(
+                    share(
                         f"sum ({S.rate('step_seconds', '', 'sum', pool='prefill')})",
                         f"sum ({S.rate('step_seconds', '', 'sum', pool='decode')})",
                     ),
