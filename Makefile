@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos soak observe dashboards proto setup clean
+.PHONY: demo serve test check contract parity sim chaos soak observe dashboards picture proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -44,6 +44,11 @@ observe: $(DEV)
 # Dashboards, rules and the page of metrics, from telemetry/dashboards.
 dashboards: $(DEV)
 	$(BIN)/python -m telemetry.dashboards
+
+# The README's picture, from a run like that of `make observe`.
+picture: $(DEV)
+	$(PIP) --editable ".[picture]"
+	$(BIN)/python -m tests.integration.picture docs/overview.png
 
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)

@@ -38,9 +38,10 @@ class RouterAddresses(msgspec.Struct, frozen=True):
 class ServerState:
     """What the HTTP front reports besides answers."""
 
-    def __init__(self, hub: Hub, text: TextModel) -> None:
+    def __init__(self, hub: Hub, text: TextModel, observer: Observer) -> None:
         self._hub = hub
         self._text = text
+        self._observer = observer
 
     def ready(self) -> bool:
         return self._hub.ready()
@@ -48,8 +49,10 @@ class ServerState:
     def models(self) -> list[str]:
         return [self._text.name]
 
-    def metrics_text(self) -> bytes:
-        return self._hub.metrics_text()
+    async def metrics_text(self) -> bytes:
+        self._hub.observe()
+        # A page of some hundred lines: on the loop, every stream would wait for it.
+        return await asyncio.to_thread(self._observer.render)
 
     def targets(self, router_address: str) -> list[Target]:
         return self._hub.targets(router_address)
@@ -74,7 +77,7 @@ class RouterApp:
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
         self._observer = observer
-        self._state = ServerState(self.hub, text)
+        self._state = ServerState(self.hub, text, observer)
         self._app_factory = app_factory
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None

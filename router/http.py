@@ -41,7 +41,7 @@ class ServerState(Protocol):
 
     def models(self) -> list[str]: ...
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         """All metric families in Prometheus' text format."""
         ...
 
@@ -75,7 +75,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
         return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(state.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await state.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def discovery(request: Request) -> Response:
         # Whoever asks has just reached the router there, whatever address it listens on.

@@ -181,12 +181,11 @@ class Hub:
 
     # ---- for those who watch
 
-    def metrics_text(self) -> bytes:
-        """All metric families in Prometheus' text format, as of now."""
+    def observe(self) -> None:
+        """Tell the observer how the cluster stands now."""
         core = self._core
         workers = self._roster.views(core.registry, core.index, self._clock())
         self._observer.cluster(core.waiting, core.open - core.waiting, workers)
-        return self._observer.render()
 
     def targets(self, router_address: str) -> list[Target]:
         """What Prometheus is to scrape, for HTTP discovery."""

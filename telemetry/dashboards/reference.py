@@ -1,10 +1,11 @@
-"""The page of all metrics: each family with its labels, its meaning, and who asks for it."""
+"""The page of all metrics: each family with its labels, its meaning, and who asks for it; and the rules."""
 
 import re
 from collections.abc import Iterator, Mapping
 
 from telemetry.dashboards.catalog import EVERYWHERE, Shown, catalog
 from telemetry.dashboards.pages import DASHBOARDS, UNPLOTTED
+from telemetry.dashboards.panel import INFINITY
 from telemetry.dashboards.promql import OPEN_LABELS
 from telemetry.dashboards.rules import ALERTS, RECORDINGS
 
@@ -59,7 +60,27 @@ def render() -> str:
             _line(family, asked) for family in families.values() if set(family.pools) == wanted
         ]
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *_rules()]).rstrip() + "\n"
+
+
+def _rules() -> Iterator[str]:
+    yield from ("## Recordings", "", "| name | range in a sound cluster |", "|---|---|")
+    for recording in RECORDINGS:
+        yield f"| `{recording.name}` | {_range(recording.low, recording.high)} |"
+    yield from (
+        "",
+        "## Alerts",
+        "",
+        "| alert | severity | after | what to do |",
+        "|---|---|---|---|",
+    )
+    for alert in ALERTS:
+        after = f"{alert.for_s} s" if alert.for_s else "at once"
+        yield f"| {alert.name} | {alert.severity} | {after} | {alert.action} |"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:g} and more" if high == INFINITY else f"{low:g} to {high:g}"
 
 
 def _line(family: Shown, asked: Mapping[str, list[str]]) -> str:

@@ -95,7 +95,7 @@ class FakeState:
     def models(self) -> list[str]:
         return ["tiny", "org/tiny"]
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"
 
     def targets(self, router_address: str) -> list[Target]:

@@ -8,7 +8,7 @@ from router.roster import Target
 from telemetry.router_metrics import RouterMetrics
 from tests.router.bench import Bench
 from tests.router.fake_cluster import load, worker_info
-from tests.telemetry.pages import samples
+from tests.telemetry.pages import Samples, samples
 
 ROUTER = Target(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
 
@@ -26,12 +26,16 @@ class Watched:
         info = msgspec.structs.replace(info, metrics_address=f"{name}:{9000 + life}")
         self.hub.joined(PeerAddress(name, f"{name}:1"), info)
 
+    def page(self) -> Samples:
+        self.hub.observe()
+        return samples(self.metrics.render())
+
     def value(self, family: str, **labels: str) -> float | None:
-        page = samples(self.hub.metrics_text())
+        page = self.page()
         return page.get((f"headrace_{family}", tuple(sorted(labels.items()))))
 
     def state(self, name: str) -> str:
-        page = samples(self.hub.metrics_text())
+        page = self.page()
         (found,) = [
             dict(labels)["state"]
             for (family, labels), value in page.items()
