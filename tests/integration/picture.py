@@ -1,7 +1,7 @@
 """Draws the overview dashboard from live answers: `python -m tests.integration.picture FILE`.
 
-Not Grafana: matplotlib (the extra `picture`) draws the panels of the committed JSON, each at its place, from the answers
-to its queries. Two workers are killed on the way; dashed lines mark the first death.
+Not Grafana: matplotlib (the extra `picture`) draws the dashboard's panels, each at its place, from the answers to its
+queries. Two workers are killed on the way; dashed lines mark the first death.
 """
 
 import re
@@ -101,6 +101,13 @@ def _stat(axes: Any, field: dict[str, Any], series: list[tuple[str, Points]]) ->
         size = 15 if len(shown) < 8 else 10
         axes.text(left, 0.45, shown, ha="center", va="center", fontsize=size, fontweight="bold")
         axes.text(left, 0.0, legend.replace("__auto", ""), ha="center", color=FAINT)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    if len(series) == 1 and not words:
+        ((_, points),) = series
+        first, span = points[0][0], points[-1][0] - points[0][0]
+        highest = max(value for _, value in points) or 1.0
+        across = [(at - first) / span for at, _ in points]
+        axes.fill_between(across, [v / highest for _, v in points], color=GOOD_KEYS[0], alpha=0.2)
 
 
 def _lines(
