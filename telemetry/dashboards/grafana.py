@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from telemetry.dashboards.measures import PANELS
 from telemetry.dashboards.panel import INFINITY, Dashboard, Panel, Row
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -65,9 +66,11 @@ def _variables() -> Iterator[dict[str, Any]]:
 
 
 def _annotations() -> Iterator[dict[str, Any]]:
+    lost = PANELS.series("worker_losses_total", how="lost|given_up")
+    leaving = PANELS.series("worker_state", state="draining")
     for name, color, expr in (
-        ("Worker lost", "red", 'increase(headrace_worker_losses_total{how!="left"}[1m]) > 0'),
-        ("Worker leaves", "blue", 'headrace_worker_state{state="draining"} == 1'),
+        ("Worker lost", "red", f"increase({lost}[1m]) > 0"),
+        ("Worker leaves", "blue", f"{leaving} == 1"),
     ):
         yield {
             "name": name,

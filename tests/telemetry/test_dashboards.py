@@ -105,6 +105,15 @@ def test_a_dashboard_can_be_imported(name: str) -> None:
             assert set(windows) <= {"$__rate_interval"}, target["expr"]
 
 
+@pytest.mark.parametrize("path", [*files()], ids=str)
+def test_no_file_names_what_is_not_shown(path: Path) -> None:
+    """Guards variables and annotations too, whose names nothing else checks."""
+    known = {name for family in catalog().values() for name in family.samples}
+    known |= set(catalog())  # the page names whole families
+    named = set(re.findall(r"\b(?:headrace|process)_[a-z0-9_]+\b", (ROOT / path).read_text()))
+    assert named and named <= known, named - known
+
+
 def test_dashboards_have_names_of_their_own() -> None:
     assert len({dashboard["uid"] for dashboard in map(load, NAMES)}) == len(NAMES)
     titles = [(d.name, p.title) for d in DASHBOARDS for p in d.panels]
