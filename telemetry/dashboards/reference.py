@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from telemetry.dashboards.alerts import ALERTS
 from telemetry.dashboards.catalog import EVERYWHERE, Shown, catalog
 from telemetry.dashboards.pages import DASHBOARDS, UNPLOTTED
 from telemetry.dashboards.panel import INFINITY
 from telemetry.dashboards.promql import OPEN_LABELS
-from telemetry.dashboards.rules import ALERTS, RECORDINGS
+from telemetry.dashboards.rules import RECORDINGS
 
 _NAME = re.compile(r"\b(?:headrace|process)_[a-z0-9_]+\b")
 MANY = 10

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from engine.model.cache import prepare
+from telemetry.dashboards.alerts import ALERTS
 from telemetry.dashboards.catalog import catalog
 from telemetry.dashboards.pages import DASHBOARDS
 from telemetry.dashboards.panel import Dashboard, Panel, Proof
-from telemetry.dashboards.rules import ALERTS, RECORDINGS
+from telemetry.dashboards.rules import RECORDINGS
 from tests.integration.prometheus import BINARY, PROMTOOL, Prometheus
 from tests.integration.scene import VICTIMS, Scene
 

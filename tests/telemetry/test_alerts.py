@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.dashboards.rules import ALERTS, Alert
+from telemetry.dashboards.alerts import ALERTS, Alert
 from tests.telemetry.alert_cases import CASES, Case
 
 ROOT = Path(__file__).parents[2]
