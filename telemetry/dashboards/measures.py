@@ -9,6 +9,8 @@ UP = 'up{pool=~"router|prefill|decode"}'
 """Of every target that `/sd` lists."""
 TARGET = "worker, pool"
 
+BUSY_HIGH = 2.0
+"""Of a share of time in steps: a step counts when it ends, so one that began before the window adds to it."""
 HINTS = ((1.0, "add a prefill worker"), (0.0, "balanced"), (-1.0, "add a decode worker"))
 
 

@@ -140,7 +140,7 @@ OVERVIEW = Dashboard(
                     "percentunit",
                     f"avg by (pool) ({measures.busy(S, measures.TARGET)})",
                     "{{pool}}",
-                    high=1.5,
+                    high=measures.BUSY_HIGH,
                 ),
                 one(
                     "KV moved",

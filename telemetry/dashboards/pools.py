@@ -43,7 +43,7 @@ POOLS = Dashboard(
                     "percentunit",
                     f"avg by (pool) ({_BUSY})",
                     "{{pool}}",
-                    high=1.5,
+                    high=measures.BUSY_HIGH,
                 ),
                 one(
                     "Demand, prefill to decode",
@@ -88,7 +88,7 @@ POOLS = Dashboard(
                     "percentunit",
                     _BUSY,
                     "{{worker}}",
-                    high=1.5,
+                    high=measures.BUSY_HIGH,
                 ),
                 one(
                     "Time of a step, mean",

@@ -30,6 +30,9 @@ DOWN_S = 8.0
 """How long a killed worker stays away."""
 HURRY = 10.0
 """By how much alerts fire sooner than in production."""
+PATIENCE_S = 90.0
+SEEN_S = 2.5
+"""Two scrapes, and some."""
 VICTIMS = ("prefill-1", "decode-1")
 
 
@@ -82,20 +85,21 @@ class Scene:
         self.listed_while_down: set[str] = set()
         self.began_s = self.fault_s = self.ended_s = 0.0
 
-    def play(self, busy_s: float = 15.0, clients: int = 6) -> None:
+    def play(self, busy_s: float = 8.0, clients: int = 6) -> None:
         """Fails if Prometheus does not see what happens."""
         assert self.prometheus is not None
         self.prometheus.until("count(up == 1) == 5", 20.0)
         self.began_s = time.time()
         traffic = Traffic(self._grpc, clients, seed=1)
         time.sleep(busy_s)
+        traffic.until_mixed(PATIENCE_S)
         pids = {name: self.cluster.workers[name].pid for name in VICTIMS}
         for name in VICTIMS:
             self._until_busy(name)
             kill(pids[name])
             self.fault_s = self.fault_s or time.time()
             # What one death did to the other victim is scraped before that one dies too.
-            time.sleep(2.5)
+            time.sleep(SEEN_S)
         self.prometheus.until(
             'count(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"}) == 2', 20.0
         )
@@ -103,8 +107,11 @@ class Scene:
         self.prometheus.until("count(up == 1) == 5", 40.0)
         for name in VICTIMS:
             assert self.cluster.workers[name].pid != pids[name]
-        traffic.end(60.0)
+        # What Prometheus has seen once may be too little for a rate.
+        traffic.until_mixed(PATIENCE_S)
+        traffic.end(PATIENCE_S)
         self.traffic = traffic.ended
+        time.sleep(SEEN_S)
         self.prometheus.until(
             'absent(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"})', 20.0
         )

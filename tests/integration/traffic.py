@@ -2,13 +2,17 @@
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from engine.types import SamplingParams
 from router.api import ApiError, ChatMessage, Delta, GenerateCall
 from router.client import Client
 
+KINDS = ("answered", "left", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT")
+"""How requests of the mix end."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -26,10 +30,17 @@ class Traffic:
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(seed + n), n), daemon=True)
-            for n in range(1, clients + 1)
+            for n in range(clients)
         ]
         for thread in self._threads:
             thread.start()
+
+    def until_mixed(self, limit_s: float) -> None:
+        """Until requests have ended in every way, from now on. Fails past `limit_s`."""
+        before, deadline_s = self.ended.copy(), time.monotonic() + limit_s
+        while missing := [kind for kind in KINDS if self.ended[kind] == before[kind]]:
+            assert time.monotonic() < deadline_s, f"no request was {missing}: {self.ended}"
+            time.sleep(0.1)
 
     def end(self, limit_s: float) -> None:
         """No more requests; those under way are answered. Fails if that takes over `limit_s`."""
@@ -40,15 +51,15 @@ class Traffic:
         self._client.close()
 
     def _run(self, rng: random.Random, client: int) -> None:
-        for number, (call, leave_after) in enumerate(self._calls(rng)):
-            if self._over.wait(rng.uniform(0.0, 0.2)):
+        # Each client begins somewhere else, so that all kinds are under way at any time.
+        for call, leave_after in islice(self._calls(rng), client, None):
+            if self._over.wait(rng.uniform(0.05, 0.2)):
                 return
             try:
                 self._ask(call, leave_after)
                 self.ended["left" if leave_after else "answered"] += 1
             except ApiError as error:
                 self.ended[error.code] += 1
-            assert number < 10_000, "requests end as soon as they begin"
 
     def _calls(self, rng: random.Random) -> Iterator[tuple[GenerateCall, int]]:
         """Calls, each with the number of tokens after which its client leaves (0: it stays)."""
