@@ -21,7 +21,7 @@ from router.output import Output
 from router.timing import Timeline
 
 DEADLINE_SLACK_S = 0.01
-"""gRPC ends a call at its deadline by itself, and may be this much ahead of us: its client did not leave, it was late."""
+"""gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""
 
 
 class Stream:
