@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos soak proto setup clean
+.PHONY: demo serve test check contract parity sim chaos soak observe dashboards picture proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -28,7 +28,7 @@ serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity and not chaos" $(ARGS)
+	$(BIN)/python -m pytest -m "not parity and not chaos and not observe" $(ARGS)
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
@@ -36,6 +36,19 @@ parity: $(DEV)
 # Kills, freezes and cuts off real processes, and compares every token with a run without faults.
 chaos: $(DEV)
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+# A cluster under load and Prometheus beside it: every panel and rule is asked, while a worker is killed.
+observe: $(DEV)
+	$(BIN)/python -m pytest -m observe $(ARGS)
+
+# Dashboards, rules and the page of metrics, from telemetry/dashboards.
+dashboards: $(DEV)
+	$(BIN)/python -m telemetry.dashboards
+
+# The README's picture, from a run like that of `make observe`.
+picture: $(DEV)
+	$(PIP) --editable ".[picture]"
+	$(BIN)/python -m tests.integration.picture docs/overview.png
 
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
@@ -49,6 +62,7 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m telemetry.dashboards --check
 
 # Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (1-5 minutes).
 contract: $(DEV)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from rich.table import Table
 
 from cluster.ask import Answer
-from telemetry.metrics import STAGES
+from telemetry.labels import STAGES
 
 MIB = 1024 * 1024
 

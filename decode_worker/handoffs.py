@@ -227,11 +227,10 @@ class Handoffs:
         blocks = len(request.lease.blocks) - request.have_blocks
         request.arrived = True
         request.migrated_blocks += blocks
-        self._note("ok", request, request.migration_s, blocks)
+        self.note("ok", request, request.migration_s, blocks)
         return [Landed(request)]
 
     def _broken(self, request: Request, now: float) -> list[Result]:
-        self._note("failed", request, 0.0, 0)
         if request.state is State.ENDING:
             return self.abandon(request, now)
         return self._retreat(request, now, elsewhere=False)
@@ -248,6 +247,7 @@ class Handoffs:
 
     def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[Result]:
         if request.abandoned or request.state is State.ENDING:
+            self.note("expired", request)
             return [Freed(request)]
         size, before = self._kv.block_size, request.have_blocks
         # The token after the last has to be computed from the last: its row is never taken as known.
@@ -255,14 +255,20 @@ class Handoffs:
             frozenset(landed), before * size, request.sender_block_size, len(request.tokens) - 1
         )
         request.have_blocks = there // size
-        request.migrated_blocks += request.have_blocks - before
+        landed_blocks = request.have_blocks - before
+        request.migrated_blocks += landed_blocks
         request.attempt += 1
         elsewhere, request.elsewhere = request.elsewhere, False
         if elsewhere or request.attempt >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
+            self.note("failed", request, 0.0, landed_blocks)
             return [Unserved(request)]
+        self.note("retry", request, 0.0, landed_blocks)
         return self.begin(request, now)
 
-    def _note(self, outcome: str, request: Request, seconds: float, blocks: int) -> None:
+    def note(
+        self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0
+    ) -> None:
+        """An attempt to fetch `request` from its prefill worker has ended, after `blocks` blocks had landed."""
         name = request.prefill.name
         self.migrated.append(Migrated(outcome, name, request.transport, seconds, blocks))
 

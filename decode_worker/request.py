@@ -84,6 +84,13 @@ class Request:
     def output(self) -> list[int]:
         return self.tokens[self.record.prompt_tokens :]
 
+    @property
+    def is_recovering(self) -> bool:
+        """What it computes was computed before, or begun: it came with output, or its prefill worker failed it."""
+        return len(self.record.tokens) > self.record.prompt_tokens or (
+            self.local_since is not None and self.attempt > 0
+        )
+
     def close_prefill(self, now: float) -> None:
         """The wait for the first token is over, or given up: say where it went."""
         if self.local_since is not None:

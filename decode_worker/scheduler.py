@@ -116,6 +116,8 @@ class DecodeScheduler:
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed here."""
+    recomputed_tokens: int = 0
+    """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
     _requests: dict[RequestId, Request] = field(default_factory=dict)
     _ready: list[Request] = field(default_factory=list)
     _running: list[Request] = field(default_factory=list)
@@ -147,6 +149,13 @@ class DecodeScheduler:
     def waiting_requests(self) -> int:
         """Accepted, and not yet in the batch."""
         return len(self._requests) - len(self._running)
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots that requests hold: those with a token's KV in them, and all. Shared blocks count for each."""
+        size, requests = self.kv.block_size, self._requests.values()
+        live = sum(r.known if r.arrived else r.have_blocks * size for r in requests)
+        return live, sum(len(r.lease.blocks) for r in requests) * size
 
     def take_migrated(self) -> list[Migrated]:
         """Migrations that ended since the last call."""
@@ -444,6 +453,8 @@ class DecodeScheduler:
     def _prefill_here(self, request: Request, now: float) -> None:
         """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
         self.kv.landed(request.lease)
+        if request.prefill.name and not request.arrived:
+            self.handoffs.note("fallback", request)
         here = request.have_blocks * self.kv.block_size
         request.known = len(request.tokens) - 1 if request.arrived else here
         if request.output_tokens == 0:
@@ -620,7 +631,10 @@ class DecodeScheduler:
         for row, request in zip(plan.rows, self._stepping, strict=True):
             request.known = row.end
             if request.state is State.LOCAL:
-                self.prefilled_tokens += row.end - row.start
+                if request.is_recovering:
+                    self.recomputed_tokens += row.end - row.start
+                else:
+                    self.prefilled_tokens += row.end - row.start
             if not row.draw:
                 continue
             token = next(tokens)

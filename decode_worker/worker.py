@@ -118,6 +118,13 @@ class DecodeWorker:
         )
         self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "decode")
+        self._metrics.opened(
+            block_size=device.layout.block_size,
+            blocks=device.blocks,
+            dtype=device.layout.dtype,
+            transport=self._config.transfer.transport,
+            memory=msgspec.structs.asdict(device.memory),
+        )
         self._closers.append(self._metrics.close)
         self._auditor = Auditor(
             {"kv": self._scheduler.kv, "scheduler": self._scheduler},
@@ -301,30 +308,47 @@ class DecodeWorker:
         if scheduler.generated_tokens:
             self._metrics.generated(scheduler.generated_tokens)
             scheduler.generated_tokens = 0
-        if scheduler.prefilled_tokens:
-            self._metrics.prompt_tokens(computed=scheduler.prefilled_tokens, prefix_hit=0)
-            scheduler.prefilled_tokens = 0
+        if scheduler.prefilled_tokens or scheduler.recomputed_tokens:
+            computed, again = scheduler.prefilled_tokens, scheduler.recomputed_tokens
+            self._metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
+            scheduler.prefilled_tokens = scheduler.recomputed_tokens = 0
         for one in scheduler.take_migrated():
             nbytes = one.blocks * self._device.layout.block_bytes
             self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
-            if one.blocks:
+            if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks
                 known = self._s_per_block.get(one.peer, latest)
                 self._s_per_block[one.peer] = known + SPEED_WEIGHT * (latest - known)
 
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
-        self._metrics.blocks(self._scheduler.kv.pool.counts())
-        for dropped in (self._scheduler.receiver.dropped, self._scheduler.handoffs.dropped):
-            self._metrics.handoffs_dropped("receiver", dropped)
-        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
-        for since in self._scheduler.departures.take_quarantined():
-            self._metrics.quarantined(now - since)
-        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
-        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
-        data = encode([self._load(self._scheduler.kv.take_evicted())])
+        evicted = self._scheduler.kv.take_evicted()
+        self._observe(now, len(evicted))
+        data = encode([self._load(evicted)])
         for send in self._routers.values():
             send(data)
+
+    def _observe(self, now: float, evicted_blocks: int) -> None:
+        """Tell the metrics how the worker stands."""
+        scheduler, metrics = self._scheduler, self._metrics
+        metrics.blocks(scheduler.kv.pool.counts())
+        metrics.slots(*scheduler.slots)
+        metrics.evicted(evicted_blocks)
+        metrics.load(
+            scheduler.waiting_requests,
+            scheduler.running_requests,
+            len(scheduler.handoffs),
+            self._mover.outstanding,
+        )
+        metrics.forks(scheduler.forks.forked, scheduler.forks.inherited)
+        metrics.orphans_expired(scheduler.orphans.expired)
+        for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
+            metrics.handoffs_dropped("receiver", dropped)
+        metrics.handoffs_dropped("sender", scheduler.sender.dropped)
+        for since in scheduler.departures.take_quarantined():
+            metrics.quarantined(now - since)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
 
     def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()

@@ -139,6 +139,13 @@ class PrefillScheduler:
         return sum(job.remaining for job in (*self._waiting, *self._running))
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots that leases hold: those with a token's KV in them, and all."""
+        jobs = [job for job in self._jobs.values() if job.lease is not None]
+        held = sum(len(job.lease.blocks) for job in jobs if job.lease is not None)
+        return sum(job.computed for job in jobs), held * self.kv.block_size
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody."""
         return not self._jobs

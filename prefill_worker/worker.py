@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from engine.device import open_device
 from engine.loop import Engine, EngineThread
 from engine.messages import (
@@ -101,6 +103,13 @@ class PrefillWorker:
         )
         self._closers.append(self._mover.stop)
         self._metrics = WorkerMetrics(device.model, self.name, "prefill")
+        self._metrics.opened(
+            block_size=device.layout.block_size,
+            blocks=device.blocks,
+            dtype=device.layout.dtype,
+            transport=self._config.transfer.transport,
+            memory=msgspec.structs.asdict(device.memory),
+        )
         self._closers.append(self._metrics.close)
         self._auditor = Auditor(
             {"kv": self._scheduler.kv, "scheduler": self._scheduler},
@@ -175,9 +184,9 @@ class PrefillWorker:
         plan = self._engine.step()
         now = time.monotonic()
         if plan is not None:
-            tokens = plan.computed_tokens
+            tokens, again = plan.computed_tokens, plan.recomputed_tokens
             self._metrics.step(tokens, now - started)
-            self._metrics.prompt_tokens(computed=tokens, prefix_hit=0)
+            self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
             latest = (now - started) / max(1, tokens)
             known = self._s_per_token or latest
             self._s_per_token = known + SPEED_WEIGHT * (latest - known)
@@ -245,17 +254,27 @@ class PrefillWorker:
 
     def _report(self, now: float) -> None:
         self._reported_at = now
-        self._metrics.blocks(self._scheduler.kv.pool.counts())
-        self._metrics.handoffs_dropped("sender", self._scheduler.sender.dropped)
-        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
-        self._metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
-        for since in self._scheduler.take_quarantined():
-            self._metrics.quarantined(now - since)
-        load = self._load(self._scheduler.kv.take_evicted())
+        evicted = self._scheduler.kv.take_evicted()
+        self._observe(now, len(evicted))
         if self._watchers:
-            data = encode([load])
+            data = encode([self._load(evicted)])
             for watcher in self._watchers:
                 watcher.send(data)
+
+    def _observe(self, now: float, evicted_blocks: int) -> None:
+        """Tell the metrics how the worker stands."""
+        scheduler, metrics = self._scheduler, self._metrics
+        metrics.blocks(scheduler.kv.pool.counts())
+        metrics.slots(*scheduler.slots)
+        metrics.evicted(evicted_blocks)
+        metrics.load(
+            scheduler.waiting_requests, scheduler.running_requests, 0, self._mover.outstanding
+        )
+        metrics.handoffs_dropped("sender", scheduler.sender.dropped)
+        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
+        for since in scheduler.take_quarantined():
+            metrics.quarantined(now - since)
 
     def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()

@@ -18,6 +18,7 @@ from router.frontend import Frontend, TextModel
 from router.hub import Hub
 from router.observer import Observer
 from router.policy import make_policy
+from router.roster import Target
 from router.service import Service
 
 TICK_S = 0.05
@@ -48,8 +49,13 @@ class ServerState:
     def models(self) -> list[str]:
         return [self._text.name]
 
-    def metrics_text(self) -> bytes:
-        return self._observer.render()
+    async def metrics_text(self) -> bytes:
+        self._hub.observe()
+        # A page of some hundred lines: on the loop, every stream would wait for it.
+        return await asyncio.to_thread(self._observer.render)
+
+    def targets(self, router_address: str) -> list[Target]:
+        return self._hub.targets(router_address)
 
 
 class RouterApp:
@@ -70,6 +76,7 @@ class RouterApp:
         self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
+        self._observer = observer
         self._state = ServerState(self.hub, text, observer)
         self._app_factory = app_factory
         self._http: _Http | None = None
@@ -122,8 +129,10 @@ class RouterApp:
         """Deadlines, resume windows and health; a broken invariant ends the router."""
         idle_s = 0.0
         while True:
+            asleep_s = time.monotonic()
             await asyncio.sleep(TICK_S)
             self.ticked_s = time.monotonic()
+            self._observer.lag(max(0.0, self.ticked_s - asleep_s - TICK_S))
             self.hub.tick()
             self._frontend.tick()
             await self._service.update_health()

@@ -51,5 +51,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000
     """Token ids remembered of finished chats, so that follow-up turns begin with them."""
+    slo_ttft_s: float = 0.5
+    """A request whose first token takes longer has missed the target, in the metrics; past it, look at prefill."""
+    slo_itl_s: float = 0.05
+    """The same of the mean gap between a request's tokens; past it, look at decode."""
     namespace_key: str = ""
     """Keys the cache namespaces of tenants; give every router of one cluster the same."""

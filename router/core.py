@@ -241,7 +241,7 @@ class Router:
             losses=call.losses,
             fork_of=host,
         )
-        out.append(SendPlace(call.decode, place, choice.reason))
+        out.append(SendPlace(call.decode, place, _reason(call, host, choice)))
         return True
 
     def _beside(
@@ -587,6 +587,13 @@ class Router:
             if call.state is State.WAITING:
                 assert request in in_line, f"{request} waits outside the line"
                 assert not call.decode
+
+
+def _reason(call: Call, host: RequestId | None, choice: Choice) -> str:
+    """Why a placement is what it is: bound to where its KV is, without any prefill worker, or by the policy."""
+    if host is not None or call.source is not None:
+        return "pinned"
+    return choice.reason if choice.prefill.name else "fallback"
 
 
 def _poisonous(call: Call) -> Poisonous:

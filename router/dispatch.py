@@ -120,6 +120,7 @@ class Links:
             self._hub.lost(key[1].name, for_good=True)
         self._hub.named([peer.name for peer in decode], lives)
         for key in wanted - set(self._tasks):
+            self._hub.expect(key[1].name, key[0])
             self._tasks[key] = asyncio.create_task(self._keep(*key), name=f"link {key[1].name}")
 
     async def close(self) -> None:

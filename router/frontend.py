@@ -117,7 +117,7 @@ class Frontend:
         for one in records:
             line = Timeline(timeline.received_s)
             line.submitted(submitted_s)
-            stream = self._stream(samples, one, call.stop, line)
+            stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s)
             samples.put(one.sample_index, stream)
             self._hub.submit(one, deadline_s, stream)
         async with aclosing(self._serve(token, kept, samples.read())) as events:
@@ -201,6 +201,7 @@ class Frontend:
         timeline: Timeline,
         *,
         is_adopted: bool = False,
+        deadline_s: float = float("inf"),
     ) -> Stream:
         return Stream(
             Started(record.request, self._text.name, record.prompt_tokens),
@@ -209,6 +210,7 @@ class Frontend:
             self._observer,
             samples.changed,
             is_adopted=is_adopted,
+            deadline_s=deadline_s,
         )
 
     def tick(self) -> None:

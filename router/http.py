@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's routes, health, readiness and metrics, over the frontend that gRPC uses too.
+"""The HTTP front: OpenAI's routes, health, readiness, metrics and discovery, over the frontend that gRPC uses too.
 
 Bodies are read under a limit before anything parses them. Every error, Starlette's own included, leaves in OpenAI's
 envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back.
@@ -25,6 +25,7 @@ from router.http_generation import Generates, Streams, WholeAnswer, attended
 from router.http_stream import StreamedAnswer
 from router.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.openai_reply import envelope, error_reply
+from router.roster import Target
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
 LABEL_LIMIT_CHARS = 128
@@ -40,8 +41,12 @@ class ServerState(Protocol):
 
     def models(self) -> list[str]: ...
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         """All metric families in Prometheus' text format."""
+        ...
+
+    def targets(self, router_address: str) -> list[Target]:
+        """What Prometheus is to scrape; the router itself at `router_address`, host:port."""
         ...
 
 
@@ -70,7 +75,11 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
         return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(state.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await state.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def discovery(request: Request) -> Response:
+        # Whoever asks has just reached the router there, whatever address it listens on.
+        return json_response(msgspec.to_builtins(state.targets(request.url.netloc)))
 
     async def show_version(request: Request) -> Response:
         return json_response({"version": _version()})
@@ -85,6 +94,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),
+            Route("/sd", discovery),
             Route("/version", show_version),
         ],
         exception_handlers={HTTPException: _on_http_exception},

@@ -51,6 +51,7 @@ from router.events import (
 )
 from router.observer import Observer
 from router.registry import Life
+from router.roster import Roster, Target
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +86,13 @@ Revive = Callable[[Orphan, float], Sink | None]
 
 
 class Hub:
-    # Mutable state: the sinks of requests whose clients have not been answered.
+    # Mutable state: the sinks of requests whose clients have not been answered, and the roster of workers.
 
     def __init__(self, core: Router, clock: Callable[[], float], observer: Observer) -> None:
         self._core = core
         self._clock = clock
         self._observer = observer
+        self._roster = Roster()
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
         self._revive: Revive = _nobody
@@ -128,9 +130,7 @@ class Hub:
         self._sinks[record.request] = sink
         begin_s = self._clock()
         commands = self._core.handle(Submit(record, deadline_s), begin_s)
-        for command in commands:
-            if isinstance(command, SendPlace):
-                self._observer.decision(self._clock() - begin_s, command.reason)
+        self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
     def leave(self, request: RequestId) -> None:
@@ -145,10 +145,21 @@ class Hub:
         """These are all decode workers; and the lives of all workers, as far as they are known."""
         self._handle(Named(tuple(decode), tuple(lives)))
 
+    def expect(self, worker: str, role: str) -> None:
+        """A worker is dialled for the first time, or at another address."""
+        self._roster.named(worker, role)
+        self._observer.expected_worker(worker, role)
+
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
+        if self._roster.joined(info):
+            self._observer.joined(info.name, info.role)
         self._handle(Joined(peer, info))
 
     def lost(self, worker: str, for_good: bool = False) -> None:
+        known = self._core.registry.get(worker)
+        self._gone(worker, "left" if known is not None and known.leaving else "lost")
+        if for_good:
+            self._roster.unnamed(worker)
         self._handle(Lost(worker, for_good))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
@@ -167,6 +178,22 @@ class Hub:
 
     def tick(self) -> None:
         self._handle(Tick())
+
+    # ---- for those who watch
+
+    def observe(self) -> None:
+        """Tell the observer how the cluster stands now."""
+        core = self._core
+        workers = self._roster.views(core.registry, core.index, self._clock())
+        self._observer.cluster(core.waiting, core.open - core.waiting, workers)
+
+    def targets(self, router_address: str) -> list[Target]:
+        """What Prometheus is to scrape, for HTTP discovery."""
+        return self._roster.targets(router_address)
+
+    def _gone(self, worker: str, how: str) -> None:
+        if self._roster.lost(worker, left=how == "left"):
+            self._observer.lost(worker, self._roster.role(worker), how)
 
     # ---- the core's commands
 
@@ -191,12 +218,14 @@ class Hub:
                 sink = self._sinks.get(command.place.record.request)
                 if sink is not None:
                     sink.offered(now)
+                self._observer.placed(command.reason)
                 self._send(command.worker, command.place)
             case SendCancel():
                 self._send(command.worker, command.cancel)
             case SendFinish():
                 self._send(command.worker, command.finish)
             case SendUsePrefill():
+                self._observer.continued("prefill_lost")
                 self._send(command.worker, command.answer)
             case SendYield():
                 self._send(command.worker, command.order)
@@ -204,6 +233,7 @@ class Hub:
                 self._send(command.worker, command.release)
             case Moved(request, worker, stages):
                 log.info("request %s moves off %s", request, worker)
+                self._observer.continued("move")
                 if request in self._sinks:
                     self._sinks[request].moved(stages, now)
             case Adopt():
@@ -211,6 +241,7 @@ class Hub:
             case Interrupted():
                 self._interrupted(command, now)
             case Poisonous():
+                self._observer.poisonous()
                 log.error(
                     "request %s is refused as poisonous: workers %s were lost while they held it",
                     command.request,
@@ -231,6 +262,7 @@ class Hub:
                 self._observer.dropped(command.kind)
             case GiveUp(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
+                self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
@@ -242,8 +274,10 @@ class Hub:
             self._handle(Left(request))
         else:
             self._sinks[request] = sink
+            self._observer.continued("adopted")
 
     def _interrupted(self, command: Interrupted, now: float) -> None:
+        self._observer.continued("decode_lost")
         log.warning(
             "request %s lost its decode worker %s after %d tokens and goes on elsewhere",
             command.request,

@@ -104,6 +104,11 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         self._trees.pop(worker, None)
 
+    def held_blocks(self, worker: str) -> int:
+        """How many blocks `worker` is believed to hold."""
+        tree = self._trees.get(worker)
+        return len(tree) if tree is not None else 0
+
     def match(self, worker: str, chain: Chain) -> int:
         tree = self._trees.get(worker)
         return tree.match(chain) if tree is not None else 0

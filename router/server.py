@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.escalation import Verdict
 from router.frontend import TextModel
 from router.observer import Observer
-from telemetry.metrics import RouterMetrics
+from telemetry.router_metrics import RouterMetrics
 
 CALL_TIMEOUT_S = 30.0
 HUNG_S = 1.0
@@ -117,8 +117,14 @@ class RouterServer:
         text = self._text
         if text is None:
             text = await asyncio.to_thread(_load, self._model_dir)
-        observer = self._observer or RouterMetrics(text.name)
-        app = self._app = RouterApp(self._config, text, observer, self._app_factory)
+        config = self._config
+        observer = self._observer or RouterMetrics(
+            text.name,
+            policy=config.policy,
+            slo_ttft_s=config.slo_ttft_s,
+            slo_itl_s=config.slo_itl_s,
+        )
+        app = self._app = RouterApp(config, text, observer, self._app_factory)
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)

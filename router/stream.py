@@ -20,6 +20,9 @@ from router.observer import Observer
 from router.output import Output
 from router.timing import Timeline
 
+DEADLINE_SLACK_S = 0.01
+"""gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""
+
 
 class Stream:
     # Mutable state: the deltas given so far, how the request ended, and the present reader.
@@ -33,6 +36,7 @@ class Stream:
         changed: asyncio.Event,
         *,
         is_adopted: bool = False,
+        deadline_s: float = float("inf"),
     ) -> None:
         self.started = started
         self.output = output
@@ -45,6 +49,7 @@ class Stream:
         self._timeline = timeline
         self._observer = observer
         self._is_adopted = is_adopted
+        self._deadline_s = deadline_s
         self._counted = False
 
     @property
@@ -103,7 +108,8 @@ class Stream:
         elif self.end is None:
             self.end = why or ApiError(LEFT.code, LEFT.message)
             self.changed.set()
-        self._count(FinishReason.CANCELLED, now, {})
+        late = now >= self._deadline_s - DEADLINE_SLACK_S
+        self._count(FinishReason.DEADLINE if late else FinishReason.CANCELLED, now, {})
 
     # ---- what a reader takes
 

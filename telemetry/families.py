@@ -1,6 +1,9 @@
-"""A process's registry of metric families, the text it renders, and the port that serves it."""
+"""A process's registry of metric families, the text it renders, and the port that serves it.
 
-from collections.abc import Callable, Iterable, Sequence
+`worker` is a stable slot name, never an address or an incarnation; no request id and no tenant is ever a label.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from threading import Thread
 from typing import Generic, TypeVar
@@ -11,30 +14,73 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
     generate_latest,
     start_http_server,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 VERSION = "0.1.0"
 PREFIX = "headrace_"
+QUEUE_TEXT = "Requests that wait: at the router for room, on a worker to be computed."
+RUNNING_TEXT = "Requests under way: placed by the router, or being computed by a worker."
 
-Metric = TypeVar("Metric", bound=MetricWrapperBase)
+# When a series began is no use to anybody here, and would be a third of every page.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+Wrapped = TypeVar("Wrapped", bound=MetricWrapperBase)
 
 
-class Family(Generic[Metric]):
+class Family(Generic[Wrapped]):
     """One family with this process's labels filled in; `family[value, ...]` is a child by its own labels."""
 
-    def __init__(self, child: Callable[..., Metric], known: Iterable[tuple[str, ...]]) -> None:
-        self._child = child
-        self._children = {values: child(*values) for values in known}
+    def __init__(
+        self, metric: Wrapped, own: tuple[str, ...], known: Iterable[tuple[str, ...]]
+    ) -> None:
+        self._metric = metric
+        self._own = own
+        self._children = {values: self._child(values) for values in known}
 
-    def __getitem__(self, values: str | tuple[str, ...]) -> Metric:
+    def __getitem__(self, values: str | tuple[str, ...]) -> Wrapped:
         """The child of these label values; one that start-up did not foresee is created."""
         key = (values,) if isinstance(values, str) else values
         if key not in self._children:
-            self._children[key] = self._child(*key)
+            self._children[key] = self._child(key)
         return self._children[key]
+
+    def clear(self) -> None:
+        """Forget every child: what a gauge said of things that are no more."""
+        self._metric.clear()
+        self._children.clear()
+
+    def _child(self, values: tuple[str, ...]) -> Wrapped:
+        child: Wrapped = self._metric.labels(*self._own, *values)
+        return child
+
+
+class Snapshot(Collector):
+    """A gauge of several values that belong together: a page shows all of one moment, whoever sets them meanwhile."""
+
+    def __init__(
+        self, name: str, text: str, own: Mapping[str, str], label: str, values: Sequence[str]
+    ) -> None:
+        self._name, self._text = name, text
+        self._own, self._label = dict(own), label
+        self._values: Mapping[str, float] = dict.fromkeys(values, 0.0)
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Replace them all."""
+        self._values = dict(values)
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._text, labels=[*self._own, self._label])
+        for key, value in self._values.items():
+            family.add_metric([*self._own.values(), key], value)
+        yield family
 
 
 class Families:
@@ -43,9 +89,8 @@ class Families:
     def __init__(self, *, model: str, pool: str, worker: str) -> None:
         self.registry = CollectorRegistry()
         self._own = {"model": model, "pool": pool, "worker": worker}
-        self.gauge("build_info", "Always 1; the version is a label.", version=[VERSION])[
-            VERSION
-        ].set(1)
+        self.registry.register(_Process(self._own))
+        self.info("build_info", "Always 1; the version is a label.", version=VERSION)
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def counter(self, name: str, text: str, **labels: Sequence[str]) -> Family[Counter]:
@@ -55,6 +100,17 @@ class Families:
 
     def gauge(self, name: str, text: str, **labels: Sequence[str]) -> Family[Gauge]:
         return self._family(Gauge(PREFIX + name, text, self._names(labels), registry=None), labels)
+
+    def snapshot(self, name: str, text: str, label: str, values: Sequence[str]) -> Snapshot:
+        """A gauge whose values by `label` are always shown as of one moment."""
+        found = Snapshot(PREFIX + name, text, self._own, label, values)
+        self.registry.register(found)
+        return found
+
+    def info(self, name: str, text: str, **labels: str) -> None:
+        """A gauge that is always 1 and says something by its labels."""
+        gauge = self.gauge(name, text, **{label: [value] for label, value in labels.items()})
+        gauge[tuple(labels.values())].set(1)
 
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
@@ -90,7 +146,53 @@ class Families:
     def _names(self, labels: dict[str, Sequence[str]]) -> list[str]:
         return [*self._own, *labels]
 
-    def _family(self, metric: Metric, labels: dict[str, Sequence[str]]) -> Family[Metric]:
+    def _family(self, metric: Wrapped, labels: dict[str, Sequence[str]]) -> Family[Wrapped]:
         self.registry.register(metric)
-        own = tuple(self._own.values())
-        return Family(lambda *values: metric.labels(*own, *values), product(*labels.values()))
+        return Family(metric, tuple(self._own.values()), product(*labels.values()))
+
+
+class ProcessMetrics:
+    """What a process counts, in one registry. The methods of its subclasses only add numbers, and are called from one
+    thread at a time per family."""
+
+    def __init__(self, *, model: str, pool: str, worker: str) -> None:
+        self.families = Families(model=model, pool=pool, worker=worker)
+
+    def render(self) -> bytes:
+        """All families in the Prometheus text format."""
+        return self.families.render()
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
+        return self.families.serve(host, port)
+
+    def close(self) -> None:
+        self.families.close()
+
+
+class Growth:
+    """Turns totals that somebody else keeps into what a counter is to be increased by."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def of(self, name: tuple[str, str], total: int) -> int:
+        """How much `total` has grown since it was last named."""
+        grown = total - self._seen.get(name, 0)
+        self._seen[name] = total
+        return grown
+
+
+class _Process(Collector):
+    """The standard `process_` families, with this process's labels on them."""
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = dict(own)
+        self._standard = ProcessCollector(registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._standard.collect():
+            family.samples = [
+                sample._replace(labels={**self._own, **sample.labels}) for sample in family.samples
+            ]
+            yield family

@@ -1,188 +1,77 @@
-"""What the router and the workers count. Names, units and buckets are those of docs/architecture.md.
+"""What the workers count: tokens, blocks, migrations, steps."""
 
-`worker` is a stable slot name, never an address or an incarnation; no request id and no tenant is
-ever a label. Every known combination exists from the start, so a fresh cluster shows zeros instead
-of no data. The methods are called from one thread at a time per family and only add numbers.
-"""
+from collections.abc import Mapping
 
-from collections.abc import Mapping, Sequence
-
-from telemetry.families import Families
-
-OUTCOMES = ("stop", "length", "cancelled", "deadline", "rejected", "error")
-STAGES = (
-    "admit",
-    "route",
-    "reserve",
-    "prefill_queue",
-    "prefill_run",
-    "migrate",
-    "decode_queue",
-    "decode_run",
-    "stream_out",
-    "unattributed",
+from telemetry import buckets
+from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, Growth, ProcessMetrics
+from telemetry.labels import (
+    BLOCK_STATES,
+    DIGEST_EVENTS,
+    FORKS,
+    HANDOFF_DROPS,
+    MIGRATION_OUTCOMES,
+    SLOT_STATES,
+    TOKEN_SOURCES,
+    TRANSPORTS,
 )
-BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
-DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
-MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
-TRANSPORTS = ("loopback", "shm", "tcp")
-ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
-HANDOFF_DROPS = {
-    "sender": {
-        "landed: unknown handoff": "It is settled, or of another life of this worker.",
-        "landed: unknown chunk": "A chunk that was never offered.",
-        "landed: duplicate": "Said twice, or of a chunk that cannot be read.",
-        "stop: unknown handoff": "It is settled, or of another life of this worker.",
-        "stop: duplicate": "Said twice.",
-    },
-    "receiver": {
-        "offer: unknown handoff": "Of an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap.",
-        "offer: duplicate": "Said twice: the bytes have their receive already.",
-        "offer: stopped": "Its handoff has failed or is being stopped; its bytes are scrap.",
-        "offer: not what was asked for": "Another block, twice one block, or another length: the attempt fails.",
-        "first token: unknown handoff": "Of an earlier attempt, placement or life.",
-        "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
-        "first token: duplicate": "Said twice.",
-        "prefill failed: unknown handoff": "Of an earlier attempt, placement or life.",
-        "prefill failed: stopped": "Its handoff has failed before.",
-    },
-}
-"""What the sides of a handoff drop without harm, each with what it is. Many are a sign of a network that repeats, or of
-workers that come and go."""
-DIGEST_EVENTS = ("made", "verified", "mismatched")
-
-# fmt: off
-TTFT_BUCKETS_S = (
-    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-    2560,
-)
-ITL_BUCKETS_S = (
-    .0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .05, .075, .1, .2, .5, 1, 5,
-)
-E2E_BUCKETS_S = tuple(0.01 * 2**power for power in range(16))
-STAGE_BUCKETS_S = (
-    .0001, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 300,
-)
-MIGRATION_BUCKETS_S = (.0002, .0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)
-DECISION_BUCKETS_S = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .05)
-QUARANTINE_BUCKETS_S = (.01, .05, .1, .25, .5, 1, 2, 5, 10, 30, 60, 300, 1800)
-STEP_BUCKETS_S = (.001, .002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5)
-# fmt: on
 
 
-class RouterMetrics:
-    """The families of a router: requests as their callers saw them, and its own decisions."""
-
-    def __init__(self, model: str, worker: str = "router") -> None:
-        self._families = families = Families(model=model, pool="router", worker=worker)
-        self._requests = families.counter(
-            "requests_total", "Requests ended, by outcome.", outcome=OUTCOMES
-        )
-        self._ttft = families.histogram(
-            "request_ttft_seconds", "Arrival to first output token.", TTFT_BUCKETS_S
-        )[()]
-        self._itl = families.histogram(
-            "request_itl_seconds", "Gaps between output tokens of one request.", ITL_BUCKETS_S
-        )[()]
-        self._e2e = families.histogram(
-            "request_e2e_seconds", "Arrival to the end of the answer.", E2E_BUCKETS_S
-        )[()]
-        self._stages = families.histogram(
-            "request_stage_seconds",
-            "Time of a request in each stage; the stages add up to its end-to-end time.",
-            STAGE_BUCKETS_S,
-            stage=STAGES,
-        )
-        self._decision = families.histogram(
-            "router_decision_seconds", "Time to choose the workers.", DECISION_BUCKETS_S
-        )[()]
-        self._decisions = families.counter(
-            "router_decisions_total", "Placements, by main reason.", reason=DECISION_REASONS
-        )
-        self._expected = families.counter(
-            "router_expected_hit_tokens_total", "Prefix tokens expected to be cached."
-        )[()]
-        self._actual = families.counter(
-            "router_actual_hit_tokens_total", "Prefix tokens that were reused."
-        )[()]
-        self._dropped = families.counter(
-            "dropped_records_total", "Records ignored, by kind.", kind=ROUTER_DROPPED_KINDS
-        )
-
-    def request(
-        self,
-        outcome: str,
-        ttft_s: float | None,
-        itl_s: Sequence[float],
-        e2e_s: float,
-        stages: Mapping[str, float],
-    ) -> None:
-        """A request ended. `ttft_s` is None if no token came; `stages` are seconds by stage name."""
-        self._requests[outcome].inc()
-        if ttft_s is not None:
-            self._ttft.observe(ttft_s)
-        for gap_s in itl_s:
-            self._itl.observe(gap_s)
-        self._e2e.observe(e2e_s)
-        for stage, stage_s in stages.items():
-            self._stages[stage].observe(stage_s)
-
-    def decision(self, seconds: float, reason: str) -> None:
-        """Workers were chosen for a request."""
-        self._decision.observe(seconds)
-        self._decisions[reason].inc()
-
-    def hits(self, expected_tokens: int, actual_tokens: int) -> None:
-        """What the router believed to be cached for a request, and what its workers reused."""
-        self._expected.inc(expected_tokens)
-        self._actual.inc(actual_tokens)
-
-    def dropped(self, kind: str) -> None:
-        """A record was ignored."""
-        self._dropped[kind].inc()
-
-    def render(self) -> bytes:
-        """All families in the Prometheus text format."""
-        return self._families.render()
-
-    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
-        return self._families.serve(host, port)
-
-    def close(self) -> None:
-        self._families.close()
-
-
-class WorkerMetrics:
-    """The families of a prefill or decode worker (`pool`): tokens, blocks and migrations."""
+class WorkerMetrics(ProcessMetrics):
+    """The families of a prefill or decode worker (`pool`). Families of what only some workers have are registered
+    through `families` by whoever feeds them."""
 
     def __init__(self, model: str, worker: str, pool: str) -> None:
-        self._families = families = Families(model=model, pool=pool, worker=worker)
+        super().__init__(model=model, pool=pool, worker=worker)
+        families = self.families
         self._prompt = families.counter(
             "prompt_tokens_total",
             "Prompt tokens, by where their KV came from.",
-            source=("computed", "prefix_hit"),
+            source=TOKEN_SOURCES,
         )
         self._generated = families.counter("generated_tokens_total", "Tokens sampled.")[()]
-        self._blocks = families.gauge(
-            "kv_blocks", "KV blocks by state; the states add up to the pool.", state=BLOCK_STATES
+        self._blocks = families.snapshot(
+            "kv_blocks", "KV blocks by state; the states add up to the pool.", "state", BLOCK_STATES
         )
+        self._pool = families.gauge("kv_pool_blocks", "KV blocks that there are.")[()]
+        self._slots = families.snapshot(
+            "kv_slots",
+            "Token slots in the blocks that requests hold, by whether a token's KV is in them.",
+            "state",
+            SLOT_STATES,
+        )
+        self._evicted = families.counter(
+            "kv_evicted_blocks_total", "Cached blocks that were given to others."
+        )[()]
         self._migration = families.histogram(
             "kv_migration_seconds",
-            "First offer received to last block verified.",
-            MIGRATION_BUCKETS_S,
+            "Copying and verifying the blocks of a prompt that landed.",
+            buckets.MIGRATION_S,
         )[()]
-        self._bytes = families.counter("kv_migration_bytes_total", "KV bytes received.")[()]
+        self._bytes = families.counter("kv_migration_bytes_total", "KV bytes that landed.")[()]
         self._migrations = families.counter(
             "kv_migrations_total",
-            "Migrations ended.",
+            "Attempts to fetch a prompt's blocks, by how they ended.",
             outcome=MIGRATION_OUTCOMES,
             transport=TRANSPORTS,
         )
-        self._step = families.histogram("step_seconds", "Time of an engine step.", STEP_BUCKETS_S)[
+        self._inflight = families.gauge(
+            "kv_migrations_inflight", "Handoffs open on the receiving side."
+        )[()]
+        self._outstanding = families.gauge(
+            "transfers_outstanding", "Copies and streams that the transfer thread has under way."
+        )[()]
+        self._step = families.histogram("step_seconds", "Time of an engine step.", buckets.STEP_S)[
             ()
         ]
         self._batch = families.gauge("batch_tokens", "Tokens in the latest engine step.")[()]
+        self._queue = families.gauge("queue_depth", QUEUE_TEXT)[()]
+        self._running = families.gauge("running_requests", RUNNING_TEXT)[()]
+        self._forks = families.counter(
+            "forks_total", "Samples that shared a prompt's blocks.", kind=FORKS
+        )
+        self._orphans = families.counter(
+            "orphans_expired_total", "Requests of a lost router that no other took in time."
+        )[()]
         self._dropped = families.counter(
             "handoff_dropped_total", "Records of handoffs ignored.", side=(), what=()
         )
@@ -198,68 +87,101 @@ class WorkerMetrics:
         self._quarantine = families.histogram(
             "handoff_quarantine_seconds",
             "Lost receiver to proof that its source blocks are not read any more.",
-            QUARANTINE_BUCKETS_S,
+            buckets.QUARANTINE_S,
         )[()]
-        self._seen: dict[tuple[str, str], int] = {}
         self._audit_failures = families.counter(
             "audit_failures_total", "Ledgers of KV blocks that did not add up."
         )[()]
+        self._growth = Growth()
+
+    def opened(
+        self,
+        *,
+        block_size: int,
+        blocks: int,
+        dtype: str,
+        transport: str,
+        memory: Mapping[str, int],
+    ) -> None:
+        """The pool is there. `memory` are planned bytes by what for. Once."""
+        self._pool.set(blocks)
+        self.families.info(
+            "worker_config_info",
+            "Always 1; settings are labels.",
+            block_size=str(block_size),
+            dtype=dtype,
+            transport=transport,
+        )
+        planned = self.families.gauge(
+            "memory_planned_bytes", "Memory planned for, by purpose.", purpose=list(memory)
+        )
+        for purpose, nbytes in memory.items():
+            planned[purpose].set(nbytes)
 
     def blocks(self, states: Mapping[str, int]) -> None:
         """The pool's blocks by state, as of now."""
-        for state, count in states.items():
-            self._blocks[state].set(count)
+        self._blocks.set(states)
 
-    def prompt_tokens(self, computed: int, prefix_hit: int) -> None:
-        """A prompt was prefilled: so many of its tokens computed, so many found in the cache."""
+    def slots(self, live: int, held: int) -> None:
+        """Token slots of the blocks that requests hold, and those of them with a token's KV. A block that several
+        requests share counts for each."""
+        self._slots.set({"live": live, "empty": held - live})
+
+    def evicted(self, blocks: int) -> None:
+        self._evicted.inc(blocks)
+
+    def load(self, waiting: int, running: int, inflight: int, outstanding: int) -> None:
+        """Requests that wait and that run; open handoffs; transfers under way."""
+        self._queue.set(waiting)
+        self._running.set(running)
+        self._inflight.set(inflight)
+        self._outstanding.set(outstanding)
+
+    def prompt_tokens(self, computed: int, prefix_hit: int, recomputed: int = 0) -> None:
+        """Prompt tokens were computed, found in the cache, or computed once more because a worker was lost."""
         self._prompt["computed"].inc(computed)
         self._prompt["prefix_hit"].inc(prefix_hit)
+        self._prompt["recomputed_after_failure"].inc(recomputed)
 
     def generated(self, tokens: int) -> None:
         self._generated.inc(tokens)
 
     def migration(self, outcome: str, transport: str, seconds: float, nbytes: int) -> None:
-        """A migration ended. Its time and bytes count whatever the outcome."""
-        self._migrations[outcome, transport].inc()
-        self._migration.observe(seconds)
+        """An attempt ended after `nbytes` had landed. Its time counts if all did."""
+        self._migrations[outcome, transport or "none"].inc()
         self._bytes.inc(nbytes)
+        if outcome == "ok":
+            self._migration.observe(seconds)
 
     def step(self, tokens: int, seconds: float) -> None:
         """The engine ran one step over `tokens` tokens."""
         self._batch.set(tokens)
         self._step.observe(seconds)
 
+    def forks(self, forked: int, inherited: int) -> None:
+        """Totals since the worker started."""
+        for kind, total in zip(FORKS, (forked, inherited), strict=True):
+            self._forks[kind].inc(self._growth.of(("forks", kind), total))
+
+    def orphans_expired(self, total: int) -> None:
+        """Total since the worker started."""
+        self._orphans.inc(self._growth.of(("orphans", "expired"), total))
+
     def handoffs_dropped(self, side: str, totals: Mapping[str, int]) -> None:
         """What the sending or receiving side has dropped since it started."""
         for what, total in totals.items():
-            self._dropped[side, what].inc(self._grown((side, what), total))
+            self._dropped[side, what].inc(self._growth.of((side, what), total))
 
     def transferred(self, made: int, verified: int, mismatched: int, scrapped_bytes: int) -> None:
         """Totals of the transfer thread since it started: digests, and late bytes."""
         for what, total in zip(DIGEST_EVENTS, (made, verified, mismatched), strict=True):
-            self._digests[what].inc(self._grown(("digests", what), total))
-        self._scrapped.inc(self._grown(("bytes", "scrapped"), scrapped_bytes))
+            self._digests[what].inc(self._growth.of(("digests", what), total))
+        self._scrapped.inc(self._growth.of(("bytes", "scrapped"), scrapped_bytes))
 
     def quarantined(self, seconds: float) -> None:
         """A handoff's blocks, held for a receiver that was lost, could be let go after so long."""
         self._quarantine.observe(seconds)
 
-    def _grown(self, name: tuple[str, str], total: int) -> int:
-        grown = total - self._seen.get(name, 0)
-        self._seen[name] = total
-        return grown
-
     def audit_failed(self) -> None:
         """A ledger did not add up."""
         self._audit_failures.inc()
-
-    def render(self) -> bytes:
-        """All families in the Prometheus text format."""
-        return self._families.render()
-
-    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
-        return self._families.serve(host, port)
-
-    def close(self) -> None:
-        self._families.close()

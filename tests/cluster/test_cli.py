@@ -16,7 +16,7 @@ from cluster.signals import Interrupted, interruptible
 from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.api import Finished
-from telemetry.metrics import STAGES
+from telemetry.labels import STAGES
 
 STATS = RequestStats(
     stages={stage: 0.001 * number for number, stage in enumerate(STAGES)},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from engine import messages
-from telemetry.metrics import HANDOFF_DROPS
+from telemetry.labels import HANDOFF_DROPS
 from tests.chaos.rows import RAY_ROWS, ROWS, TCP_ROWS
 from transfer.migration import RECEIVER_TABLE, SENDER_TABLE, R, S
 

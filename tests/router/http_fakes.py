@@ -16,6 +16,7 @@ from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, P
 from router.http import build_app
 from router.http_generation import Generates
 from router.resume import unknown_token
+from router.roster import Target
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(
@@ -94,8 +95,11 @@ class FakeState:
     def models(self) -> list[str]:
         return ["tiny", "org/tiny"]
 
-    def metrics_text(self) -> bytes:
+    async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"
+
+    def targets(self, router_address: str) -> list[Target]:
+        return [Target([router_address], {"worker": "router"})]
 
 
 def ask(

@@ -241,6 +241,10 @@ def test_routes_beside_generation() -> None:
     metrics = ask(frontend, "GET", "/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert metrics.text == "headrace_requests_total 1.0\n"
+    # Prometheus reached the router by this name, which is not the address it listens on.
+    discovered = ask(frontend, "GET", "/sd", headers={"host": "gateway:8000"})
+    assert discovered.headers["content-type"].startswith("application/json")
+    assert discovered.json() == [{"targets": ["gateway:8000"], "labels": {"worker": "router"}}]
     models = ask(frontend, "GET", "/v1/models").json()
     assert [card["id"] for card in models["data"]] == ["tiny", "org/tiny"]
     assert ask(frontend, "GET", "/v1/models/org/tiny").json()["id"] == "org/tiny"

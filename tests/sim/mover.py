@@ -80,6 +80,7 @@ class SimMover:
         self._remote = "shm" in transports
         self.digests = Tally()
         self.scrapped_bytes = 0
+        self.outstanding = 0
         self._tell = on_event
         self._commands: deque[MoverCommand] = deque()
         self._routes: dict[Incarnation, ShadowKV] = {}

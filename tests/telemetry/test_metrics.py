@@ -5,27 +5,10 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.metrics import (
-    BLOCK_STATES,
-    HANDOFF_DROPS,
-    OUTCOMES,
-    STAGES,
-    RouterMetrics,
-    WorkerMetrics,
-)
-
-
-def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by (sample name, sorted labels without model, pool and worker)."""
-    own = {"model", "pool", "worker"}
-    return {
-        (
-            sample.name,
-            tuple(sorted((key, value) for key, value in sample.labels.items() if key not in own)),
-        ): sample.value
-        for family in text_string_to_metric_families(text.decode())
-        for sample in family.samples
-    }
+from telemetry.labels import BLOCK_STATES, HANDOFF_DROPS, OUTCOMES, STAGES
+from telemetry.metrics import WorkerMetrics
+from telemetry.router_metrics import RouterMetrics, WorkerView
+from tests.telemetry.pages import Samples, samples
 
 
 def test_every_label_set_exists_before_the_first_request() -> None:
@@ -52,7 +35,7 @@ def test_own_labels_are_on_every_sample() -> None:
         for family in text_string_to_metric_families(metrics.render().decode()):
             for sample in family.samples:
                 assert {"model", "pool", "worker"} <= sample.labels.keys()
-                assert sample.name.startswith("headrace_")
+                assert sample.name.startswith(("headrace_", "process_"))
 
 
 def test_a_request_is_counted_once_in_each_family() -> None:
@@ -71,8 +54,8 @@ def test_a_request_is_counted_once_in_each_family() -> None:
 
 def test_worker_figures() -> None:
     metrics = WorkerMetrics("m", "decode-0", "decode")
-    metrics.blocks({"free": 3, "active": 2})
-    metrics.blocks({"free": 5, "active": 0})
+    metrics.blocks({"free": 3, "cached": 0, "active": 2, "reserved": 0, "quarantined": 0})
+    metrics.blocks({"free": 5, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0})
     metrics.prompt_tokens(computed=10, prefix_hit=7)
     metrics.generated(4)
     metrics.migration("ok", "shm", 0.02, 4096)
@@ -82,12 +65,22 @@ def test_worker_figures() -> None:
     metrics.transferred(made=0, verified=9, mismatched=1, scrapped_bytes=0)
     metrics.transferred(made=0, verified=11, mismatched=1, scrapped_bytes=4096)
     metrics.quarantined(1.5)
+    metrics.slots(live=30, held=48)
+    metrics.forks(forked=1, inherited=0)
+    metrics.forks(forked=2, inherited=0)
+    metrics.orphans_expired(1)
+    metrics.load(waiting=3, running=2, inflight=1, outstanding=0)
     seen = samples(metrics.render())
     assert seen["headrace_kv_blocks", (("state", "free"),)] == 5
     assert seen["headrace_kv_blocks", (("state", "active"),)] == 0
     assert seen["headrace_prompt_tokens_total", (("source", "prefix_hit"),)] == 7
     assert seen["headrace_generated_tokens_total", ()] == 4
     assert seen["headrace_kv_migration_bytes_total", ()] == 4096
+    assert seen["headrace_kv_slots", (("state", "live"),)] == 30
+    assert seen["headrace_kv_slots", (("state", "empty"),)] == 18
+    assert seen["headrace_forks_total", (("kind", "forked"),)] == 2
+    assert seen["headrace_orphans_expired_total", ()] == 1
+    assert seen["headrace_queue_depth", ()] == 3
     assert seen["headrace_step_seconds_count", ()] == 1
     stopped = (("side", "receiver"), ("what", "offer: stopped"))
     assert seen["headrace_handoff_dropped_total", stopped] == 3
@@ -95,6 +88,61 @@ def test_worker_figures() -> None:
     assert seen["headrace_handoff_digests_total", (("what", "mismatched"),)] == 1
     assert seen["headrace_handoff_scrapped_bytes_total", ()] == 4096
     assert seen["headrace_handoff_quarantine_seconds_sum", ()] == 1.5
+
+
+def test_only_a_whole_migration_is_timed() -> None:
+    """Guards against attempts that failed at once being read as very fast migrations, and bytes that did land being
+    lost with them."""
+    metrics = WorkerMetrics("m", "decode-0", "decode")
+    metrics.migration("retry", "shm", 0.0, 1024)
+    metrics.migration("expired", "", 0.0, 0)
+    metrics.migration("ok", "shm", 0.25, 4096)
+    seen = samples(metrics.render())
+    assert seen["headrace_kv_migration_seconds_count", ()] == 1
+    assert seen["headrace_kv_migration_bytes_total", ()] == 5120
+    unreached = (("outcome", "expired"), ("transport", "none"))
+    assert seen["headrace_kv_migrations_total", unreached] == 1
+
+
+def _slo(seen: Samples, slo: str) -> list[float]:
+    return [
+        seen["headrace_slo_requests_total", (("met", met), ("slo", slo))]
+        for met in ("true", "false")
+    ]
+
+
+def test_targets_are_judged_exactly() -> None:
+    """Guards against goodput read off bucket bounds, and against callers' faults that spoil it."""
+    metrics = RouterMetrics("m", slo_ttft_s=0.3, slo_itl_s=0.02)
+    metrics.request("stop", 0.3, [0.01, 0.03], 0.5, {})
+    metrics.request("length", 0.31, [0.02, 0.03], 0.5, {})
+    metrics.request("error", None, [], 0.5, {})
+    metrics.request("deadline", None, [], 0.5, {})
+    metrics.request("cancelled", None, [], 0.5, {})
+    metrics.request("rejected", None, [], 0.5, {})
+    seen = samples(metrics.render())
+    assert _slo(seen, "ttft") == [1, 3]
+    assert _slo(seen, "itl") == [1, 1]
+    assert seen["headrace_slo_target_seconds", (("slo", "itl"),)] == 0.02
+
+
+def test_a_worker_that_is_gone_leaves_no_gauge_behind() -> None:
+    """Guards against a drained worker that is shown as draining for ever."""
+    metrics = RouterMetrics("m")
+    metrics.expected_worker("decode-1", "decode")
+    here = WorkerView("decode-1", "decode", "draining", 7)
+    metrics.cluster(2, 5, [WorkerView("prefill-0", "prefill", "ready", 3), here])
+    seen = samples(metrics.render())
+    draining = (("peer", "decode-1"), ("role", "decode"), ("state", "draining"))
+    assert seen["headrace_worker_state", draining] == 1
+    assert seen["headrace_pool_ready_workers", (("role", "prefill"),)] == 1
+    assert seen["headrace_pool_ready_workers", (("role", "decode"),)] == 0
+    lost = (("how", "lost"), ("peer", "decode-1"), ("role", "decode"))
+    assert seen["headrace_worker_losses_total", lost] == 0
+    metrics.cluster(0, 0, [WorkerView("prefill-0", "prefill", "ready", 3)])
+    seen = samples(metrics.render())
+    assert ("headrace_worker_state", draining) not in seen
+    assert seen["headrace_worker_losses_total", lost] == 0
 
 
 def test_two_in_one_process_do_not_share_a_registry() -> None:

@@ -19,7 +19,8 @@ from engine.messages import (
 )
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from telemetry.metrics import HANDOFF_DROPS, WorkerMetrics
+from telemetry.labels import HANDOFF_DROPS
+from telemetry.metrics import WorkerMetrics
 from tests.integration.fake_device import fake_device
 from transfer.commands import ExpectedBlock, OutgoingBlock, Rows
 from transfer.loopback import Fault as WireFault

@@ -1,0 +1,62 @@
+"""Every metric family that a process of ours shows: what dashboards may ask for, read off the real registries."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client import Metric
+
+from telemetry.families import ProcessMetrics
+from telemetry.labels import ROLES
+from telemetry.metrics import WorkerMetrics
+from telemetry.router_metrics import RouterMetrics, WorkerView
+
+OWN = ("model", "pool", "worker")
+EVERYWHERE = ("router", "prefill", "decode")
+"""The values of `pool`."""
+
+
+@dataclass(slots=True)
+class Shown:
+    """One family. `labels` are its own beside model, pool and worker, with the values known at the start."""
+
+    name: str
+    kind: str
+    text: str
+    pools: list[str] = field(default_factory=list)
+    labels: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names of its series."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
+        return (self.name,)
+
+
+def catalog() -> dict[str, Shown]:
+    """All families by name, of a router and of a worker of each pool."""
+    router = RouterMetrics("model")
+    for role in ROLES:
+        router.expected_worker(f"{role}-0", role)
+    router.cluster(0, 0, [WorkerView(f"{role}-0", role, "ready", 0) for role in ROLES])
+    processes: list[tuple[str, ProcessMetrics]] = [("router", router)]
+    for pool in ROLES:
+        worker = WorkerMetrics("model", f"{pool}-0", pool)
+        memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
+        worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
+        processes.append((pool, worker))
+    found: dict[str, Shown] = {}
+    for pool, process in processes:
+        _add(found, pool, process.families.registry.collect())
+    return dict(sorted(found.items()))
+
+
+def _add(found: dict[str, Shown], pool: str, families: Iterable[Metric]) -> None:
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        shown = found.setdefault(name, Shown(name, family.type, family.documentation))
+        shown.pools.append(pool)
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                if label not in (*OWN, "le"):
+                    shown.labels.setdefault(label, set()).add(value)

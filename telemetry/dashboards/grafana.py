@@ -1,0 +1,176 @@
+"""A dashboard as Grafana's JSON (schema 39, Grafana 10 and later)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from telemetry.dashboards.measures import PANELS
+from telemetry.dashboards.panel import INFINITY, Dashboard, Panel, Row
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+TAG = "headrace"
+WIDTH = 24
+HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
+
+
+def build(dashboard: Dashboard) -> dict[str, Any]:
+    """The whole dashboard, ready for an import or for provisioning."""
+    return {
+        "uid": f"headrace-{dashboard.name}",
+        "title": dashboard.title,
+        "description": dashboard.text,
+        "tags": [TAG],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "",
+        "templating": {"list": list(_variables())},
+        "annotations": {"list": list(_annotations())},
+        "links": [
+            {
+                "type": "dashboards",
+                "title": "Headrace",
+                "tags": [TAG],
+                "asDropdown": True,
+                "includeVars": True,
+                "keepTime": True,
+            }
+        ],
+        "panels": list(_panels(dashboard.rows)),
+    }
+
+
+def _variables() -> Iterator[dict[str, Any]]:
+    yield {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    for name, label, family in (
+        ("model", "Model", "headrace_build_info"),
+        ("worker", "Worker", "headrace_kv_pool_blocks"),
+    ):
+        query = f"label_values({family}, {name})"
+        yield {
+            "name": name,
+            "label": label,
+            "type": "query",
+            "datasource": DATASOURCE,
+            "definition": query,
+            "query": {"query": query, "refId": name},
+            "refresh": 2,
+            "sort": 1,
+            "includeAll": True,
+            "multi": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+
+
+def _annotations() -> Iterator[dict[str, Any]]:
+    lost = PANELS.series("worker_losses_total", how="lost|given_up")
+    leaving = PANELS.series("worker_state", state="draining")
+    for name, color, expr in (
+        ("Worker lost", "red", f"increase({lost}[1m]) > 0"),
+        ("Worker leaves", "blue", f"{leaving} == 1"),
+    ):
+        yield {
+            "name": name,
+            "datasource": DATASOURCE,
+            "enable": True,
+            "iconColor": color,
+            "expr": expr,
+            "step": "15s",
+            "titleFormat": "{{peer}}",
+            "textFormat": "{{role}}",
+        }
+
+
+def _panels(rows: tuple[Row, ...]) -> Iterator[dict[str, Any]]:
+    """Rows from top to bottom; within a row, panels from left to right, wrapped at Grafana's 24 columns."""
+    number, top = 1, 0
+    for row in rows:
+        yield {
+            "id": number,
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1},
+            "panels": [],
+        }
+        number, top, left, tallest = number + 1, top + 1, 0, 0
+        for panel in row.panels:
+            if left + panel.width > WIDTH:
+                top, left, tallest = top + tallest, 0, 0
+            height = HEIGHTS[panel.kind]
+            place = {"x": left, "y": top, "w": panel.width, "h": height}
+            yield _panel(panel) | {"id": number, "gridPos": place}
+            number, left, tallest = number + 1, left + panel.width, max(tallest, height)
+        top += tallest
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    is_table = panel.kind == "table"
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": DATASOURCE,
+        "targets": [
+            {
+                "refId": chr(ord("A") + at),
+                "datasource": DATASOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend or "__auto",
+                "range": not is_table,
+                "instant": is_table,
+                "format": {"table": "table", "heatmap": "heatmap"}.get(panel.kind, "time_series"),
+            }
+            for at, query in enumerate(panel.queries)
+        ],
+        "fieldConfig": {"defaults": _field(panel), "overrides": []},
+        "options": _options(panel),
+    }
+
+
+def _field(panel: Panel) -> dict[str, Any]:
+    field: dict[str, Any] = {
+        "unit": panel.unit,
+        "noValue": "no traffic",
+        "mappings": [
+            {"type": "value", "options": {f"{value:g}": {"text": text, "index": at}}}
+            for at, (value, text) in enumerate(panel.names)
+        ],
+    }
+    if panel.kind == "timeseries":
+        # The axis begins at zero where zero is the bound; an upper bound is shown only where it is a whole.
+        field["min"] = panel.low if panel.low <= 0 else None
+        field["max"] = 1 if panel.high == 1 else None
+        field["custom"] = {
+            "lineWidth": 1,
+            "fillOpacity": 40 if panel.stacked else 5,
+            "showPoints": "never",
+            "stacking": {"mode": "normal" if panel.stacked else "none"},
+        }
+    if panel.high == 0:
+        field["thresholds"] = {
+            "mode": "absolute",
+            "steps": [{"color": "green", "value": None}, {"color": "red", "value": 0.5}],
+        }
+    return {key: value for key, value in field.items() if value is not None}
+
+
+def _options(panel: Panel) -> dict[str, Any]:
+    if panel.kind == "timeseries":
+        return {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    if panel.kind == "stat":
+        return {
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "value",
+            "graphMode": "area" if panel.high == INFINITY else "none",
+            "textMode": "auto",
+        }
+    if panel.kind == "heatmap":
+        return {"calculate": False, "yAxis": {"unit": panel.unit}, "cellGap": 1}
+    return {"showHeader": True}

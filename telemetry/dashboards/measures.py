@@ -1,0 +1,91 @@
+"""What several dashboards and rules ask for in the same words."""
+
+from telemetry.dashboards.promql import Scope, share
+
+PANELS = Scope("$__rate_interval", 'model=~"$model"', 'worker=~"$worker"')
+RULES = Scope("5m")
+
+UP = 'up{pool=~"router|prefill|decode"}'
+"""Of every target that `/sd` lists."""
+TARGET = "worker, pool"
+
+BUSY_HIGH = 2.0
+"""Of a share of time in steps: a step counts when it ends, so one that began before the window adds to it."""
+HINTS = ((1.0, "add a prefill worker"), (0.0, "balanced"), (-1.0, "add a decode worker"))
+
+
+def slo_met(s: Scope) -> str:
+    """The share of requests that met each target."""
+    return share(
+        s.rate("slo_requests_total", "slo", met="true"), s.rate("slo_requests_total", "slo")
+    )
+
+
+def failed(s: Scope) -> str:
+    """The share of requests that ended in an error or too late."""
+    return share(s.rate("requests_total", outcome="error|deadline"), s.rate("requests_total"))
+
+
+def rejected(s: Scope) -> str:
+    return share(s.rate("requests_total", outcome="rejected"), s.rate("requests_total"))
+
+
+def kv_used(s: Scope, by: str) -> str:
+    """The share of blocks that no eviction frees."""
+    held = s.sum("kv_blocks", by, state="active|reserved|quarantined")
+    return f"{held} / {s.sum('kv_blocks', by)}"
+
+
+def kv_ledger(s: Scope, by: str) -> str:
+    """Blocks that are in no state, or in two: always zero."""
+    return f"{s.sum('kv_blocks', by)} - {s.sum('kv_pool_blocks', by)}"
+
+
+def migrations_failed(s: Scope) -> str:
+    return share(
+        s.rate("kv_migrations_total", outcome="retry|failed"),
+        s.rate("kv_migrations_total", outcome="ok|retry|failed"),
+    )
+
+
+def honesty(s: Scope) -> str:
+    """How much of the expected prefix hits came true."""
+    return share(
+        s.rate("router_actual_hit_tokens_total"), s.rate("router_expected_hit_tokens_total")
+    )
+
+
+def busy(s: Scope, by: str) -> str:
+    """The share of time that engines spend in steps, summed over workers."""
+    return s.rate("step_seconds", by, "sum")
+
+
+def prefill_pressure(s: Scope) -> str:
+    """Mean time until a prompt is read, in units of the TTFT target."""
+    waits = s.rate("request_stage_seconds", part="sum", stage="prefill_queue|prefill_run")
+    count = s.rate("request_stage_seconds", part="count", stage="prefill_run")
+    return f"{share(waits, count)} / scalar(max({s.series('slo_target_seconds', slo='ttft')}))"
+
+
+def decode_pressure(s: Scope) -> str:
+    """Whichever is more: the mean gap between tokens in units of its target, or the mean wait for room on a decode
+    worker in units of the TTFT target."""
+    targets = {
+        slo: f"scalar(max({s.series('slo_target_seconds', slo=slo)}))" for slo in ("ttft", "itl")
+    }
+    gap = f"({s.mean('request_itl_seconds')} / {targets['itl']})"
+    wait = f"({s.mean('request_stage_seconds', stage='reserve')} / {targets['ttft']})"
+    return f"(({gap} >= {wait}) or {wait})"
+
+
+def hint(s: Scope) -> str:
+    """1: add a prefill worker; -1: add a decode worker; 0: neither is above its target."""
+    prefill, decode = f"({prefill_pressure(s)})", decode_pressure(s)
+    return (
+        f"({prefill} > bool 1) * ({prefill} > bool {decode})"
+        f" - ({decode} > bool 1) * ({decode} >= bool {prefill})"
+    )
+
+
+def files_used(s: Scope) -> str:
+    return f"{s.series('process_open_fds')} / {s.series('process_max_fds')}"

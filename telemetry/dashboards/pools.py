@@ -1,0 +1,136 @@
+"""Are the two pools in balance, and are the workers of each?"""
+
+from telemetry.dashboards import measures
+from telemetry.dashboards.measures import PANELS as S
+from telemetry.dashboards.measures import TARGET
+from telemetry.dashboards.overview import HINT
+from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.promql import share
+
+_BUSY = measures.busy(S, TARGET)
+
+POOLS = Dashboard(
+    "pools",
+    "Headrace: pools and balance",
+    "Prefill against decode, and worker against worker",
+    (
+        Row(
+            "Which pool is short?",
+            (
+                HINT,
+                Panel(
+                    "Pressure",
+                    "1 is the target. Prefill: mean time until a prompt is read, over the TTFT target. Decode: mean "
+                    "gap between tokens over its target, or the wait for room over the TTFT target.",
+                    "none",
+                    (
+                        Query(measures.prefill_pressure(S), "prefill"),
+                        Query(measures.decode_pressure(S), "decode"),
+                    ),
+                    width=12,
+                ),
+                one(
+                    "Ready workers",
+                    "Those that take requests.",
+                    "none",
+                    S.sum("pool_ready_workers", "role"),
+                    "{{role}}",
+                    kind="stat",
+                ),
+                one(
+                    "Engines busy, by pool",
+                    "The share of time in steps, mean of the pool's workers.",
+                    "percentunit",
+                    f"avg by (pool) ({_BUSY})",
+                    "{{pool}}",
+                    high=measures.BUSY_HIGH,
+                ),
+                one(
+                    "Demand, prefill to decode",
+                    "Busy prefill engines per busy decode engine. Compare with the workers that there are.",
+                    "none",
+                    share(
+                        f"sum ({S.rate('step_seconds', '', 'sum', pool='prefill')})",
+                        f"sum ({S.rate('step_seconds', '', 'sum', pool='decode')})",
+                    ),
+                    "prefill per decode",
+                ),
+                one(
+                    "Imbalance",
+                    "The busiest worker of a pool over its mean worker: 1 is even.",
+                    "none",
+                    f"max by (pool) ({_BUSY}) / (avg by (pool) ({_BUSY}) > 0)",
+                    "{{pool}}",
+                    low=0.999,
+                ),
+            ),
+        ),
+        Row(
+            "What do the workers do?",
+            (
+                one(
+                    "Waiting, by worker",
+                    "Requests accepted and not being computed.",
+                    "none",
+                    S.sum("queue_depth", TARGET, pool="prefill|decode"),
+                    "{{worker}}",
+                ),
+                one(
+                    "Running, by worker",
+                    "Requests being computed.",
+                    "none",
+                    S.sum("running_requests", TARGET, pool="prefill|decode"),
+                    "{{worker}}",
+                ),
+                one(
+                    "Busy, by worker",
+                    "The share of time in steps.",
+                    "percentunit",
+                    _BUSY,
+                    "{{worker}}",
+                    high=measures.BUSY_HIGH,
+                ),
+                one(
+                    "Time of a step, mean",
+                    "A decode step is the gap between tokens of all that run there.",
+                    "s",
+                    S.mean("step_seconds", TARGET),
+                    "{{worker}}",
+                ),
+                one(
+                    "Time of a step, p99",
+                    "Long steps hold up everybody in the batch.",
+                    "s",
+                    S.quantile(0.99, "step_seconds", TARGET),
+                    "{{worker}}",
+                ),
+                one(
+                    "Tokens in the latest step",
+                    "Of a prefill worker: its chunk. Of a decode worker: its batch.",
+                    "none",
+                    S.sum("batch_tokens", TARGET),
+                    "{{worker}}",
+                ),
+                one(
+                    "Prompt tokens computed, by worker",
+                    "Per second.",
+                    "suffix: tok/s",
+                    S.rate(
+                        "prompt_tokens_total", TARGET, source="computed|recomputed_after_failure"
+                    ),
+                    "{{worker}}",
+                    width=12,
+                ),
+                one(
+                    "Tokens generated, by worker",
+                    "Per second.",
+                    "suffix: tok/s",
+                    S.rate("generated_tokens_total", TARGET),
+                    "{{worker}}",
+                    width=12,
+                    proof=Proof.LOAD,
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,144 @@
+"""The processes themselves: who is up, who came back, and what they use."""
+
+from telemetry.dashboards import measures
+from telemetry.dashboards.measures import PANELS as S
+from telemetry.dashboards.measures import TARGET
+from telemetry.dashboards.panel import Dashboard, Proof, Row, one
+
+PROCESSES = Dashboard(
+    "processes",
+    "Headrace: processes",
+    "Up, restarts, processor, memory, files",
+    (
+        Row(
+            "Who is up?",
+            (
+                one(
+                    "Answers a scrape",
+                    "1: it does. Lost workers stay listed until they are back; drained ones go.",
+                    "none",
+                    measures.UP,
+                    "{{worker}}",
+                    high=1,
+                ),
+                one(
+                    "Down",
+                    "Listed and not answering.",
+                    "none",
+                    f"1 - {measures.UP}",
+                    "{{worker}}",
+                    high=1,
+                    proof=Proof.FAULT,
+                ),
+                one(
+                    "State",
+                    "As the router sees its workers.",
+                    "none",
+                    f"{S.sum('worker_state', 'peer, role, state')} > 0",
+                    "{{peer}}: {{state}}",
+                    low=1,
+                    high=1,
+                    kind="table",
+                ),
+                one(
+                    "Lost",
+                    "Workers gone in the last hour: as they were asked to (left), by themselves (lost), or ended "
+                    "because the router gave them up.",
+                    "none",
+                    S.grown("worker_losses_total", "1h", "peer, how"),
+                    "{{peer}}: {{how}}",
+                    proof=Proof.FAULT,
+                ),
+                one(
+                    "Processes started",
+                    "In the last hour, by worker's name.",
+                    "none",
+                    S.grown("worker_lives_total", "1h", "peer"),
+                    "{{peer}}",
+                    proof=Proof.FAULT,
+                ),
+                one(
+                    "Running since",
+                    "Age of the process.",
+                    "s",
+                    f"time() - {S.series('process_start_time_seconds')}",
+                    "{{worker}}",
+                ),
+                one(
+                    "Requests left to nobody",
+                    "Resumable requests of a lost router that no other took in time, in the last hour.",
+                    "none",
+                    S.grown("orphans_expired_total", "1h", TARGET),
+                    "{{worker}}",
+                    proof=Proof.SHOWN,
+                ),
+            ),
+        ),
+        Row(
+            "What do they use?",
+            (
+                one(
+                    "Processor",
+                    "Cores, by process.",
+                    "none",
+                    S.rate("process_cpu_seconds_total", TARGET),
+                    "{{worker}}",
+                ),
+                one(
+                    "Memory",
+                    "Resident. Mapped weights count for every process that touched them.",
+                    "bytes",
+                    S.series("process_resident_memory_bytes"),
+                    "{{worker}}",
+                    low=1,
+                ),
+                one(
+                    "Open files",
+                    "Of those allowed.",
+                    "percentunit",
+                    measures.files_used(S),
+                    "{{worker}}",
+                    high=1,
+                ),
+            ),
+        ),
+        Row(
+            "What are they?",
+            (
+                one(
+                    "Versions",
+                    "Of every process.",
+                    "none",
+                    S.series("build_info"),
+                    "{{worker}} {{version}}",
+                    low=1,
+                    high=1,
+                    kind="table",
+                    width=8,
+                ),
+                one(
+                    "Workers' settings",
+                    "Block size, dtype and transport. Workers that share requests agree on the first two.",
+                    "none",
+                    S.series("worker_config_info"),
+                    "{{worker}}",
+                    low=1,
+                    high=1,
+                    kind="table",
+                    width=8,
+                ),
+                one(
+                    "Router's settings",
+                    "Its policy.",
+                    "none",
+                    S.series("router_config_info"),
+                    "{{policy}}",
+                    low=1,
+                    high=1,
+                    kind="table",
+                    width=8,
+                ),
+            ),
+        ),
+    ),
+)

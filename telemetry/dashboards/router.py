@@ -1,0 +1,104 @@
+"""The router's choices, what they rest on, and what it costs to make them."""
+
+from telemetry.dashboards import measures
+from telemetry.dashboards.measures import PANELS as S
+from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+
+ROUTER = Dashboard(
+    "router",
+    "Headrace: router",
+    "Placements, beliefs about caches, the router's own time",
+    (
+        Row(
+            "Where do requests go?",
+            (
+                one(
+                    "Placements by reason",
+                    "affinity: a prefix was believed to be cached; load: none was; pinned: beside another sample, or "
+                    "behind its KV; fallback: no prefill worker was left.",
+                    "reqps",
+                    S.rate("router_decisions_total", "reason"),
+                    "{{reason}}",
+                    stacked=True,
+                ),
+                Panel(
+                    "Requests under way",
+                    "Waiting for room, first come, first served; and placed.",
+                    "none",
+                    (
+                        Query(S.sum("queue_depth", pool="router"), "waiting"),
+                        Query(S.sum("running_requests", pool="router"), "placed"),
+                    ),
+                ),
+                one(
+                    "Refused",
+                    "The share of requests: callers' mistakes, or a full line.",
+                    "percentunit",
+                    measures.rejected(S),
+                    "rejected",
+                    high=1,
+                    proof=Proof.FAULT,
+                ),
+            ),
+        ),
+        Row(
+            "Are its beliefs right?",
+            (
+                Panel(
+                    "Prefix hits, expected and real",
+                    "Tokens per second.",
+                    "suffix: tok/s",
+                    (
+                        Query(S.rate("router_expected_hit_tokens_total"), "expected"),
+                        Query(S.rate("router_actual_hit_tokens_total"), "real"),
+                    ),
+                ),
+                one(
+                    "Honesty",
+                    "Real hits over expected ones. Well below 1, requests are sent after caches that are gone.",
+                    "none",
+                    measures.honesty(S),
+                    "real / expected",
+                ),
+                one(
+                    "Blocks in the index",
+                    "Believed to be cached, by worker.",
+                    "none",
+                    S.sum("router_index_blocks", "peer"),
+                    "{{peer}}",
+                ),
+            ),
+        ),
+        Row(
+            "What does it cost?",
+            (
+                Panel(
+                    "A decision",
+                    "Taking a request in and choosing its workers.",
+                    "s",
+                    tuple(
+                        Query(S.quantile(q, "router_decision_seconds"), f"p{q * 100:.0f}")
+                        for q in (0.5, 0.99)
+                    ),
+                ),
+                Panel(
+                    "Event loop late",
+                    "How late the loop comes round: what every stream waits for.",
+                    "s",
+                    tuple(
+                        Query(S.quantile(q, "event_loop_lag_seconds"), f"p{q * 100:.0f}")
+                        for q in (0.5, 0.99)
+                    ),
+                ),
+                one(
+                    "Records dropped",
+                    "From workers, by kind: of another placement or worker (stale), before the acceptance (early), "
+                    "repeated (duplicate), with tokens missing (gap), behind the end (overrun).",
+                    "ops",
+                    S.rate("dropped_records_total", "kind"),
+                    "{{kind}}",
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,59 @@
+"""The values that labels take. All of them exist at zero from the start, so that a fresh cluster shows zeros."""
+
+OUTCOMES = ("stop", "length", "cancelled", "deadline", "rejected", "error")
+STAGES = (
+    "admit",
+    "route",
+    "reserve",
+    "prefill_queue",
+    "prefill_run",
+    "migrate",
+    "decode_queue",
+    "decode_run",
+    "stream_out",
+    "unattributed",
+)
+BLOCK_STATES = ("free", "cached", "active", "reserved", "quarantined")
+SLOT_STATES = ("live", "empty")
+TOKEN_SOURCES = ("computed", "prefix_hit", "recomputed_after_failure")
+SLOS = ("ttft", "itl")
+DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
+"""Of a placement: a believed prefix hit, the least load, no prefill worker left, bound to where its KV is."""
+MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
+"""Of an attempt to fetch a prompt's blocks: all landed; another attempt with the same peer followed; the decode worker
+computed the prompt itself; the router was asked for another prefill worker; the request was over before."""
+TRANSPORTS = ("loopback", "shm", "tcp", "none")
+"""`none`: the peer was never reached."""
+CONTINUATIONS = ("move", "decode_lost", "prefill_lost", "adopted")
+"""Why a request went on elsewhere: its decode worker was leaving, or was lost; its prefill worker was lost; its router
+was, and this one took it over."""
+WORKER_STATES = ("starting", "ready", "draining", "lost")
+LOSSES = ("left", "lost", "given_up")
+"""How a worker went: as it was asked to, by itself, or because the router gave it up and had it killed."""
+ROLES = ("prefill", "decode")
+FORKS = ("forked", "inherited")
+"""A sample of a shared prompt: began with another one's blocks, or took its place."""
+ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
+HANDOFF_DROPS = {
+    "sender": {
+        "landed: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: unknown chunk": "A chunk that was never offered.",
+        "landed: duplicate": "Said twice, or of a chunk that cannot be read.",
+        "stop: unknown handoff": "It is settled, or of another life of this worker.",
+        "stop: duplicate": "Said twice.",
+    },
+    "receiver": {
+        "offer: unknown handoff": "Of an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap.",
+        "offer: duplicate": "Said twice: the bytes have their receive already.",
+        "offer: stopped": "Its handoff has failed or is being stopped; its bytes are scrap.",
+        "offer: not what was asked for": "Another block, twice one block, or another length: the attempt fails.",
+        "first token: unknown handoff": "Of an earlier attempt, placement or life.",
+        "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
+        "first token: duplicate": "Said twice.",
+        "prefill failed: unknown handoff": "Of an earlier attempt, placement or life.",
+        "prefill failed: stopped": "Its handoff has failed before.",
+    },
+}
+"""What the sides of a handoff drop without harm, each with what it is. Many are a sign of a network that repeats, or of
+workers that come and go."""
+DIGEST_EVENTS = ("made", "verified", "mismatched")

@@ -1,0 +1,141 @@
+"""A real cluster under load, watched by Prometheus as our files say, of which a prefill and a decode worker are killed.
+
+warm --load--> busy --a prefill and a decode worker are killed--> down --the supervisor starts others--> whole
+"""
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from cluster.launch import Cluster, make_launcher
+from cluster.supervisor import RestartConfig
+from decode_worker.config import DecodeConfig
+from engine.config import EngineConfig
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from telemetry.dashboards import rules
+from tests.chaos.faults import kill
+from tests.integration.prometheus import Prometheus
+from tests.integration.traffic import Traffic
+
+ROOT = Path(__file__).parents[2]
+BLOCK_BYTES = 720 * 1024
+BLOCKS = 64
+"""Of each worker: few enough that caches evict."""
+DOWN_S = 8.0
+"""How long a killed worker stays away."""
+HURRY = 10.0
+"""By how much alerts fire sooner than in production."""
+PATIENCE_S = 90.0
+SEEN_S = 2.5
+"""Two scrapes, and some."""
+VICTIMS = ("prefill-1", "decode-1")
+
+
+def config(sd: str) -> str:
+    """The configuration that we ship, with the address that it asks its user to change, and in a hurry."""
+    text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
+    assert text.count("http://127.0.0.1:8000/sd") == 1
+    return text.replace("http://127.0.0.1:8000/sd", sd).replace(": 5s", ": 1s")
+
+
+class Scene:
+    """Played once, by `play`. `began_s`, `fault_s` and `ended_s` are times since 1970."""
+
+    def __init__(self, model_dir: Path, folder: Path) -> None:
+        engine = EngineConfig(pool_bytes=BLOCKS * BLOCK_BYTES)
+        self.cluster = Cluster(
+            ClusterConfig(
+                launcher="process",
+                prefill_workers=2,
+                decode_workers=2,
+                stop_grace_s=1.0,
+                log_level="error",
+                restart=RestartConfig(first_pause_s=DOWN_S),
+                router=RouterConfig(
+                    grpc_port=0,
+                    http_port=0,
+                    # Two busy cores and five processes: with the usual targets, goodput would be zero.
+                    slo_ttft_s=5.0,
+                    slo_itl_s=0.5,
+                ),
+                prefill=PrefillConfig(engine=engine, chunk_tokens=32),
+                decode=DecodeConfig(engine=engine),
+            ),
+            make_launcher("process"),
+            model_dir=str(model_dir),
+        )
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self.cluster.watch, args=(self._stop,), daemon=True)
+        self.prometheus: Prometheus | None = None
+        try:
+            addresses = self.cluster.start()
+            self._grpc, self.http = addresses.grpc, addresses.http
+            self._watcher.start()
+            (folder / "rules").mkdir()
+            (folder / "rules" / "headrace.yml").write_text(rules.render(HURRY))
+            self.prometheus = Prometheus(folder, config(f"http://{self.http}/sd"))
+        except BaseException:
+            self.close()
+            raise
+        self.listed_while_down: set[str] = set()
+        self.began_s = self.fault_s = self.ended_s = 0.0
+
+    def play(self, busy_s: float = 8.0, clients: int = 6) -> None:
+        """Fails if Prometheus does not see what happens."""
+        assert self.prometheus is not None
+        self.prometheus.until("count(up == 1) == 5", 20.0)
+        self.began_s = time.time()
+        traffic = Traffic(self._grpc, clients, seed=1)
+        time.sleep(busy_s)
+        traffic.until_mixed(PATIENCE_S)
+        pids = {name: self.cluster.workers[name].pid for name in VICTIMS}
+        for name in VICTIMS:
+            self._until_busy(name)
+            kill(pids[name])
+            self.fault_s = self.fault_s or time.time()
+            # What one death did to the other victim is scraped before that one dies too.
+            time.sleep(SEEN_S)
+        self.prometheus.until(
+            'count(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"}) == 2', 20.0
+        )
+        self.listed_while_down = set(self.discovered())
+        self.prometheus.until("count(up == 1) == 5", 40.0)
+        for name in VICTIMS:
+            assert self.cluster.workers[name].pid != pids[name]
+        # What Prometheus has seen once may be too little for a rate.
+        traffic.until_mixed(PATIENCE_S)
+        traffic.end(PATIENCE_S)
+        self.traffic = traffic.ended
+        time.sleep(SEEN_S)
+        self.prometheus.until(
+            'absent(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"})', 20.0
+        )
+        self.ended_s = time.time()
+
+    def _until_busy(self, name: str) -> None:
+        """A worker that dies idle disturbs nobody."""
+        running = re.compile(rb"^headrace_running_requests\{.*\} (?!0\.0)", re.MULTILINE)
+        address, deadline_s = self.discovered()[name], time.monotonic() + 20.0
+        while True:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+                if running.search(answer.read()):
+                    return
+            assert time.monotonic() < deadline_s, f"{name} got no request"
+
+    def discovered(self) -> dict[str, str]:
+        """Addresses by worker, as the router lists them."""
+        with urllib.request.urlopen(f"http://{self.http}/sd", timeout=5) as answer:
+            return {one["labels"]["worker"]: one["targets"][0] for one in json.load(answer)}
+
+    def close(self) -> None:
+        if self.prometheus is not None:
+            self.prometheus.close()
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join(30)
+        self.cluster.stop()

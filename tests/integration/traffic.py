@@ -1,0 +1,95 @@
+"""A mixed load: shared prefixes, samples, stop strings, clients that leave, deadlines, nonsense."""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+from engine.types import SamplingParams
+from router.api import ApiError, ChatMessage, Delta, GenerateCall
+from router.client import Client
+
+KINDS = ("answered", "left", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT")
+"""How requests of the mix end."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def _prompt(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(count)]
+
+
+class Traffic:
+    """Clients that ask one request after the other until they are told to end. `ended` counts how requests ended."""
+
+    def __init__(self, address: str, clients: int, seed: int) -> None:
+        self.ended: Counter[str] = Counter()
+        self._client = Client(address)
+        self._shared = _prompt(random.Random(seed), 96)
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(seed + n), n), daemon=True)
+            for n in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def until_mixed(self, limit_s: float) -> None:
+        """Until requests have ended in every way, from now on. Fails past `limit_s`."""
+        before, deadline_s = self.ended.copy(), time.monotonic() + limit_s
+        while missing := [kind for kind in KINDS if self.ended[kind] == before[kind]]:
+            assert time.monotonic() < deadline_s, f"no request was {missing}: {self.ended}"
+            time.sleep(0.1)
+
+    def end(self, limit_s: float) -> None:
+        """No more requests; those under way are answered. Fails if that takes over `limit_s`."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(limit_s)
+            assert not thread.is_alive(), "a client was left without an answer"
+        self._client.close()
+
+    def _run(self, rng: random.Random, client: int) -> None:
+        # Each client begins somewhere else, so that all kinds are under way at any time.
+        for call, leave_after in islice(self._calls(rng), client, None):
+            if self._over.wait(rng.uniform(0.05, 0.2)):
+                return
+            try:
+                self._ask(call, leave_after)
+                self.ended["left" if leave_after else "answered"] += 1
+            except ApiError as error:
+                self.ended[error.code] += 1
+
+    def _calls(self, rng: random.Random) -> Iterator[tuple[GenerateCall, int]]:
+        """Calls, each with the number of tokens after which its client leaves (0: it stays)."""
+        while True:
+            unique = _prompt(rng, rng.randrange(20, 200))
+            yield _call([*self._shared, *unique[:30]], rng.randrange(16, 40)), 0
+            yield _call(unique, rng.randrange(16, 40)), 0
+            chat = [ChatMessage("user", "Count from one to twenty, in words, with commas.")]
+            yield GenerateCall(prompt=chat, sampling=GREEDY, max_tokens=40, stop=(", t", "s")), 0
+            yield _call(_prompt(rng, 60), 16, n=2), 0
+            yield _call(_prompt(rng, 40), 60), 3
+            yield _call(_prompt(rng, 700), 16, timeout_s=0.2), 0
+            yield _call([1, 2], -1), 0
+
+    def _ask(self, call: GenerateCall, leave_after: int) -> None:
+        events, seen = self._client.generate(call), 0
+        try:
+            for event in events:
+                seen += len(event.token_ids) if isinstance(event, Delta) else 0
+                if leave_after and seen >= leave_after:
+                    return
+        finally:
+            events.close()  # type: ignore[attr-defined]
+
+
+def _call(prompt: list[int], max_tokens: int, **more: object) -> GenerateCall:
+    return GenerateCall(
+        prompt=prompt,
+        sampling=GREEDY,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        **more,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,117 @@
+"""Who is listed for Prometheus, and in which state: a lost worker stays, one that left goes."""
+
+import msgspec
+
+from engine.messages import PeerAddress
+from router.hub import Hub
+from router.roster import Target
+from telemetry.router_metrics import RouterMetrics
+from tests.router.bench import Bench
+from tests.router.fake_cluster import load, worker_info
+from tests.telemetry.pages import Samples, samples
+
+ROUTER = Target(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
+
+
+class Watched:
+    """A hub without workers; `now` of its bench is the clock."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(decodes=0, prefills=0, worker_silent_s=10.0)
+        self.metrics = RouterMetrics("m")
+        self.hub = Hub(self.bench.router, lambda: self.bench.now, self.metrics)
+
+    def join(self, name: str, life: int = 1) -> None:
+        info = worker_info(name, "decode", life)
+        info = msgspec.structs.replace(info, metrics_address=f"{name}:{9000 + life}")
+        self.hub.joined(PeerAddress(name, f"{name}:1"), info)
+
+    def page(self) -> Samples:
+        self.hub.observe()
+        return samples(self.metrics.render())
+
+    def value(self, family: str, **labels: str) -> float | None:
+        page = self.page()
+        return page.get((f"headrace_{family}", tuple(sorted(labels.items()))))
+
+    def state(self, name: str) -> str:
+        page = self.page()
+        (found,) = [
+            dict(labels)["state"]
+            for (family, labels), value in page.items()
+            if family == "headrace_worker_state" and value and dict(labels)["peer"] == name
+        ]
+        return found
+
+    def addresses(self) -> list[str]:
+        return [target.targets[0] for target in self.hub.targets("r:80")]
+
+
+def test_a_lost_worker_stays_listed_until_it_is_back() -> None:
+    """Guards against `up == 0` that nobody can see, because who is down is not scraped any more."""
+    watched = Watched()
+    watched.hub.expect("d0", "decode")
+    assert watched.state("d0") == "starting" and watched.hub.targets("r:80") == [ROUTER]
+    watched.join("d0")
+    listed = Target(["d0:9001"], {"instance": "d0", "worker": "d0", "pool": "decode"})
+    assert watched.state("d0") == "ready" and watched.hub.targets("r:80") == [ROUTER, listed]
+    watched.hub.lost("d0")
+    assert watched.state("d0") == "lost" and watched.hub.targets("r:80") == [ROUTER, listed]
+    watched.hub.lost("d0", for_good=True)  # the supervisor does not name it while it is down
+    assert watched.state("d0") == "lost" and watched.hub.targets("r:80") == [ROUTER, listed]
+    lost = {"peer": "d0", "role": "decode", "how": "lost"}
+    assert watched.value("worker_losses_total", **lost) == 1
+    watched.hub.expect("d0", "decode")
+    watched.join("d0", life=2)
+    assert watched.state("d0") == "ready" and watched.addresses() == ["r:80", "d0:9002"]
+    assert watched.value("worker_lives_total", peer="d0", role="decode") == 2
+
+
+def test_a_worker_that_left_is_taken_off() -> None:
+    """Guards against an alert for ever about a worker that was drained."""
+    watched = Watched()
+    watched.hub.expect("d0", "decode")
+    watched.join("d0")
+    watched.hub.heard("d0", [load(leaving=True)])
+    assert watched.state("d0") == "draining"
+    watched.hub.lost("d0")
+    assert watched.state("d0") == "lost"
+    watched.hub.lost("d0", for_good=True)
+    assert watched.addresses() == ["r:80"]
+    assert watched.value("worker_state", peer="d0", role="decode", state="lost") is None
+    assert watched.value("worker_losses_total", peer="d0", role="decode", how="left") == 1
+
+
+def test_silence_counts_as_loss_and_ends_with_a_word() -> None:
+    """Guards against a frozen worker that is shown as ready because its connection stands."""
+    watched = Watched()
+    watched.hub.expect("d0", "decode")
+    watched.join("d0")
+    watched.bench.now = 11.0
+    assert watched.state("d0") == "lost"
+    watched.hub.heard("d0", [load()])
+    assert watched.state("d0") == "ready"
+
+
+def test_a_worker_that_is_given_up_is_counted_once() -> None:
+    """Guards against one death counted as two: given up, and then its stream breaks."""
+    watched = Watched()
+    watched.hub.expect("d0", "decode")
+    watched.join("d0")
+    watched.bench.now = 31.0
+    # The router looks often; if it had not for long, it would take itself to have slept.
+    watched.hub.tick()
+    watched.hub.lost("d0")
+    how = {
+        how: watched.value("worker_losses_total", peer="d0", role="decode", how=how)
+        for how in ("left", "lost", "given_up")
+    }
+    assert how == {"left": 0, "lost": 0, "given_up": 1}
+
+
+def test_the_index_of_each_worker_is_shown() -> None:
+    watched = Watched()
+    watched.hub.expect("d0", "decode")
+    watched.join("d0")
+    watched.bench.router.index.insert("d0", [b"a", b"b"])
+    assert watched.value("router_index_blocks", peer="d0") == 2
