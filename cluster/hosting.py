@@ -2,11 +2,12 @@
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cluster.spec import ChildReady, ChildSpec, LaunchError
+from cluster.spec import ChildReady, ChildSpec, LaunchError, ModelSource
 from decode_worker.config import DecodeConfig
 from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
@@ -68,6 +69,26 @@ class Hosted:
         if self._spec.kind != "router":
             raise LaunchError(f"{self._spec.name} is no router: it has no {verb}")
         return self._server
+
+
+def prepared(source: ModelSource) -> str:
+    """The folder of the model on this host, converted unless the cache has it. Raises engine's ModelError."""
+    from engine.model.cache import prepare
+
+    cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
+    return str(prepare(source.model or None, cache_dir, source.dtype))
+
+
+def moved(spec: ChildSpec, host: str) -> ChildSpec:
+    """The spec of a process that landed on this host: at its address, with its copy of the model."""
+    spec = msgspec.structs.replace(spec, host=host)
+    if spec.source is None:
+        return spec
+    model_dir = prepared(spec.source)
+    config: Any = dict(spec.config)
+    if "engine" in config:
+        config["engine"] = {**config["engine"], "model_dir": model_dir}
+    return msgspec.structs.replace(spec, config=config, model_dir=model_dir)
 
 
 def one_line(error: BaseException) -> str:
