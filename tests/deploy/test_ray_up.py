@@ -1,0 +1,180 @@
+"""`ray up deploy/ray/local.yaml` for real: three hosts behind sshd, which are namespaces of this machine."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.hosts import HOME, REPOSITORY, Host, Lan, lacking, lan, run, until
+
+pytestmark = [
+    pytest.mark.rayup,
+    pytest.mark.skipif(lacking() != "", reason=f"no hosts to try it on: {lacking()}"),
+]
+
+ADDRESSES = {"head": "10.0.0.1", "prefill": "10.0.0.11", "decode": "10.0.0.12"}
+"""As deploy/ray/local.yaml has them."""
+ACTORS = {"head": "Router", "prefill": "Prefill", "decode": "Decode"}
+CONFIG = f"{HOME}/local.yaml"
+START = "headrace up --config ~/headrace.toml & echo $! > ~/headrace.pid; wait $!"
+STOP = "kill -TERM $(cat ~/headrace.pid)"
+SSH = ("-i", f"{HOME}/key", "-o", "StrictHostKeyChecking=no", "-o", "BatchMode=yes")
+QUESTION = (
+    "Please tell me in one short sentence what you know about {}, and why people care for it."
+)
+
+NODES = """
+import json, ray
+ray.init(address="auto", logging_level=40)
+nodes = {n["NodeManagerAddress"]: n["Labels"].get("pool", "") for n in ray.nodes() if n["Alive"]}
+print("nodes", json.dumps(nodes))
+"""
+ASK = """
+import sys, urllib.request
+body = sys.argv[1].encode()
+url, headers = "http://10.0.0.1:8000/v1/chat/completions", {"content-type": "application/json"}
+print(urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read().decode())
+"""
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Lan]:
+    """Three hosts that know nothing of Ray yet, and a laptop that may log in to them."""
+    key = tmp_path / "key"
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    with lan(tmp_path) as network:
+        for name, address in ADDRESSES.items():
+            network.add(name, address, key.with_suffix(".pub").read_text())
+        laptop = network.add("laptop", "10.0.0.2")
+        shutil.copy(key, laptop.home / "key")
+        for host in network.hosts.values():
+            host.boot()
+        yield network
+
+
+def edited() -> str:
+    """The shipped file with its first EDIT made; the second is right as it is."""
+    text = (REPOSITORY / "deploy/ray/local.yaml").read_text()
+    for old, new in (("ssh_user: ubuntu", "ssh_user: root"), ("~/.ssh/id_ed25519", "~/key")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+def nodes(head: Host) -> dict[str, str]:
+    """Pool label by address of every live node; none while Ray does not answer."""
+    try:
+        out = head.run("python", "-c", NODES)
+    except RuntimeError:
+        return {}
+    line = next(line for line in out.splitlines() if line.startswith("nodes "))
+    return dict(json.loads(line.removeprefix("nodes ")))
+
+
+def actors(network: Lan) -> dict[str, list[str]]:
+    """Which of our actors run on which host, as its processes' titles say."""
+    return {
+        name: [
+            kind
+            for title in network.hosts[name].processes().values()
+            for kind in ("Router", "Prefill", "Decode")
+            if title.startswith(f"ray::{kind}Actor")
+        ]
+        for name in ACTORS
+    }
+
+
+def ask(laptop: Host, question: str) -> dict[str, Any]:
+    """Whole reply of the HTTP front on the head."""
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 8,
+        "temperature": 0.0,
+    }
+    return dict(json.loads(laptop.run("python", "-c", ASK, json.dumps(body), timeout_s=90.0)))
+
+
+def received_bytes(network: Lan, name: str) -> int:
+    """What the host's cable has carried to it."""
+    links = json.loads(run("ip", "-n", network.namespace(name), "-s", "-j", "link", "show", "eth0"))
+    return int(links[0]["stats64"]["rx"]["bytes"])
+
+
+@contextmanager
+def serving(network: Lan) -> Iterator["subprocess.Popen[bytes]"]:
+    """`headrace up` on the head, started and at last ended as a user on the laptop does."""
+    laptop = network.hosts["laptop"]
+    log = network.folder / "up.log"
+    with log.open("wb") as output:
+        up = subprocess.Popen(
+            laptop.command("ray", "exec", CONFIG, START),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until(lambda: b"Try, in another" in log.read_bytes() or up.poll() is not None, 120.0, "up")
+        yield up
+    except BaseException:
+        print(log.read_text(errors="replace"))
+        raise
+    finally:
+        laptop.run("ray", "exec", CONFIG, STOP, timeout_s=60.0)
+        up.wait(60.0)
+
+
+def test_pools_on_their_hosts_a_host_lost_and_nothing_left(network: Lan) -> None:
+    """Guards against a pool on the wrong host, addresses that only their own host can reach, a lost host that takes the
+    service with it or that nobody makes good, and processes that outlive the shutdown."""
+    laptop, head, prefill = (network.hosts[name] for name in ("laptop", "head", "prefill"))
+    (laptop.home / "local.yaml").write_text(edited())
+    laptop.run("ray", "up", "--yes", "--no-config-cache", CONFIG, timeout_s=120.0)
+    expected = {"10.0.0.1": "", "10.0.0.11": "prefill", "10.0.0.12": "decode"}
+    until(lambda: nodes(head) == expected, 90.0, f"the cluster is not {expected}")
+
+    with serving(network):
+        assert actors(network) == {name: [kind] for name, kind in ACTORS.items()}
+        before = received_bytes(network, "decode")
+        assert_migrated(ask(laptop, QUESTION.format("a mill")), network, before)
+
+        prefill.cut_power()
+        reply = ask(laptop, QUESTION.format("a river"))
+        assert reply["usage"]["completion_tokens"] == 8
+        assert reply["headrace"]["migration"]["blocks"] == 0
+
+        prefill.boot()
+        until(lambda: actors(network)["prefill"] == ["Prefill"], 150.0, "nobody replaced prefill-0")
+        repaired = time.monotonic()
+        before = received_bytes(network, "decode")
+        number = 0
+        while not (reply := ask(laptop, QUESTION.format(f"wheel {number}")))["headrace"][
+            "migration"
+        ]["blocks"]:
+            number += 1
+            assert time.monotonic() - repaired < 60.0, reply
+        assert_migrated(reply, network, before)
+    assert not any(actors(network).values())
+
+    laptop.run("ray", "down", "--yes", CONFIG, timeout_s=60.0)
+    for name in ("prefill", "decode"):
+        address = ADDRESSES[name]
+        laptop.run("ssh", *SSH, f"root@{address}", "bash -ic 'ray stop'", timeout_s=60.0)
+    for name in ADDRESSES:
+        host = network.hosts[name]
+        until(lambda host=host: not host.processes(), 20.0, f"{name}: {host.processes()}")
+
+
+def assert_migrated(reply: dict[str, Any], network: Lan, before: int) -> None:
+    """The blocks went from host to host over tcp: the receiver's cable has carried at least as much."""
+    moved = reply["headrace"]["migration"]
+    assert reply["usage"]["completion_tokens"] == 8
+    assert reply["headrace"]["prefill"]["worker"] == "prefill-0"
+    assert reply["headrace"]["decode"]["worker"] == "decode-0"
+    assert moved["transport"] == "tcp" and moved["blocks"] > 0 and moved["bytes"] > 100_000
+    assert received_bytes(network, "decode") - before >= moved["bytes"]
