@@ -5,6 +5,7 @@ model prepared on its own host. A keeper on every node in use ends processes the
 """
 
 import logging
+import socket
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from cluster.spec import ChildSpec, LaunchError
 NAMESPACE = "headrace"
 """Of the actors: who knows it finds them by name."""
 END_TIMEOUT_S = 5.0
+KNOCK_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,13 @@ class KeptProcess:
         return self._keeper.ended_within.remote(self._pid, END_TIMEOUT_S)
 
 
+def _knock(address: str) -> None:
+    """Raises OSError, or ValueError, where nobody can be there: Ray itself waits for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+
+
 class RayClusterLauncher:
     """Mutable state: the keepers by node, and every child with its process, owned by the thread that launches."""
 
@@ -63,6 +72,7 @@ class RayClusterLauncher:
     def open(self) -> None:
         ray = imported_ray()
         try:
+            _knock(self._config.address)
             init(ray, address=self._config.address, namespace=NAMESPACE)
         except Exception as error:
             raise LaunchError(
