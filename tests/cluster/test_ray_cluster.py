@@ -124,7 +124,7 @@ def test_a_node_that_is_emptied_loses_its_workers_to_another(ray_cluster: Any) -
         assert after["decode-0"] == after["decode-1"] == before["decode-1"]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:ray", "auto"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:ray"])
 def test_no_ray_is_told_plainly(address: str) -> None:
     """Guards against minutes of silence where nobody listens."""
     with pytest.raises(LaunchError, match=rf"no Ray cluster at {address} \(ray.address\): \w+"):
