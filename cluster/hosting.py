@@ -14,6 +14,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.escalation import Verdict
 from telemetry import logs
+from transfer.liveness import host_id
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
@@ -40,9 +41,19 @@ class Hosted:
         """Start it and return where it is reached. Raises whatever stops it from starting."""
         up = self._server.start()
         if self._spec.kind == "router":
-            return ChildReady(name=self._spec.name, pid=os.getpid(), address=up.grpc, http=up.http)
+            return ChildReady(
+                name=self._spec.name,
+                pid=os.getpid(),
+                address=up.grpc,
+                http=up.http,
+                host=host_id(),
+            )
         return ChildReady(
-            name=up.name, pid=os.getpid(), address=up.address, incarnation=up.incarnation
+            name=up.name,
+            pid=os.getpid(),
+            address=up.address,
+            incarnation=up.incarnation,
+            host=host_id(),
         )
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:

@@ -38,7 +38,11 @@ class KeptProcess:
         self.node = self._launcher.answer(actor.node.remote())
         keeper = self._launcher.keeper(self.node)
         # Before the process can end: a keeper that looked later might take a stranger for it.
-        self._launcher.answer(keeper.watch.remote(pid))
+        try:
+            self._launcher.answer(keeper.watch.remote(pid))
+        except LaunchError:
+            self._launcher.forget_keeper(self.node)
+            raise
         self._keeper, self._pid = keeper, pid
 
     def kill(self) -> None:
@@ -84,7 +88,9 @@ class RayClusterLauncher:
     def launch(self, spec: ChildSpec) -> RayChild:
         nodes = self._nodes()
         labels = selector(spec.kind, self._config, nodes, self._ours(spec, nodes), self._here)
-        if NODE_ID_LABEL not in labels:
+        if NODE_ID_LABEL in labels:
+            self.keeper(labels[NODE_ID_LABEL])  # it starts while the worker does
+        else:
             log.warning("%s waits for a node with the label %s", spec.name, labels)
         process = KeptProcess(self)
         # The node's own address: only the actor knows it.
@@ -131,6 +137,10 @@ class RayClusterLauncher:
                 .remote()
             )
         return self._keepers[node]
+
+    def forget_keeper(self, node: str) -> None:
+        """It does not answer: the next process there gets another one."""
+        self._keepers.pop(node, None)
 
     def _ended(self, name: str, end: Any) -> bool:
         """Whether it ended by itself; of a host that is lost nothing more can be known."""

@@ -60,6 +60,8 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     http: str = ""
     incarnation: Incarnation = Incarnation(0)
     """Of a worker: which life of it this process is."""
+    host: str = ""
+    """Where `pid` means this process (`transfer.liveness.host_id`)."""
 
 
 class Child(Protocol):
