@@ -31,7 +31,7 @@ END = "pkill -TERM --full 'bin/[h]eadrace up'"
 QUESTION = (
     "Please tell me in one short sentence what you know about {}, and why people care for it."
 )
-LONG = " ".join(f"Item {number} is a wheel that turns in the stream." for number in range(90))
+LONG = " ".join(f"Item {number} is a wheel that turns in the stream." for number in range(40))
 
 NODES = """
 import json, ray
