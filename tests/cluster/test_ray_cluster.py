@@ -20,7 +20,7 @@ from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import RestartConfig
 from tests.cluster.test_launchers import CONFIG, FAKES, eventually, gone
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STORE_BYTES = 80 * 1024 * 1024
 CLUSTER = msgspec.structs.replace(CONFIG, restart=RestartConfig(limit=3), decode_workers=2)
 
