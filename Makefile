@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos soak observe dashboards picture proto setup clean
+.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -28,7 +28,7 @@ serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity and not chaos and not observe" $(ARGS)
+	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup" $(ARGS)
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
@@ -49,6 +49,11 @@ dashboards: $(DEV)
 picture: $(DEV)
 	$(PIP) --editable ".[picture]"
 	$(BIN)/python -m tests.integration.picture docs/overview.png
+
+# `ray up` for real, on three hosts made of namespaces of this machine (2-5 minutes). Needs root, openssh-server, rsync
+# and iproute2; says what is missing and skips without them.
+rayup: $(DEV)
+	$(BIN)/python -m pytest -m rayup $(ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)

@@ -1,6 +1,6 @@
 """Ray actors: shells of a few lines around what `cluster.hosting` builds. The only classes Ray sees."""
 
-from cluster.hosting import Hosted, one_line
+from cluster.hosting import Hosted, moved, one_line
 from cluster.spec import ChildReady, ChildSpec
 from engine.messages import PeerAddress
 from router.escalation import Verdict
@@ -17,10 +17,20 @@ class HostActor:
         """Where it is reached, or why it could not start: in words, since any error type may be
         unknown to the caller's process."""
         try:
+            if not self._spec.host:
+                import ray
+
+                self._spec = moved(self._spec, ray.util.get_node_ip_address())
             self._hosted = Hosted(self._spec)
             return self._hosted.start()
         except Exception as error:
             return one_line(error)
+
+    def node(self) -> str:
+        """The id of the Ray node that this is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def wait(self) -> str:
         """Block until it ends; why it failed, or nothing."""

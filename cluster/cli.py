@@ -101,7 +101,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from cluster.launch import Cluster, make_launcher
 
     config = _resolve(arguments).config
-    with Cluster(config, make_launcher(config.launcher)) as cluster:
+    with Cluster(config, make_launcher(config.launcher, config.ray)) as cluster:
         addresses = cluster.start()
         workers = ", ".join(worker.name for worker in addresses.workers)
         print(f"headrace is ready: {workers}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.placement import RayConfig
 from cluster.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
@@ -24,10 +25,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """A GGUF file or a Hugging Face directory; empty means the demo model."""
     launcher: Literal["ray", "process"] = "ray"
+    ray: RayConfig = RayConfig()
     prefill_workers: int = 1
     decode_workers: int = 1
     worker_host: str = "127.0.0.1"
-    """The address workers listen on."""
+    """The address workers listen on; on a Ray cluster each takes its node's instead."""
     cache_dir: str = ""
     """Where converted models are kept; empty means the user's cache folder."""
     start_timeout_s: float = 180.0

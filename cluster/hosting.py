@@ -2,17 +2,19 @@
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cluster.spec import ChildReady, ChildSpec, LaunchError
+from cluster.spec import ChildReady, ChildSpec, LaunchError, ModelSource
 from decode_worker.config import DecodeConfig
 from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.escalation import Verdict
 from telemetry import logs
+from transfer.liveness import host_id
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
@@ -39,9 +41,19 @@ class Hosted:
         """Start it and return where it is reached. Raises whatever stops it from starting."""
         up = self._server.start()
         if self._spec.kind == "router":
-            return ChildReady(name=self._spec.name, pid=os.getpid(), address=up.grpc, http=up.http)
+            return ChildReady(
+                name=self._spec.name,
+                pid=os.getpid(),
+                address=up.grpc,
+                http=up.http,
+                host=host_id(),
+            )
         return ChildReady(
-            name=up.name, pid=os.getpid(), address=up.address, incarnation=up.incarnation
+            name=up.name,
+            pid=os.getpid(),
+            address=up.address,
+            incarnation=up.incarnation,
+            host=host_id(),
         )
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
@@ -68,6 +80,26 @@ class Hosted:
         if self._spec.kind != "router":
             raise LaunchError(f"{self._spec.name} is no router: it has no {verb}")
         return self._server
+
+
+def prepared(source: ModelSource) -> str:
+    """The folder of the model on this host, converted unless the cache has it. Raises engine's ModelError."""
+    from engine.model.cache import prepare
+
+    cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
+    return str(prepare(source.model or None, cache_dir, source.dtype))
+
+
+def moved(spec: ChildSpec, host: str) -> ChildSpec:
+    """The spec of a process that landed on this host: at its address, with its copy of the model."""
+    spec = msgspec.structs.replace(spec, host=host)
+    if spec.source is None:
+        return spec
+    model_dir = prepared(spec.source)
+    config: Any = dict(spec.config)
+    if "engine" in config:
+        config["engine"] = {**config["engine"], "model_dir": model_dir}
+    return msgspec.structs.replace(spec, config=config, model_dir=model_dir)
 
 
 def one_line(error: BaseException) -> str:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
 from cluster.config import ClusterConfig, with_model_dir
+from cluster.hosting import prepared
+from cluster.placement import RayConfig
 from cluster.signals import check, shielded
-from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError
+from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError, ModelSource
 from cluster.supervisor import (
     Accused,
     Announce,
@@ -53,29 +54,40 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[ChildReady, ...]
 
 
-def make_launcher(name: str) -> Launcher:
+def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
     """The launcher of that name; Ray is imported only if it is asked for."""
     if name == "process":
         from cluster.process_launcher import ProcessLauncher
 
         return ProcessLauncher()
+    if ray is not None and ray.address != "local":
+        from cluster.ray_cluster import RayClusterLauncher
+
+        return RayClusterLauncher(ray)
     from cluster.ray_launcher import RayLauncher
 
     return RayLauncher()
 
 
+def model_source(config: ClusterConfig) -> ModelSource:
+    """The model as the configuration names it."""
+    return ModelSource(
+        model=config.model, cache_dir=config.cache_dir, dtype=config.prefill.engine.dtype
+    )
+
+
 def prepare_model(config: ClusterConfig) -> str:
     """Convert the model unless the cache has it; the prepared folder. Raises engine's ModelError."""
-    from engine.model.cache import prepare
-
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    return str(prepare(config.model or None, cache_dir, config.prefill.engine.dtype))
+    return prepared(model_source(config))
 
 
 def specs(
-    config: ClusterConfig, model_dir: str, factories: Mapping[str, str] = FACTORIES
+    config: ClusterConfig,
+    model_dir: str,
+    factories: Mapping[str, str] = FACTORIES,
+    source: ModelSource | None = None,
 ) -> list[ChildSpec]:
-    """The processes of a cluster, the router last."""
+    """The processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
     prefill = msgspec.structs.replace(
         config.prefill, engine=with_model_dir(config.prefill.engine, model_dir)
     )
@@ -92,6 +104,7 @@ def specs(
                 "config": msgspec.to_builtins(part),
                 "host": config.worker_host,
                 "model_dir": model_dir,
+                "source": source,
                 "threads": threads,
                 "log_level": config.log_level,
                 "log_json": config.log_json,
@@ -167,7 +180,8 @@ class Cluster:
             self._launcher.open()
             model_dir = prepared.result()
         check()
-        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories)}
+        source = None if self._model_dir else model_source(self._config)
+        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories, source)}
         for name, spec in self._specs.items():
             self._children[name] = self._launcher.launch(spec)
         self._ready = self._wait_started(deadline_s)

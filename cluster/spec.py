@@ -24,6 +24,14 @@ class LaunchError(Exception):
     """A process could not be started, or died; the message is one line for a person."""
 
 
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """From what, and where to, a host other than ours prepares the model. Empty strings mean the defaults."""
+
+    model: str = ""
+    cache_dir: str = ""
+    dtype: str = "float32"
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One process to start. `config` is its config struct as plain data; `factory` is `module:Class`."""
 
@@ -32,9 +40,12 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     factory: str
     config: dict[str, object]
     host: str = "127.0.0.1"
+    """The address a worker listens on; empty: the one that Ray knows its node by, on a host of its own."""
     port: int = 0
     """Of a worker's gRPC server; 0 takes a free one."""
     model_dir: str = ""
+    source: ModelSource | None = None
+    """Of `model_dir`, for a process on a host that may not have it."""
     threads: int = 1
     log_level: str = "warning"
     log_json: bool = False
@@ -49,6 +60,8 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     http: str = ""
     incarnation: Incarnation = Incarnation(0)
     """Of a worker: which life of it this process is."""
+    host: str = ""
+    """Where `pid` means this process (`transfer.liveness.host_id`)."""
 
 
 class Child(Protocol):

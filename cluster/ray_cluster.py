@@ -1,0 +1,176 @@
+"""Workers and router as actors on a Ray cluster that others run (`ray up`, KubeRay): placed by node labels.
+
+It takes away what it started and nothing else. A worker listens on the address that Ray knows its node by, and has the
+model prepared on its own host. A keeper on every node in use ends processes there, since a pid means nothing here.
+"""
+
+import logging
+import socket
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from cluster.keeper import Keeper
+from cluster.placement import NODE_ID_LABEL, Node, RayConfig, selector
+from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
+from cluster.ray_launcher import imported_ray, init
+from cluster.spec import ChildSpec, LaunchError
+
+NAMESPACE = "headrace"
+"""Of the actors: who knows it finds them by name."""
+END_TIMEOUT_S = 5.0
+KNOCK_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class KeptProcess:
+    """A process of any node, through that node's keeper."""
+
+    def __init__(self, launcher: "RayClusterLauncher") -> None:
+        self._launcher = launcher
+        self._keeper: Any = None
+        self._pid = 0
+        self.node = ""
+
+    def found(self, actor: Any, pid: int) -> None:
+        self.node = self._launcher.answer(actor.node.remote())
+        keeper = self._launcher.keeper(self.node)
+        # Before the process can end: a keeper that looked later might take a stranger for it.
+        try:
+            self._launcher.answer(keeper.watch.remote(pid))
+        except LaunchError:
+            self._launcher.forget_keeper(self.node)
+            raise
+        self._keeper, self._pid = keeper, pid
+
+    def kill(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill.remote(self._pid)
+
+    def ending(self) -> Any:
+        """What will say whether it ended by itself; None if it was never found."""
+        if self._keeper is None:
+            return None
+        return self._keeper.ended_within.remote(self._pid, END_TIMEOUT_S)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError, or ValueError, where nobody can be there: Ray itself waits for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+
+
+class RayClusterLauncher:
+    """Mutable state: the keepers by node, and every child with its process, owned by the thread that launches."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._config = config
+        self._ray: Any = None
+        self._here = ""
+        self._keepers: dict[str, Any] = {}
+        self._children: list[tuple[RayChild, KeptProcess, str]] = []
+
+    def open(self) -> None:
+        ray = imported_ray()
+        try:
+            _knock(self._config.address)
+            init(ray, address=self._config.address, namespace=NAMESPACE)
+        except Exception as error:
+            raise LaunchError(
+                f"no Ray cluster at {self._config.address} (ray.address): {cause_of(error)}"
+            ) from error
+        self._ray = ray
+        self._here = ray.get_runtime_context().get_node_id()
+
+    def launch(self, spec: ChildSpec) -> RayChild:
+        nodes = self._nodes()
+        labels = selector(spec.kind, self._config, nodes, self._ours(spec, nodes), self._here)
+        if NODE_ID_LABEL in labels:
+            self.keeper(labels[NODE_ID_LABEL])  # it starts while the worker does
+        else:
+            log.warning("%s waits for a node with the label %s", spec.name, labels)
+        process = KeptProcess(self)
+        # The node's own address: only the actor knows it.
+        spec = msgspec.structs.replace(spec, host="")
+        try:
+            child = RayChild(self._ray, spec, process, label_selector=labels)
+        except ValueError as error:  # the name still belongs to the actor that it replaces
+            raise LaunchError(cause_of(error)) from error
+        self._children = [kept for kept in self._children if kept[0].spec.name != spec.name]
+        self._children.append((child, process, labels.get(NODE_ID_LABEL, "")))
+        return child
+
+    def close(self) -> None:
+        """Every process has been asked to stop: see that it ended, on its own host."""
+        if self._ray is None:
+            return
+        ends = [(child.spec.name, process.ending()) for child, process, _ in self._children]
+        late = [name for name, end in ends if end is not None and not self._ended(name, end)]
+        for keeper in self._keepers.values():
+            self._ray.kill(keeper)
+        self._ray.shutdown()
+        self._ray, self._keepers, self._children = None, {}, []
+        if late:
+            raise LaunchError(f"did not end, and was killed: {', '.join(late)}")
+
+    def answer(self, reference: Any) -> Any:
+        """What a call answers. Raises LaunchError where nobody does."""
+        try:
+            return self._ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+        except self._ray.exceptions.RayError as error:
+            raise LaunchError(cause_of(error)) from error
+
+    def keeper(self, node: str) -> Any:
+        """The keeper of a node, started when it is first needed."""
+        if node not in self._keepers:
+            self._keepers[node] = (
+                self._ray.remote(Keeper)
+                .options(
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_concurrency=8,
+                    label_selector={NODE_ID_LABEL: node},
+                )
+                .remote()
+            )
+        return self._keepers[node]
+
+    def forget_keeper(self, node: str) -> None:
+        """It does not answer: the next process there gets another one."""
+        self._keepers.pop(node, None)
+
+    def _ended(self, name: str, end: Any) -> bool:
+        """Whether it ended by itself; of a host that is lost nothing more can be known."""
+        try:
+            return bool(self._ray.get(end, timeout=END_TIMEOUT_S + ANSWER_TIMEOUT_S))
+        except self._ray.exceptions.RayError as error:
+            log.warning("%s: its host does not answer: %s", name, cause_of(error))
+            return True
+
+    def _nodes(self) -> list[Node]:
+        leaving = self._leaving_nodes()
+        return [
+            Node(node["NodeID"], node["Labels"], node["NodeID"] in leaving)
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _leaving_nodes(self) -> set[str]:
+        from ray.autoscaler.v2.sdk import get_cluster_resource_state
+        from ray.core.generated import autoscaler_pb2
+
+        enums: Any = autoscaler_pb2
+        gcs = self._ray._raylet.GcsClient(self._ray.get_runtime_context().gcs_address)
+        state = get_cluster_resource_state(gcs)
+        return {one.node_id.hex() for one in state.node_states if one.status == enums.DRAINING}
+
+    def _ours(self, spec: ChildSpec, nodes: list[Node]) -> Counter[str]:
+        """Processes of this kind by node, without the one to be replaced."""
+        return Counter(
+            process.node or pinned
+            for child, process, pinned in self._children
+            if child.spec.kind == spec.kind and child.spec.name != spec.name
+        )

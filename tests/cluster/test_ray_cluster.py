@@ -1,0 +1,131 @@
+"""Actors on a Ray cluster of several nodes that others run; the nodes are processes of this machine."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.launch import Cluster
+from cluster.leftovers import descendants, running
+from cluster.placement import RayConfig
+from cluster.ray_cluster import RayClusterLauncher
+from cluster.ray_launcher import RAY_VARIABLES, imported_ray
+from cluster.ray_leave import empty
+from cluster.spec import ChildReady, LaunchError
+from cluster.supervisor import RestartConfig
+from tests.cluster.test_launchers import CONFIG, FAKES, eventually, gone
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+STORE_BYTES = 80 * 1024 * 1024
+CLUSTER = msgspec.structs.replace(CONFIG, restart=RestartConfig(limit=3), decode_workers=2)
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head, one node for prefill workers and two for decode workers."""
+    for name, value in RAY_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    imported_ray()
+    from ray.cluster_utils import Cluster as Nodes
+
+    before = descendants()
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    nodes = Nodes(initialize_head=True, head_node_args=head)
+    try:
+        for pool in ("prefill", "decode", "decode"):
+            nodes.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+        yield nodes
+    finally:
+        nodes.shutdown()
+    left = {pid: name for pid, name in descendants().items() if pid not in before}
+    assert eventually(lambda: not running(left), 20.0), running(left)
+
+
+@contextmanager
+def watched(nodes: Any) -> Iterator[Cluster]:
+    """Our cluster of fakes on those nodes, watched by a thread."""
+    launcher = RayClusterLauncher(RayConfig(address=nodes.address))
+    with Cluster(CLUSTER, launcher, FAKES, model_dir="x") as cluster:
+        cluster.start()
+        end = threading.Event()
+        watcher = threading.Thread(target=cluster.watch, args=(end,))
+        watcher.start()
+        try:
+            yield cluster
+        finally:
+            end.set()
+            watcher.join()
+
+
+def places() -> dict[str, str]:
+    """The pool label of the node that each process is on, and its id."""
+    import ray
+
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    found = {}
+    for name in ray.util.list_named_actors():
+        node = ray.get(ray.get_actor(name).node.remote())
+        found[name] = f"{labels[node].get('pool', 'head')} {node}"
+    return found
+
+
+def test_workers_go_to_their_pools_and_are_ended_on_their_nodes(ray_cluster: Any) -> None:
+    """Guards against a pool on the wrong node or heaped on one, a kill by a pid of another host, and a shutdown that
+    takes the Ray of others with it."""
+    with watched(ray_cluster) as cluster:
+        at = places()
+        assert {name: place.split()[0] for name, place in at.items()} == {
+            "prefill-0": "prefill",
+            "decode-0": "decode",
+            "decode-1": "decode",
+            "router": "head",
+        }
+        assert at["decode-0"] != at["decode-1"]
+        workers = cluster.workers
+        assert all(not up.address.startswith("127.") for up in workers.values()), workers
+        old = workers["decode-0"]
+        # A stopped process answers nothing: only a signal from its own host ends it.
+        os.kill(old.pid, signal.SIGSTOP)
+        cluster._children["decode-0"].kill()
+        assert eventually(lambda: gone(old.pid), 10.0)
+        assert eventually(lambda: is_new(cluster, old), 30.0)
+        again = places()
+        assert again["decode-0"] == at["decode-0"], "the other node has one already"
+        pids = [up.pid for up in [*cluster.workers.values(), cluster.router]]
+    assert eventually(lambda: all(gone(pid) for pid in pids), 10.0)
+    imported_ray().init(address=ray_cluster.address, logging_level=40)
+    try:
+        assert sum(node["Alive"] for node in imported_ray().nodes()) == 4, "it was not ours to end"
+    finally:
+        imported_ray().shutdown()
+
+
+def is_new(cluster: Cluster, old: ChildReady) -> bool:
+    return cluster.workers["decode-0"].incarnation != old.incarnation
+
+
+def test_a_node_that_is_emptied_loses_its_workers_to_another(ray_cluster: Any) -> None:
+    """Guards against a preStop hook that kills requests, and against a replacement on the node that is about to go."""
+    with watched(ray_cluster) as cluster:
+        import ray
+
+        before = places()
+        old = cluster.workers["decode-0"]
+        node = before["decode-0"].split()[1]
+        assert empty(ray, node, 20.0) == ["decode-0"]
+        assert eventually(lambda: gone(old.pid), 10.0)
+        assert eventually(lambda: is_new(cluster, old), 30.0)
+        after = places()
+        assert after["decode-0"] == after["decode-1"] == before["decode-1"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:ray"])
+def test_no_ray_is_told_plainly(address: str) -> None:
+    """Guards against minutes of silence where nobody listens."""
+    with pytest.raises(LaunchError, match=rf"no Ray cluster at {address} \(ray.address\): \w+"):
+        RayClusterLauncher(RayConfig(address=address)).open()

@@ -1,0 +1,205 @@
+"""The manifests of `deploy/k8s`: Kubernetes' own schemas for what is Kubernetes' own, and every field that we use typed
+for KubeRay's and the Prometheus operator's kinds, whose schemas no package carries."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from tests.deploy.test_ray_files import DEPLOY, check_ray_start, resolved
+
+KUBERNETES = "1.33"
+BUILT_IN = {"ConfigMap", "Deployment", "Service"}
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    pass
+
+
+class Metadata(Strict):
+    name: str
+
+
+class HeadGroup(Strict):
+    ray_start_params: dict[str, str]
+    template: dict[str, Any]
+
+
+class WorkerGroup(Strict):
+    group_name: str
+    labels: dict[str, str]
+    replicas: int
+    min_replicas: int
+    max_replicas: int
+    ray_start_params: dict[str, str]
+    template: dict[str, Any]
+
+
+class RayClusterSpec(Strict):
+    ray_version: str
+    head_group_spec: HeadGroup
+    worker_group_specs: list[WorkerGroup]
+
+
+class RayCluster(Strict):
+    api_version: Literal["ray.io/v1"]
+    kind: Literal["RayCluster"]
+    metadata: Metadata
+    spec: RayClusterSpec
+
+
+class Relabeling(Strict):
+    source_labels: list[str] = []
+    target_label: str = ""
+    regex: str = ""
+    replacement: str = ""
+    action: Literal["replace", "drop"] = "replace"
+
+
+class Endpoint(Strict):
+    port: str
+    path: str
+    interval: str
+    honor_labels: bool
+    relabelings: list[Relabeling]
+
+
+class Selector(Strict):
+    match_labels: dict[str, str]
+
+
+class PodMonitorSpec(Strict):
+    selector: Selector
+    pod_metrics_endpoints: list[Endpoint]
+
+
+class PodMonitor(Strict):
+    api_version: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: Metadata
+    spec: PodMonitorSpec
+
+
+class Discovery(Strict):
+    url: str
+    refresh_interval: str
+
+
+class ScrapeConfigSpec(Strict):
+    scrape_interval: str
+    honor_labels: bool
+    http_sd_configs: list[Discovery] = msgspec.field(name="httpSDConfigs")
+    relabelings: list[Relabeling]
+
+
+class ScrapeConfig(Strict):
+    api_version: Literal["monitoring.coreos.com/v1alpha1"]
+    kind: Literal["ScrapeConfig"]
+    metadata: Metadata
+    spec: ScrapeConfigSpec
+
+
+KINDS = {"RayCluster": RayCluster, "PodMonitor": PodMonitor, "ScrapeConfig": ScrapeConfig}
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """Every document by its kind; no kind is there twice."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((DEPLOY / "k8s").glob("*.yaml")):
+        for document in yaml.safe_load_all(file.read_text()):
+            assert document["kind"] not in found
+            found[document["kind"]] = document
+    return found
+
+
+def ray_cluster() -> RayCluster:
+    return msgspec.convert(documents()["RayCluster"], RayCluster)
+
+
+def pod(template: dict[str, Any]) -> dict[str, Any]:
+    """A pod made from a template, for the schema of pods."""
+    name = {"metadata": {"name": "x", **template.get("metadata", {})}}
+    return {"apiVersion": "v1", "kind": "Pod", **template, **name}
+
+
+def check(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_every_document_fits_its_schema() -> None:
+    found = documents()
+    assert set(found) == BUILT_IN | set(KINDS)
+    for kind in BUILT_IN:
+        check(found[kind])
+    for kind, struct in KINDS.items():
+        msgspec.convert(found[kind], struct)
+    spec = ray_cluster().spec
+    for group in (spec.head_group_spec, *spec.worker_group_specs):
+        check(pod(group.template))
+
+
+def test_a_slip_is_refused() -> None:
+    """Guards against checks above that would let anything pass."""
+    deployment = documents()["Deployment"]
+    deployment["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(deployment)
+    cluster = documents()["RayCluster"]
+    cluster["spec"]["workerGroupSpecs"][0]["lables"] = {}
+    with pytest.raises(msgspec.ValidationError, match="lables"):
+        msgspec.convert(cluster, RayCluster)
+
+
+def test_pools_by_label_and_workers_leave_before_their_pod() -> None:
+    """Guards against a pool without nodes, against another Ray than is in the image, and against a pod that is killed
+    while its requests still move."""
+    spec = ray_cluster().spec
+    assert {group.group_name: group.labels for group in spec.worker_group_specs} == {
+        "prefill": {"pool": "prefill"},
+        "decode": {"pool": "decode"},
+    }
+    pins = (DEPLOY.parent / "constraints.txt").read_text().splitlines()
+    assert f"ray=={spec.ray_version}" in pins
+    for group in spec.worker_group_specs:
+        inside = group.template["spec"]
+        (container,) = inside["containers"]
+        *module, grace = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert module == ["python", "-m", "cluster.ray_leave", "--grace"]
+        assert float(grace) + 20 < inside["terminationGracePeriodSeconds"]
+
+
+def test_commands_are_known_and_names_meet() -> None:
+    """Guards against a flag that Ray does not know, and a service, port or label that nothing answers to."""
+    found, spec = documents(), ray_cluster().spec
+    for group in (spec.head_group_spec, *spec.worker_group_specs):
+        flags = " ".join(f"--{name}={value}" for name, value in group.ray_start_params.items())
+        check_ray_start(f"ray start {flags}")
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (line,) = container["args"]
+    head = f"{ray_cluster().metadata.name}-head-svc"
+    assert check_ray_start(line)["address"] == f"{head}:6379"
+    assert line.endswith("exec headrace up --config /etc/headrace/headrace.toml")
+    service = found["Service"]["spec"]
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"] == labels == found["PodMonitor"]["spec"]["selector"]["matchLabels"]
+    ports = {port["name"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} == ports == {"http", "grpc"}
+    (discovery,) = found["ScrapeConfig"]["spec"]["httpSDConfigs"]
+    assert discovery["url"] == f"http://{found['Service']['metadata']['name']}:8000/sd"
+
+
+def test_the_config_map_is_ours(tmp_path: Path) -> None:
+    """Guards against a setting that `headrace up` does not know, and a router that only its own pod can reach."""
+    file = tmp_path / "headrace.toml"
+    file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
+    config = resolved(file)
+    assert config.ray.address == "auto" and config.router.host == "0.0.0.0"
+
+
+def test_a_user_edits_two_places() -> None:
+    text = (DEPLOY / "k8s/raycluster.yaml").read_text()
+    assert re.findall(r"# EDIT (\d) of (\d)", text) == [("1", "2"), ("2", "2")]

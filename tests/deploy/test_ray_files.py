@@ -1,0 +1,109 @@
+"""The cluster files of `deploy/ray`: what Ray's own validation, Ray's own command line and ours say of them."""
+
+import argparse
+import copy
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+import yaml
+
+from cluster.resolve import add_flags, resolve
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+FILES = ("local", "aws", "gcp")
+CLOUDS = ("aws", "gcp")
+
+
+def read(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((DEPLOY / f"ray/{name}.yaml").read_text()))
+
+
+def validated(config: dict[str, Any]) -> dict[str, Any]:
+    """As `ray up` does it before it asks a cloud for anything."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared: dict[str, Any] = prepare_config(copy.deepcopy(config))
+    validate_config(prepared)
+    return prepared
+
+
+def check_ray_start(command: str) -> dict[str, Any]:
+    """What Ray's own parser makes of the `ray start` in a shell line. Raises what it raises for a wrong flag."""
+    from ray.scripts.scripts import start
+
+    words = shlex.split(command[command.index("ray start ") :])[2:]
+    words = words[: words.index("&&")] if "&&" in words else words
+    context: click.Context = start.make_context("start", words)
+    return dict(context.params)
+
+
+def resolved(file: Path) -> Any:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return resolve(parser.parse_args(["--config", str(file)]), {}).config
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_accepts_the_file(name: str) -> None:
+    """Guards against a file that `ray up` turns down only when a user first runs it."""
+    config = read(name)
+    validated(config)
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        stop, start = config[commands]
+        flags = check_ray_start(start)
+        assert stop == "ray stop"
+        assert flags["head"] == (commands == "head_start_ray_commands")
+        assert flags["head"] or flags["address"] == "$RAY_HEAD_IP:6379"
+        assert flags["object_store_memory"] >= 75 * 1024 * 1024, "Ray accepts no less"
+    for target, source in config["file_mounts"].items():
+        assert target == "~/headrace.toml" and (DEPLOY.parent / source).is_file()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_user_edits_two_places(name: str) -> None:
+    text = (DEPLOY / f"ray/{name}.yaml").read_text()
+    assert re.findall(r"# EDIT (\d) of (\d)", text) == [("1", "2"), ("2", "2")]
+
+
+def test_ray_refuses_a_slip() -> None:
+    """Guards against checks above that would let anything pass."""
+    config = read("aws")
+    config["available_node_types"]["decode"]["lables"] = {"pool": "decode"}
+    with pytest.raises(jsonschema.ValidationError, match="lables"):
+        validated(config)
+    with pytest.raises(click.NoSuchOption):
+        check_ray_start("ulimit -n 9; ray start --adress=head:6379")
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_cloud_pools_are_told_apart_by_labels(name: str) -> None:
+    """Guards against a pool whose workers find no node, and against a node that is taken away while it serves."""
+    types = validated(read(name))["available_node_types"]
+    assert {kind: one.get("labels", {}).get("pool") for kind, one in types.items()} == {
+        "head": None,
+        "prefill": "prefill",
+        "decode": "decode",
+    }
+    assert types["head"]["resources"] == {"CPU": 0}
+    assert all(types[pool]["min_workers"] >= 1 for pool in ("prefill", "decode"))
+
+
+def test_local_hosts_that_decode_are_hosts() -> None:
+    """Guards against an example whose decode host is not in the list of hosts."""
+    config = read("local")
+    start = config["worker_start_ray_commands"][1]
+    (named,) = re.findall(r'decode_hosts="([^"]*)"', start)
+    hosts = config["provider"]["worker_ips"]
+    assert set(named.split()) < set(hosts) and config["provider"]["head_ip"] not in hosts
+    assert "RAY_enable_autoscaler_v2=0" in config["head_start_ray_commands"][1]
+
+
+def test_the_shipped_configuration_is_ours() -> None:
+    """Guards against a setting that `headrace up` does not know."""
+    config = resolved(DEPLOY / "ray/headrace.toml")
+    assert config.ray.address == "auto" and config.launcher == "ray"

@@ -1,0 +1,215 @@
+"""`ray up deploy/ray/local.yaml` for real: three hosts behind sshd, which are namespaces of this machine."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.hosts import HOME, REPOSITORY, Host, Lan, lacking, lan, run, until
+
+pytestmark = [
+    pytest.mark.rayup,
+    pytest.mark.skipif(lacking() != "", reason=f"no hosts to try it on: {lacking()}"),
+]
+
+ADDRESSES = {"head": "10.0.0.1", "prefill": "10.0.0.11", "decode": "10.0.0.12"}
+"""As deploy/ray/local.yaml has them."""
+ACTORS = {"head": "Router", "prefill": "Prefill", "decode": "Decode"}
+PAGE = REPOSITORY / "docs/deploy.md"
+SHIPPED = "deploy/ray/local.yaml"
+END = "pkill -TERM --full 'bin/[h]eadrace up'"
+"""Ctrl-C needs a terminal, which a test has not."""
+QUESTION = (
+    "Please tell me in one short sentence what you know about {}, and why people care for it."
+)
+LONG = " ".join(f"Item {number} is a wheel that turns in the stream." for number in range(40))
+
+NODES = """
+import json, ray
+ray.init(address="auto", logging_level=40)
+nodes = {n["NodeManagerAddress"]: n["Labels"].get("pool", "") for n in ray.nodes() if n["Alive"]}
+print("nodes", json.dumps(nodes))
+"""
+ASK = """
+import sys, urllib.request
+body = sys.argv[1].encode()
+url, headers = "http://10.0.0.1:8000/v1/chat/completions", {"content-type": "application/json"}
+print(urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read().decode())
+"""
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Lan]:
+    """Three hosts that know nothing of Ray yet, and a laptop that may log in to them."""
+    key = tmp_path / "key"
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    with lan(tmp_path) as network:
+        for name, address in ADDRESSES.items():
+            network.add(name, address, key.with_suffix(".pub").read_text())
+        laptop = network.add("laptop", "10.0.0.2")
+        (laptop.home / ".ssh").mkdir(mode=0o700)
+        shutil.copy(key, laptop.home / ".ssh/id_ed25519")
+        (laptop.home / ".ssh/config").write_text("StrictHostKeyChecking no\nBatchMode yes\n")
+        (laptop.home / "local.yaml").write_text(edited())
+        for host in network.hosts.values():
+            host.boot()
+        yield network
+
+
+def documented() -> list[str]:
+    """The three blocks of commands that the page has for machines of your own, for who logs in as root here."""
+    section = PAGE.read_text().split("## On machines of your own")[1].split("\n## ")[0]
+    blocks: list[str] = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 3
+    return [block.replace(SHIPPED, "~/local.yaml").replace("ubuntu@", "root@") for block in blocks]
+
+
+def edited() -> str:
+    """The shipped file, edited: the hosts here have the addresses of the example, and another user."""
+    text = (REPOSITORY / SHIPPED).read_text()
+    assert text.count("ssh_user: ubuntu") == 1
+    return text.replace("ssh_user: ubuntu", "ssh_user: root")
+
+
+def nodes(head: Host) -> dict[str, str]:
+    """Pool label by address of every live node; none while Ray does not answer."""
+    try:
+        out = head.run("python", "-c", NODES)
+    except RuntimeError:
+        return {}
+    line = next(line for line in out.splitlines() if line.startswith("nodes "))
+    return dict(json.loads(line.removeprefix("nodes ")))
+
+
+def actors(network: Lan) -> dict[str, list[str]]:
+    """Which of our actors run on which host, as its processes' titles say."""
+    return {
+        name: [
+            kind
+            for title in network.hosts[name].processes().values()
+            for kind in ("Router", "Prefill", "Decode")
+            if title.startswith(f"ray::{kind}Actor")
+        ]
+        for name in ACTORS
+    }
+
+
+def ask(laptop: Host, question: str) -> dict[str, Any]:
+    """Whole reply of the HTTP front on the head."""
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 8,
+        "temperature": 0.0,
+    }
+    return dict(json.loads(laptop.run("python", "-c", ASK, json.dumps(body), timeout_s=90.0)))
+
+
+def text(reply: dict[str, Any]) -> str:
+    return str(reply["choices"][0]["message"]["content"])
+
+
+def moved(reply: dict[str, Any]) -> bool:
+    return bool(reply["headrace"]["migration"]["blocks"])
+
+
+def processor_s(host: Host, kind: str) -> float:
+    """Processor seconds that a worker of ours has used so far on a host."""
+    (pid,) = (p for p, t in host.processes().items() if t.startswith(f"ray::{kind}Actor"))
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def received_bytes(network: Lan, name: str) -> int:
+    """What the host's cable has carried to it."""
+    links = json.loads(run("ip", "-n", network.namespace(name), "-s", "-j", "link", "show", "eth0"))
+    return int(links[0]["stats64"]["rx"]["bytes"])
+
+
+@contextmanager
+def serving(network: Lan, command: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """`headrace up` on the head, started and at last ended as a user on the laptop does."""
+    laptop = network.hosts["laptop"]
+    log = network.folder / "up.log"
+    with log.open("wb") as output:
+        up = subprocess.Popen(
+            laptop.command("bash", "-ec", command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until(lambda: b"Try, in another" in log.read_bytes() or up.poll() is not None, 120.0, "up")
+        yield up
+    except BaseException:
+        print(log.read_text(errors="replace"))
+        raise
+    finally:
+        laptop.run("ray", "exec", f"{HOME}/local.yaml", END, timeout_s=60.0)
+        up.wait(60.0)
+    assert b"stopping" in log.read_bytes() and b"headrace:" not in log.read_bytes()
+
+
+def test_pools_on_their_hosts_a_host_lost_and_nothing_left(network: Lan) -> None:
+    """Guards against a pool on the wrong host, addresses that only their own host can reach, a lost host that takes the
+    service with it or that nobody makes good, and processes that outlive the shutdown."""
+    laptop, head, prefill = (network.hosts[name] for name in ("laptop", "head", "prefill"))
+    start, serve, end = documented()
+    laptop.run("bash", "-ec", start, timeout_s=120.0)
+    expected = {"10.0.0.1": "", "10.0.0.11": "prefill", "10.0.0.12": "decode"}
+    until(lambda: nodes(head) == expected, 90.0, f"the cluster is not {expected}")
+
+    with serving(network, serve):
+        assert actors(network) == {name: [kind] for name, kind in ACTORS.items()}
+        before = received_bytes(network, "decode")
+        assert_migrated(ask(laptop, QUESTION.format("a mill")), network, before)
+
+        with ThreadPoolExecutor(1) as pool:
+            idle_s = processor_s(prefill, "Prefill")
+            asked = pool.submit(ask, laptop, LONG)
+            until(
+                lambda: processor_s(prefill, "Prefill") > idle_s + 0.3,
+                20.0,
+                "no prompt on the host",
+            )
+            prefill.cut_power()
+            assert not asked.done(), "it was answered before the host was lost"
+            disturbed = asked.result()
+        assert disturbed["headrace"]["decode"]["worker"] == "decode-0"
+        assert ask(laptop, QUESTION.format("a river"))["headrace"]["migration"]["blocks"] == 0
+
+        prefill.boot()
+        until(lambda: actors(network)["prefill"] == ["Prefill"], 150.0, "nobody replaced prefill-0")
+        numbers = itertools.count()
+        until(
+            lambda: moved(ask(laptop, QUESTION.format(f"wheel {next(numbers)}"))),
+            60.0,
+            "nothing migrates from the new worker",
+        )
+        before = received_bytes(network, "decode")
+        assert_migrated(ask(laptop, QUESTION.format("a dam")), network, before)
+        assert text(ask(laptop, LONG)) == text(disturbed), "the lost host has changed an answer"
+    assert not any(actors(network).values())
+
+    laptop.run("bash", "-ec", end, timeout_s=120.0)
+    for name in ADDRESSES:
+        host = network.hosts[name]
+        until(lambda host=host: not host.processes(), 20.0, f"{name}: {host.processes()}")
+
+
+def assert_migrated(reply: dict[str, Any], network: Lan, before: int) -> None:
+    """The blocks went from host to host over tcp: the receiver's cable has carried at least as much."""
+    migration = reply["headrace"]["migration"]
+    assert reply["usage"]["completion_tokens"] == 8
+    assert reply["headrace"]["prefill"]["worker"] == "prefill-0"
+    assert reply["headrace"]["decode"]["worker"] == "decode-0"
+    assert migration["transport"] == "tcp" and migration["bytes"] > 100_000
+    assert received_bytes(network, "decode") - before >= migration["bytes"]
