@@ -121,6 +121,7 @@ class Ground:
         stuck_s: float = 10.0,
     ) -> None:
         transfer = TransferConfig(transport=transport, escalate_s=escalate_s, stuck_s=stuck_s)
+        self.hung_s = hung_s
         engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES)
         config = ClusterConfig(
             launcher="process" if launcher == "process" else "ray",

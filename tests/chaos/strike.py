@@ -11,6 +11,7 @@ from tests.chaos.rows import (
     ANSWER_TOKENS,
     COLLATERAL,
     FROZEN_S,
+    PAUSED_S,
     PROMPT_TOKENS,
     Ending,
     Fault,
@@ -21,6 +22,10 @@ from tests.chaos.rows import (
 PROMPTS = {"victim": tokens(PROMPT_TOKENS, 1), "bystander": tokens(PROMPT_TOKENS, 2)}
 END_S = 40.0
 SETTLE_S = 3.0
+KEEPALIVE_S = 2.0
+"""A peer that does not answer is lost by then."""
+MARGIN_S = 4.0
+"""For reports, ticks and polls on two busy cores, beside what the timers say."""
 STOPPED_S, RUNNING_S, STOPS = 0.35, 0.05, 8
 """Of a stutter: a stop stays under the second after which a silent peer is asked whether it lives."""
 
@@ -67,7 +72,8 @@ class Reference:
 
 
 def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None:
-    """Two requests, one greedy and one seeded; the fault strikes the workers that serve the first."""
+    """Two requests, one greedy and one seeded; the fault strikes the workers that serve the first. Afterwards every
+    worker is there under its name: in a new life where the fault ended the old one, otherwise in the same."""
     modes = list(MODES) if number % 2 == 0 else list(MODES)[::-1]
     ground.settle(SETTLE_S)
     with ExitStack() as held:
@@ -82,8 +88,9 @@ def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None
         if row.moment is Moment.TOKEN:
             victim.wait_tokens(row.token)
         assert not victim.over, "the victim was over before the fault"
-        pids = {name: ground.pid(name) for name in serving.targets(row)}
-        strike(ground, row.fault, list(pids))
+        lives = dict(ground.cluster.workers)
+        struck = serving.targets(row)
+        strike(ground, row.fault, struck)
     for ask in (victim, bystander):
         ask.join(END_S)
     endings = [
@@ -94,13 +101,15 @@ def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None
     # Whoever shares both workers with the victim loses both as well.
     collateral = row.expect if len(row.targets) > 1 else COLLATERAL
     assert endings[1] in collateral, f"the bystander failed: {bystander.error}"
-    if row.fault is Fault.KILL:
-        for name, pid in pids.items():
-            ground.replaced(name, pid)
-    if row.settles:
-        ground.settle(SETTLE_S)
-    else:
-        ground.replace(ground.of("prefill"))
+    ended = struck if row.fault in (Fault.KILL, Fault.STOP) else []
+    for name in ended:
+        ground.replaced(name, lives[name].pid)
+    ground.settle(SETTLE_S)
+    for name, life in lives.items():
+        up = ground.cluster.workers[name]
+        is_same = (up.pid, up.incarnation) == (life.pid, life.incarnation)
+        is_new = up.pid != life.pid and up.incarnation != life.incarnation
+        assert is_new if name in ended else is_same, f"{name} was {life}, and is {up}"
 
 
 def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
@@ -113,6 +122,14 @@ def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
         case Fault.FREEZE:
             with faults.frozen(*pids):
                 time.sleep(FROZEN_S)
+        case Fault.PAUSE:
+            with faults.frozen(*pids):
+                time.sleep(PAUSED_S)
+        case Fault.STOP:
+            for pid in pids:
+                faults.freeze(pid)
+            for pid in pids:
+                faults.killed_within(pid, ground.hung_s + KEEPALIVE_S + MARGIN_S)
         case Fault.CUT:
             if not all(ground.proxy(name).cut() for name in names):
                 raise NoEffectError(f"{names}: no stream was there to be cut")
