@@ -57,10 +57,12 @@ class PeerLink:
         address: PeerAddress,
         send: Send,
         put: Callable[[object], None],
+        stream: int,
         claimed: list[Handoff],
     ) -> None:
         self.address = address
         self.send = send
+        self.stream = stream
         self.claimed = claimed
         self.incarnation: Incarnation | None = None
         self._put = put
@@ -89,7 +91,7 @@ class Peers:
         self._reach = reach
         self._unfinished = unfinished
         self._links: dict[Incarnation, PeerLink] = {}
-        self._opening: set[PeerAddress] = set()
+        self._opening: dict[PeerAddress, int] = {}
         self._lost: dict[PeerAddress, int] = {}
         self._streams = 0
 
@@ -98,14 +100,14 @@ class Peers:
         hello says which handoffs this worker still reads for."""
         if address in self._opening or any(k.address == address for k in self._links.values()):
             return
-        self._opening.add(address)
         self._streams += 1
+        stream = self._opening[address] = self._streams
         claimed = self._unfinished()
-        hello = msgspec.structs.replace(self._hello, stream=self._streams, unfinished=claimed)
+        hello = msgspec.structs.replace(self._hello, stream=stream, unfinished=claimed)
 
         def accept(send: Send) -> PeerLink:
             send(encode([hello]))
-            return PeerLink(address, send, self._put, claimed)
+            return PeerLink(address, send, self._put, stream, claimed)
 
         self._rpc.connect(address.address, METHOD, accept)
 
@@ -136,7 +138,9 @@ class Peers:
         return [FromPeer(link.incarnation, record)]
 
     def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
-        self._opening.discard(link.address)
+        if not self._has_opened(link):
+            log.error("worker %s says hello twice: dropped", link.address.name)
+            return []
         try:
             agreement = fit(self._hello, hello)
         except NegotiationError as error:
@@ -155,12 +159,18 @@ class Peers:
         size = agreement.layout.block_size
         return [PeerUp(link.incarnation, link.address, endpoint.transport, size)]
 
+    def _has_opened(self, link: PeerLink) -> bool:
+        """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""
+        if self._opening.get(link.address) != link.stream:
+            return False
+        del self._opening[link.address]
+        return True
+
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
-        self._opening.discard(link.address)
-        if link.incarnation is None:
+        if self._has_opened(link):
             return [PeerDown(link.address, None, why)]
-        if self._links.get(link.incarnation) is not link:
-            return []  # an older stream to a peer that was dropped, or has a newer one
+        if link.incarnation is None or self._links.get(link.incarnation) is not link:
+            return []  # an older stream to a peer that was refused or dropped, or has a newer one
         del self._links[link.incarnation]
         # It may live, and keep blocks for us: the next hello tells it what we still read.
         self._lost[link.address] = 0

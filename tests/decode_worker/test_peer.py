@@ -87,6 +87,22 @@ def test_an_old_streams_end_does_not_take_the_new_one_away() -> None:
     assert rpc.sent[1][-1] == encode([])
 
 
+@pytest.mark.parametrize("was", ["dropped", "refused"])
+def test_an_old_streams_end_does_not_open_a_third(was: str) -> None:
+    """Guards a request that hangs for good: while a stream is being opened, the end of the one before it comes late, and
+    the next placement opens another; the peer takes the newest, and what was said on the one between is lost."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    _welcome(peers, rpc.links[0], _hello("prefill", 1, model="m" if was == "dropped" else "n"))
+    if was == "dropped":
+        peers.drop(Incarnation(1), "its memory cannot be reached")
+    peers.connect(ADDRESS)
+    assert peers.events(PeerGone(rpc.links[0], "closed")) == []
+    peers.connect(ADDRESS)
+    assert len(rpc.links) == 2, "it is dialled twice at once"
+    assert isinstance(_welcome(peers, rpc.links[1], _hello("prefill", 1))[0], PeerUp)
+
+
 def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
     """Guards blocks that a living prefill worker keeps for us for ever, because our last word was lost."""
     peers, rpc = _peers()

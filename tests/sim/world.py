@@ -24,6 +24,7 @@ from tests.sim.faults import Faults
 from tests.sim.front import Client, Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
+from tests.sim.pipes import Pipe
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
 
@@ -141,7 +142,7 @@ class World:
         for stream in self.wire.of(process):
             stream.cut("the process died")
         if process.pid in self.movers:
-            self.movers[process.pid].die()
+            self.movers[process.pid].connections.die()
         if process.role == "router":
             for client in self.clients:
                 client.router_lost(self._keeper(client))
@@ -210,6 +211,17 @@ class World:
         if process.role == "router":
             return any(self.has_handoffs(p) for p in self.live.values() if p.role != "router")
         return process.alive and bool(self.handoffs(process))
+
+    def data_connections(self) -> list[tuple[Process, Process, Pipe]]:
+        """tcp: (who reads, whose blocks, over what) of each connection that is open."""
+        lives = {process.incarnation: process for process in self.live.values() if process.alive}
+        return [
+            (reader, lives[peer], pipe)
+            for reader in lives.values()
+            if reader.pid in self.movers
+            for peer, pipe in self.movers[reader.pid].connections.incoming.items()
+            if pipe.open and peer in lives
+        ]
 
     def wake(self, peer: int) -> None:
         """There is something to do for the transfer thread of this life."""
