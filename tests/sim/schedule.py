@@ -133,11 +133,15 @@ def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
 def _faults(rng: Random, moving: bool, transport: str) -> list[Fault]:
     number = rng.choice((1, 1, 2, 2, 3, 4))
     faults = [_fault(rng, moving, transport, alone=number == 1) for _ in range(number)]
-    if rng.random() < 0.06:
-        # The router dies while it takes a decode worker for lost: two workers may hold one request.
-        kind = rng.choice(("cut router", "cut router", "freeze decode", "partition router"))
+    if rng.random() < 0.08:
+        # The router dies while it takes a decode worker for lost: two workers may hold one request, and one that stays
+        # frozen is never met by the next router.
+        kinds = ("cut router", "cut router", "freeze decode", "freeze decode", "partition router")
+        kind = rng.choice(kinds)
         is_cut, count = kind == "cut router", rng.randint(1, 4)
         lasts_s = 0.05 if is_cut else rng.uniform(2.0, 4.0)
+        if kind == "freeze decode" and rng.random() < 0.5:
+            lasts_s += 4.0
         delay_s = rng.uniform(0.004, 0.035) if is_cut else rng.uniform(1.0, 2.1)
         return [
             Fault(kind, "Landed", count, lasts_s=lasts_s),

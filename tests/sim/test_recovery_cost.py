@@ -1,4 +1,4 @@
-"""A lost decode worker costs what its prefill worker had not computed yet, and the tokens that had been said: counted."""
+"""A lost decode worker costs what its prefill worker had not computed yet, and the tokens already said: counted."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from prefill_worker.config import PrefillConfig
 from tests.sim import front
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
-from tests.sim.world import BOOT_S, World
+from tests.sim.supervision import BOOT_S
+from tests.sim.world import World
 
 PROMPT_TOKENS = 36
 ANSWER_TOKENS = 11

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,7 +11,6 @@ from engine.messages import (
     Handoff,
     Load,
     Orphan,
-    PeerAddress,
     PrefillFailed,
     Record,
     StartPrefill,
@@ -27,9 +25,8 @@ from tests.sim.network import KEEPALIVE_S, Stream, Wire
 from tests.sim.pipes import Pipe
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
+from tests.sim.supervision import BOOT_S, Supervision
 
-BOOT_S = 0.05
-SUPERVISES_S = 0.1
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
@@ -64,20 +61,17 @@ class World:
         self._reported: set[str] = set()
         self._orphan: str | None = None
         self._occasions = 0
+        self.supervision = Supervision(self)
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
         self.wire.on_cut = self._broke
 
     # ---- processes
 
-    def addresses(self, role: str) -> list[PeerAddress]:
-        base = 1000 if role == "prefill" else 2000
-        return [
-            PeerAddress(f"{role}-{n}", f"sim:{base + n}") for n in range(self.plan.workers[role])
-        ]
-
     def boot(self, name: str, role: str) -> None:
-        """A new life of `name`."""
+        """A new life of `name`. That the old one is gone is told before."""
+        if role != "router" and "router" in self.live:
+            self.supervision.tell()
         pid = len(self.processes) + 1
         process = Process(self.clock, name, role, pid, self.rng.getrandbits(64) | 1)
         self.processes[pid] = process
@@ -87,11 +81,13 @@ class World:
         if role == "router":
             self._reported.clear()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
-            self.front.start(self.addresses("prefill"), self.addresses("decode"))
+            self.supervision.tell()
+            self.front.start()
             return
-        port = next(int(p.address.partition(":")[2]) for p in self.addresses(role) if p.name == name)
-        worker = shells.start_worker(process, port)
-        self.workers[pid] = worker
+        address = next(p.address for p in self.supervision.addresses(role) if p.name == name)
+        self.workers[pid] = shells.start_worker(process, int(address.partition(":")[2]))
+        if "router" in self.live:
+            self.supervision.tell()
 
     def kill(self, process: Process) -> None:
         """SIGKILL: its state is gone, its streams break, nothing of it runs any more."""
@@ -179,21 +175,6 @@ class World:
                 process.resume()
 
         self.clock.at(seconds, thaw)
-
-    def _supervise(self) -> None:
-        """What the real supervisor does with lives that the router has given up: kill them, and start new ones."""
-        self.clock.at(SUPERVISES_S, self._supervise)
-        router = self.live["router"]
-        if not router.alive or router.frozen:
-            return
-        for verdict in self.front.core.condemned:
-            process = self.live[verdict.name]
-            if process.alive and process.incarnation == verdict.incarnation:
-                self.note("given up, and killed")
-                if self.say is not None:
-                    self.say("supervisor", f"kills {process.name}: {verdict.why}")
-                self.kill(process)
-                self.clock.at(BOOT_S, partial(self.boot, process.name, process.role))
 
     def pick(self, role: str, rng: Random) -> Process | None:
         """One living process of a role, those with open handoffs first."""
@@ -392,10 +373,10 @@ class World:
     def _run(self) -> None:
         clock = self.clock
         for role in ROLES:
-            for peer in self.addresses(role):
+            for peer in self.supervision.addresses(role):
                 self.boot(peer.name, role)
         self.boot("router", "router")
-        clock.at(SUPERVISES_S, self._supervise)
+        self.supervision.start()
         self._asked = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
