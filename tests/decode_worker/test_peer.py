@@ -89,8 +89,8 @@ def test_an_old_streams_end_does_not_take_the_new_one_away() -> None:
 
 @pytest.mark.parametrize("was", ["dropped", "refused"])
 def test_an_old_streams_end_does_not_open_a_third(was: str) -> None:
-    """Guards a request that hangs for good: while a stream is being opened, the end of the one before it comes late, and
-    the next placement opens another; the peer takes the newest, and what was said on the one between is lost."""
+    """Guards a request that hangs for good: while a stream is being opened, the end of the one before it comes late,
+    and the next placement opens another; the peer takes the newest, and what was said on the one between is lost."""
     peers, rpc = _peers()
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1, model="m" if was == "dropped" else "n"))
