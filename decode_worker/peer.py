@@ -6,7 +6,7 @@ and by name; otherwise its memory is made known to the transfer thread and the p
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -117,36 +117,45 @@ class Peers:
         if link is not None:
             link.send(encode(records))
 
-    def events(self, item: PeerFrame | PeerGone) -> list[Event]:
-        """What an item of a link means to the scheduler."""
+    def events(self, item: PeerFrame | PeerGone) -> Iterator[Event]:
+        """What an item of a link means to the scheduler. Each event must be acted on before the next is asked for: a
+        lost stream is closed in the transfer thread before its successor is opened there."""
         link = item.link
         if isinstance(item, PeerGone):
-            return self._gone(link, item.why)
+            yield from self._gone(link, item.why)
+            return
         try:
             records = decode_from_prefill_frame(item.data)
         except msgspec.MsgspecError as error:
             log.error("%s: a frame is not of this protocol, and is dropped: %s", link.address, error)
-            return []
-        return [event for record in records for event in self._event(link, record)]
+            return
+        for record in records:
+            yield from self._event(link, record)
 
-    def _event(self, link: PeerLink, record: PrefillToDecode) -> list[Event]:
+    def _event(self, link: PeerLink, record: PrefillToDecode) -> Iterator[Event]:
         if isinstance(record, Hello):
-            return self._welcome(link, record)
-        if link.incarnation is None:
+            yield from self._welcome(link, record)
+        elif link.incarnation is None:
             log.error("%s speaks before its hello: %s is dropped", link.address, type(record).__name__)
-            return []
-        return [FromPeer(link.incarnation, record)]
+        else:
+            yield FromPeer(link.incarnation, record)
 
-    def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
+    def _welcome(self, link: PeerLink, hello: Hello) -> Iterator[Event]:
         if not self._has_opened(link):
             log.error("worker %s says hello twice: dropped", link.address.name)
-            return []
+            return
         try:
             agreement = fit(self._hello, hello)
         except NegotiationError as error:
             log.error("worker %s is refused: %s", link.address.name, error)
             link.send(None)
-            return [PeerDown(link.address, None, str(error))]
+            yield PeerDown(link.address, None, str(error))
+            return
+        known = self._links.pop(hello.info.incarnation, None)
+        if known is not None:
+            # Dialled under another address. It answers the newer stream alone: what was said on the older may be lost.
+            known.send(None)
+            yield PeerDown(known.address, hello.info.incarnation, "it has a newer stream")
         link.incarnation = hello.info.incarnation
         self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
@@ -157,7 +166,7 @@ class Peers:
         if ended:
             link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
         size = agreement.layout.block_size
-        return [PeerUp(link.incarnation, link.address, endpoint.transport, size)]
+        yield PeerUp(link.incarnation, link.address, endpoint.transport, size)
 
     def _has_opened(self, link: PeerLink) -> bool:
         """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""

@@ -181,10 +181,10 @@ class Front:
         self.process.later(TICK_S, self._tick)
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        """As `router.dispatch.Links`. A worker that comes back has a new address there, and a new incarnation here."""
+        """As `router.dispatch.Links`."""
         lives = [(peer.name, peer.incarnation) for peer in (*prefill, *decode) if peer.incarnation]
         wanted = {
-            peer.name: (role, peer)
+            peer.name: (role, PeerAddress(peer.name, peer.address))
             for role, peers in (("prefill", prefill), ("decode", decode))
             for peer in peers
         }
@@ -196,7 +196,7 @@ class Front:
         self.hub.named([peer.name for peer in decode], lives)
         for name in [name for name in wanted if name not in self._wanted]:
             self._wanted[name] = wanted[name]
-            if wanted[name][1].incarnation:
+            if lives:
                 self.world.note("life announced")
             self.pauses[name] = PAUSE_S[0]
             self._dial(name)

@@ -22,10 +22,15 @@ class Supervision:
         self._told: tuple[int, list[list[PeerAddress]]] = (0, [])
 
     def addresses(self, role: str) -> list[PeerAddress]:
-        """Where all workers of a role are, dead or alive."""
+        """Of all workers of a role, dead or alive. An announced life has a port of its own, as under the launchers."""
+        live, plan = self._world.live, self._world.plan
         base = 1000 if role == "prefill" else 2000
-        slots = range(self._world.plan.workers[role])
-        return [PeerAddress(f"{role}-{slot}", f"sim:{base + slot}") for slot in slots]
+        found = []
+        for slot in range(plan.workers[role]):
+            name = f"{role}-{slot}"
+            port = 10_000 + live[name].pid if plan.announced and name in live else base + slot
+            found.append(PeerAddress(name, f"sim:{port}"))
+        return found
 
     def start(self) -> None:
         self._world.clock.at(LOOKS_S, self._look)
