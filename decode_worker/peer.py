@@ -6,7 +6,7 @@ and by name; otherwise its memory is made known to the transfer thread and the p
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -57,10 +57,12 @@ class PeerLink:
         address: PeerAddress,
         send: Send,
         put: Callable[[object], None],
+        stream: int,
         claimed: list[Handoff],
     ) -> None:
         self.address = address
         self.send = send
+        self.stream = stream
         self.claimed = claimed
         self.incarnation: Incarnation | None = None
         self._put = put
@@ -89,7 +91,7 @@ class Peers:
         self._reach = reach
         self._unfinished = unfinished
         self._links: dict[Incarnation, PeerLink] = {}
-        self._opening: set[PeerAddress] = set()
+        self._opening: dict[PeerAddress, int] = {}
         self._lost: dict[PeerAddress, int] = {}
         self._streams = 0
 
@@ -98,14 +100,14 @@ class Peers:
         hello says which handoffs this worker still reads for."""
         if address in self._opening or any(k.address == address for k in self._links.values()):
             return
-        self._opening.add(address)
         self._streams += 1
+        stream = self._opening[address] = self._streams
         claimed = self._unfinished()
-        hello = msgspec.structs.replace(self._hello, stream=self._streams, unfinished=claimed)
+        hello = msgspec.structs.replace(self._hello, stream=stream, unfinished=claimed)
 
         def accept(send: Send) -> PeerLink:
             send(encode([hello]))
-            return PeerLink(address, send, self._put, claimed)
+            return PeerLink(address, send, self._put, stream, claimed)
 
         self._rpc.connect(address.address, METHOD, accept)
 
@@ -115,34 +117,45 @@ class Peers:
         if link is not None:
             link.send(encode(records))
 
-    def events(self, item: PeerFrame | PeerGone) -> list[Event]:
-        """What an item of a link means to the scheduler."""
+    def events(self, item: PeerFrame | PeerGone) -> Iterator[Event]:
+        """What an item of a link means to the scheduler. Each event must be acted on before the next is asked for: a
+        lost stream is closed in the transfer thread before its successor is opened there."""
         link = item.link
         if isinstance(item, PeerGone):
-            return self._gone(link, item.why)
+            yield from self._gone(link, item.why)
+            return
         try:
             records = decode_from_prefill_frame(item.data)
         except msgspec.MsgspecError as error:
             log.error("%s: a frame is not of this protocol, and is dropped: %s", link.address, error)
-            return []
-        return [event for record in records for event in self._event(link, record)]
+            return
+        for record in records:
+            yield from self._event(link, record)
 
-    def _event(self, link: PeerLink, record: PrefillToDecode) -> list[Event]:
+    def _event(self, link: PeerLink, record: PrefillToDecode) -> Iterator[Event]:
         if isinstance(record, Hello):
-            return self._welcome(link, record)
-        if link.incarnation is None:
+            yield from self._welcome(link, record)
+        elif link.incarnation is None:
             log.error("%s speaks before its hello: %s is dropped", link.address, type(record).__name__)
-            return []
-        return [FromPeer(link.incarnation, record)]
+        else:
+            yield FromPeer(link.incarnation, record)
 
-    def _welcome(self, link: PeerLink, hello: Hello) -> list[Event]:
-        self._opening.discard(link.address)
+    def _welcome(self, link: PeerLink, hello: Hello) -> Iterator[Event]:
+        if not self._has_opened(link):
+            log.error("worker %s says hello twice: dropped", link.address.name)
+            return
         try:
             agreement = fit(self._hello, hello)
         except NegotiationError as error:
             log.error("worker %s is refused: %s", link.address.name, error)
             link.send(None)
-            return [PeerDown(link.address, None, str(error))]
+            yield PeerDown(link.address, None, str(error))
+            return
+        known = self._links.pop(hello.info.incarnation, None)
+        if known is not None:
+            # Dialled under another address. It answers the newer stream alone: what was said on the older may be lost.
+            known.send(None)
+            yield PeerDown(known.address, hello.info.incarnation, "it has a newer stream")
         link.incarnation = hello.info.incarnation
         self._lost.pop(link.address, None)
         self._links[link.incarnation] = link
@@ -153,14 +166,20 @@ class Peers:
         if ended:
             link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
         size = agreement.layout.block_size
-        return [PeerUp(link.incarnation, link.address, endpoint.transport, size)]
+        yield PeerUp(link.incarnation, link.address, endpoint.transport, size)
+
+    def _has_opened(self, link: PeerLink) -> bool:
+        """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""
+        if self._opening.get(link.address) != link.stream:
+            return False
+        del self._opening[link.address]
+        return True
 
     def _gone(self, link: PeerLink, why: str) -> list[Event]:
-        self._opening.discard(link.address)
-        if link.incarnation is None:
+        if self._has_opened(link):
             return [PeerDown(link.address, None, why)]
-        if self._links.get(link.incarnation) is not link:
-            return []  # an older stream to a peer that was dropped, or has a newer one
+        if link.incarnation is None or self._links.get(link.incarnation) is not link:
+            return []  # an older stream to a peer that was refused or dropped, or has a newer one
         del self._links[link.incarnation]
         # It may live, and keep blocks for us: the next hello tells it what we still read.
         self._lost[link.address] = 0

@@ -108,7 +108,7 @@ class Ground:
         self,
         model_dir: Path,
         *,
-        launcher: str = "process",
+        launcher: str | ProxiedLauncher = "process",
         transport: str = "auto",
         prefill: int = 2,
         decode: int = 2,
@@ -119,11 +119,15 @@ class Ground:
         hung_s: float = 30.0,
         router_hung_s: float = 30.0,
         stuck_s: float = 10.0,
+        stall_s: float = 10.0,
     ) -> None:
-        transfer = TransferConfig(transport=transport, escalate_s=escalate_s, stuck_s=stuck_s)
+        transfer = TransferConfig(
+            transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
+        )
+        self.hung_s = hung_s
         engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES)
         config = ClusterConfig(
-            launcher="process" if launcher == "process" else "ray",
+            launcher="ray" if launcher == "ray" else "process",
             prefill_workers=prefill,
             decode_workers=decode,
             stop_grace_s=1.0,
@@ -144,7 +148,9 @@ class Ground:
             prefill=PrefillConfig(transfer=transfer, engine=engine, chunk_tokens=32),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
-        self._launcher = ProxiedLauncher(make_launcher(launcher))
+        if isinstance(launcher, str):
+            launcher = ProxiedLauncher(make_launcher(launcher))
+        self._launcher = launcher
         self.cluster = Cluster(
             config, self._launcher, {**FACTORIES, **(factories or {})}, model_dir=str(model_dir)
         )

@@ -110,6 +110,14 @@ class ProxiedLauncher:
         child = self._inner.launch(spec)
         return _ProxiedChild(child, self)
 
+    def reached(self, up: ChildReady) -> ChildReady:
+        """How others reach a new process of a worker."""
+        old = self.proxies.get(up.name)
+        proxy = self.proxies[up.name] = Proxy(up.address)
+        if old is not None:
+            old.close()
+        return msgspec.structs.replace(up, address=proxy.address)
+
     def close(self) -> None:
         for proxy in self.proxies.values():
             proxy.close()
@@ -126,12 +134,8 @@ class _ProxiedChild:
         up = self._child.started_within(timeout_s)
         if up is None or self.spec.kind == "router":
             return up
-        old = self._launcher.proxies.get(up.name)
-        proxy = self._launcher.proxies[up.name] = Proxy(up.address)
         self._launcher.direct[up.name] = up
-        if old is not None:
-            old.close()
-        return msgspec.structs.replace(up, address=proxy.address)
+        return self._launcher.reached(up)
 
     def failure(self) -> str | None:
         return self._child.failure()

@@ -12,6 +12,8 @@ from enum import StrEnum
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = 12
 FROZEN_S = 5.0
+PAUSED_S = 0.9
+"""Less than the second of silence after which a peer is asked whether it lives."""
 
 
 class Ending(StrEnum):
@@ -32,6 +34,10 @@ class Fault(StrEnum):
     KILL = "kill"
     FREEZE = "freeze"
     """Stopped for `FROZEN_S`, then resumed: a zombie that believes itself current."""
+    PAUSE = "pause"
+    """Stopped for `PAUSED_S`, then resumed, before anybody can have noticed."""
+    STOP = "stop"
+    """Stopped until somebody ends it."""
     CUT = "cut"
     """Every control stream of the worker is cut; both ends live on."""
     STUTTER = "stutter"
@@ -45,10 +51,6 @@ class Row:
     targets: tuple[str, ...]
     expect: tuple[Ending, ...]
     token: int = 0
-    settles: bool = True
-    """Every pool is back to free + cached soon after its workers answer again, and the pair serves the next request.
-    False: blocks may stay quarantined, since a decode worker that lost its stream is alive, may still read, and says
-    nothing more of the handoff; or the pair does not find together again. Such prefill workers are replaced."""
 
     def __str__(self) -> str:
         when = f"{self.moment}{self.token or ''}"
@@ -98,4 +100,12 @@ RAY_ROWS = (
     Row(Moment.SENDING, Fault.KILL, PREFILL, EXACT),
     Row(Moment.TOKEN, Fault.KILL, DECODE, EXACT, token=4),
     Row(Moment.TOKEN, Fault.KILL, PREFILL, EXACT, token=2),
+    Row(Moment.SENDING, Fault.PAUSE, PREFILL, EXACT),
+    Row(Moment.TOKEN, Fault.PAUSE, DECODE, EXACT, token=2),
+    Row(Moment.SENDING, Fault.FREEZE, PREFILL, EXACT),
+    Row(Moment.SENDING, Fault.FREEZE, DECODE, EXACT),
+    Row(Moment.TOKEN, Fault.FREEZE, DECODE, EXACT, token=4),
+    Row(Moment.SENDING, Fault.STOP, PREFILL, EXACT),
+    Row(Moment.SENDING, Fault.STOP, DECODE, EXACT),
+    Row(Moment.TOKEN, Fault.STOP, DECODE, EXACT, token=4),
 )

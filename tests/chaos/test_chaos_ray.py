@@ -1,9 +1,11 @@
 """A few rows again over Ray: its actors are never restarted by Ray, the supervisor replaces them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.chaos import faults
 from tests.chaos.ground import MODES, Ground
@@ -12,10 +14,13 @@ from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, run_row
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 
+HUNG_S = 8.0
+"""More than a zombie is stopped for, so that it comes back as it was."""
+
 
 @pytest.fixture(scope="module")
 def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
-    found = Ground(model_dir, launcher="ray")
+    found = Ground(model_dir, launcher="ray", hung_s=HUNG_S)
     try:
         reference.make(found)
         yield found
@@ -25,8 +30,18 @@ def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
 
 @pytest.mark.parametrize("number", range(len(RAY_ROWS)), ids=[str(row) for row in RAY_ROWS])
 def test_row_over_ray(ground: Ground, reference: Reference, number: int) -> None:
-    """Guards against an actor that comes back under its name with another's memory, and one that never does."""
+    """Guards against an actor that comes back under its name with another's memory or life, and one that never does."""
     run_row(ground, reference, RAY_ROWS[number], number)
+    for name, up in ground.cluster.workers.items():
+        assert actor_pid(name) == up.pid, f"Ray knows another process as {name}"
+        info = ground.probe(name).info
+        assert info is not None and (info.name, info.incarnation) == (name, up.incarnation)
+
+
+def actor_pid(name: str) -> int:
+    """Asked of whatever actor Ray has under this name."""
+    actor = ray.get_actor(name)
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10.0))
 
 
 @pytest.mark.parametrize("mode", list(MODES))

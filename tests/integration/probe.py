@@ -1,11 +1,14 @@
-"""Looks at a worker from outside, through the same stream that a router reads."""
+"""Looks at a worker from outside, through the same stream that a router reads, dialled again when it breaks."""
 
+import contextlib
 import threading
 import time
 
 import grpc
 
 from engine.messages import Load, WorkerInfo, decode_decode_frame, decode_report_frame
+
+REDIAL_S = 0.1
 
 
 class Probe:
@@ -16,29 +19,38 @@ class Probe:
         self.load: Load | None = None
         self._decode = decode_report_frame if role == "prefill" else decode_decode_frame
         self._channel = grpc.insecure_channel(address)
+        self._role = role
         self._silence = threading.Event()
-        if role == "prefill":
-            self._call = self._channel.unary_stream("/headrace.v1.PrefillWorker/Watch")(b"")
-        else:
-            method = self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")
-            self._call = method(self._say_nothing())
+        self._call = self._dial()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    def _dial(self):  # type: ignore[no-untyped-def]
+        if self._role == "prefill":
+            return self._channel.unary_stream("/headrace.v1.PrefillWorker/Watch")(b"")
+        return self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")(self._say_nothing())
 
     def _say_nothing(self):  # type: ignore[no-untyped-def]
         self._silence.wait()
         yield from ()
 
     def _read(self) -> None:
-        try:
-            for frame in self._call:
-                for record in self._decode(frame):
-                    if isinstance(record, WorkerInfo):
-                        self.info = record
-                    elif isinstance(record, Load):
-                        self.load = record
-        except grpc.RpcError:
-            return
+        """A worker that was stopped may end the stream when it goes on: what it said before is old by then."""
+        while not self._silence.is_set():
+            with contextlib.suppress(grpc.RpcError):
+                for frame in self._call:
+                    self._take(frame)
+            self.load = None
+            self._silence.wait(REDIAL_S)
+            with contextlib.suppress(ValueError):  # the channel is closed
+                self._call = self._dial()
+
+    def _take(self, frame: bytes) -> None:
+        for record in self._decode(frame):
+            if isinstance(record, WorkerInfo):
+                self.info = record
+            elif isinstance(record, Load):
+                self.load = record
 
     def close(self) -> None:
         self._silence.set()

@@ -39,7 +39,9 @@ PROCESS_KINDS = (
 STREAM_KINDS = ("cut handoff", "cut router", "partition handoff", "partition router")
 RECORD_KINDS = ("duplicate", "reorder", "drop", "misdirect")
 TRANSFER_KINDS = ("corrupt", "send_fails", "recv_fails")
-KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS
+DATA_KINDS = ("cut data", "silence data")
+"""Only over tcp: the connection that carries blocks breaks, or swallows all, while the control stream lives."""
+KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,7 @@ class Faults:
         self.unseen = 0
         """Partitions that held nothing up at first; they may have since."""
         self.until = 0.0
+        self._silent: dict[frozenset[str], tuple[float, Fault]] = {}
         self._seen: Counter[str] = Counter()
         self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
         self._disarmed = False
@@ -132,6 +135,9 @@ class Faults:
             else:
                 world.freeze(process, fault.lasts_s)
             return
+        if fault.kind in DATA_KINDS:
+            self._strike_data(fault, decode, prefill)
+            return
         streams = [s for s in world.wire.streams if s.open and s.is_handoff == (role == "handoff")]
         near = [s for s in streams if decode in (s.client, s.server) or prefill in (s.client, s.server)]
         if not streams:
@@ -148,6 +154,35 @@ class Faults:
             looks_s = min(0.02, fault.lasts_s)
             world.clock.at(looks_s, lambda: self._partitioned(fault, stream, during, held))
             self.until = max(self.until, world.clock.now + fault.lasts_s)
+
+    def _strike_data(self, fault: Fault, decode: Process | None, prefill: Process | None) -> None:
+        """One connection that is open, of those who were involved if they have one."""
+        world, rng = self._world, self._world.rng
+        known = world.data_connections()
+        near = [found for found in known if decode is found[0] or prefill is found[1]]
+        if not known:
+            return
+        reader, owner, pipe = rng.choice(near or known)
+        if fault.kind == "cut data":
+            self.strikes(fault, world.has_handoffs(reader))
+            pipe.open, pipe.deaf = False, rng.random() < 0.3
+            world.note("data connection cut, its reader not told" if pipe.deaf else "data connection cut")
+            world.wake(reader.incarnation)
+            world.wake(owner.incarnation)
+            return
+        pair = frozenset((reader.name, owner.name))
+        self._silent[pair] = (world.clock.now + fault.lasts_s, fault)
+        world.clock.at(fault.lasts_s, lambda: world.wake(reader.incarnation))
+
+    def swallows(self, reader: Process, owner: Process) -> bool:
+        """Asked where `reader` has bytes of `owner` to read: does nothing come through between the two? It takes effect
+        with the first that do not."""
+        until, fault = self._silent.get(frozenset((reader.name, owner.name)), (0.0, None))
+        if fault is None or self._world.clock.now >= until:
+            return False
+        if not fault.struck:
+            self.strikes(fault)
+        return True
 
     def _partitioned(self, fault: Fault, stream: Stream, during: bool, held: int) -> None:
         if max(held, stream.under_way):

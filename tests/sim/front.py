@@ -2,23 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.messages import (
     Fault,
-    Load,
     Orphan,
     PeerAddress,
-    RouterHello,
     RouterRecord,
-    WorkerInfo,
-    decode_decode_frame,
-    decode_report_frame,
     encode,
 )
-from engine.types import FinishReason, Incarnation, RequestRecord
+from engine.types import FinishReason, RequestRecord
 from router.call import State
 from router.config import RouterConfig
 from router.core import Router
@@ -28,6 +22,7 @@ from router.hub import Hub
 from router.observer import NullObserver
 from router.policy import make_policy
 from tests.sim.clock import Process, Violation
+from tests.sim.link import Link
 from tests.sim.network import Send, Session
 from tests.sim.revived import Revived
 from tests.sim.shadow import expected_output
@@ -165,45 +160,6 @@ class Counting(NullObserver):
         self._note(f"router dropped: {kind}")
 
 
-class _Link:
-    """One stream to one worker, as `router.dispatch.Links` keeps it."""
-
-    def __init__(self, front: "Front", role: str, peer: PeerAddress, send: Send) -> None:
-        self._front = front
-        self._decode: Any = decode_decode_frame if role == "decode" else decode_report_frame
-        self._role = role
-        self._peer = peer
-        self._send = send
-        self._joined = False
-
-    def frame(self, data: bytes) -> None:
-        front, name = self._front, self._peer.name
-        records = list(self._decode(data))
-        for record in records:
-            front.world.heard(record)
-        if not self._joined:
-            info = records.pop(0)
-            assert isinstance(info, WorkerInfo)
-            self._joined = True
-            if self._role == "decode":
-                self._send(encode([RouterHello(Incarnation(front.process.incarnation))]))
-            front.pauses[name] = PAUSE_S[0]
-            if self._role == "decode":
-                front.outboxes[name] = self._send
-            front.hub.joined(self._peer, info)
-        front.hub.heard(name, records)
-        if len(records) != 1 or not isinstance(records[0], Load):
-            front.check()
-
-    def closed(self, why: str) -> None:
-        front, name = self._front, self._peer.name
-        front.outboxes.pop(name, None)
-        if self._joined:
-            front.hub.lost(name)
-            front.check()
-        front.redial(self._role, self._peer)
-
-
 class Front:
     """One life of the router. Mutable state: the hub's, the outboxes and the pauses between two attempts to dial."""
 
@@ -213,18 +169,38 @@ class Front:
         policy = make_policy(config.policy, Random(seed).getrandbits(32))
         self.core = Router(config, policy, life=100 * process.pid)
         self.hub = Hub(self.core, lambda: world.clock.now, Counting(world.note))
-        self.hub.connect(self._to_worker)
+        self.hub.connect(self._to_worker, self._sever)
         self.hub.adopt_with(self._revive)
         self.revived: dict[str, Revived] = {}
         self.outboxes: dict[str, Send] = {}
         self.pauses: dict[str, float] = {}
+        self._links: dict[str, Link] = {}
+        self._wanted: dict[str, tuple[str, PeerAddress]] = {}
 
-    def start(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        self.hub.named([peer.name for peer in decode])
-        for role, peers in (("prefill", prefill), ("decode", decode)):
-            for peer in peers:
-                self._dial(role, peer)
+    def start(self) -> None:
         self.process.later(TICK_S, self._tick)
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        """As `router.dispatch.Links`."""
+        lives = [(peer.name, peer.incarnation) for peer in (*prefill, *decode) if peer.incarnation]
+        wanted = {
+            peer.name: (role, PeerAddress(peer.name, peer.address))
+            for role, peers in (("prefill", prefill), ("decode", decode))
+            for peer in peers
+        }
+        for name in [name for name, known in self._wanted.items() if wanted.get(name) != known]:
+            del self._wanted[name]
+            self.world.note("life withdrawn")
+            self._links.pop(name).end()
+            self.hub.lost(name, for_good=True)
+        self.hub.named([peer.name for peer in decode], lives)
+        for name in [name for name in wanted if name not in self._wanted]:
+            self._wanted[name] = wanted[name]
+            if lives:
+                self.world.note("life announced")
+            self.pauses[name] = PAUSE_S[0]
+            self._dial(name)
+        self.check()
 
     def check(self) -> None:
         if not self.world.is_checked():
@@ -245,11 +221,10 @@ class Front:
         self.hub.leave(client.record.request)
         self.check()
 
-    def redial(self, role: str, peer: PeerAddress) -> None:
-        pause = self.pauses.get(peer.name, PAUSE_S[0])
-        self.pauses[peer.name] = min(pause * 2, PAUSE_S[1])
-        jitter = self.world.rng.uniform(0.8, 1.2)
-        self.process.later(pause * jitter, partial(self._dial, role, peer))
+    def redial(self, name: str) -> None:
+        pause = self.pauses[name]
+        self.pauses[name] = min(pause * 2, PAUSE_S[1])
+        self._dial_later(name, pause * self.world.rng.uniform(0.8, 1.2))
 
     def runs_on(self, client: Client) -> str:
         """The decode worker that runs its request, for all this router knows; empty if it is not running."""
@@ -264,12 +239,30 @@ class Front:
         revived = self.revived[name] = Revived(client)
         return revived
 
-    def _dial(self, role: str, peer: PeerAddress) -> None:
+    def _dial(self, name: str) -> None:
+        role, peer = self._wanted[name]
+
         def accept(send: Send) -> Session:
-            return _Link(self, role, peer, send)
+            link = self._links[name] = Link(self, role, peer, send)
+            return link
 
         method = ATTACH if role == "decode" else WATCH
         self.world.wire.connect(self.process, peer.address, method, accept)
+
+    def _dial_later(self, name: str, pause_s: float) -> None:
+        """Unless it is not wanted by then, or has been dialled."""
+        link = self._links[name]
+
+        def dial() -> None:
+            if self._links.get(name) is link:
+                self._dial(name)
+
+        self.process.later(pause_s, dial)
+
+    def _sever(self, name: str) -> None:
+        if name in self._links:
+            self.process.later(0.0, self._links[name].end)
+            self._dial_later(name, PAUSE_S[1])
 
     def _to_worker(self, worker: str, record: RouterRecord) -> None:
         self.outboxes[worker](encode([record]))

@@ -16,6 +16,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation
 from tests.sim.clock import Violation
+from tests.sim.connections import Connections
 from tests.sim.faults import Fault
 from tests.sim.pipes import Frame, Pipe, SimTransport
 from tests.sim.shadow import ShadowKV, block_digest
@@ -86,9 +87,8 @@ class SimMover:
         self._routes: dict[Incarnation, ShadowKV] = {}
         self._sends: deque[_Send] = deque()
         self._recvs: dict[Incarnation, deque[_Recv]] = {}
-        self._outgoing: dict[Incarnation, Pipe] = {}
-        self._incoming: dict[Incarnation, Pipe] = {}
-        self._armed = False
+        self.connections = Connections(world, self._process)
+        self._armed = self._looking = False
         self.speed = 1.0
         self.beat: int | None = None
         world.movers[self._process.pid] = self
@@ -141,9 +141,10 @@ class SimMover:
                 if memory is None or not memory.process.alive:
                     self._tell(Unreachable(peer, "its process is gone"))
                     return
-                self._hang_up(peer)
+                if not self._remote:
+                    self._disconnect(peer)
                 self._routes[peer] = memory
-                self._outgoing[peer] = Pipe()
+                self.connections.make(peer)
             case Disconnect(peer):
                 self._disconnect(peer)
             case PostSend():
@@ -152,7 +153,7 @@ class SimMover:
                 self._post_recv(command)
             case PostScrap(peer):
                 if not self._remote and peer in self._routes:
-                    self._recvs.setdefault(peer, deque()).append(_Recv(command, {}, self._dial(peer)))
+                    self._queue(peer, _Recv(command, {}, self._dial(peer)))
             case CancelRecv(handoff, seq):
                 self._cancel(handoff, seq)
             case CancelSend(handoff, seq):
@@ -177,7 +178,7 @@ class SimMover:
         )
         pipe = frame = None
         if not self._remote:
-            pipe = self._outgoing[command.peer]
+            pipe = self.connections.outgoing[command.peer]
             frame = Frame(name, seq)
             pipe.frames.append(frame)
         self._sends.append(_Send(command, pipe, frame))
@@ -188,9 +189,7 @@ class SimMover:
         fault = self._world.faults.takes("recv_fails", name)
         if fault is not None:
             self._world.faults.strikes(fault)
-            if command.peer in self._routes and (pipe := self._dial(command.peer)) is not None:
-                pipe.open = False  # over tcp a receive fails with its connection
-        if command.peer not in self._routes or fault is not None:
+        if command.peer not in self._routes or (fault is not None and self._remote):
             self._tell(Received(name, seq, "TransferError: cannot be posted", 0.0, 0))
             return
         recv = _Recv(
@@ -198,9 +197,27 @@ class SimMover:
             {r.target: self._memory.generations[r.target] for b in command.blocks for r in b.rows},
             self._dial(command.peer),
         )
+        if fault is not None and recv.pipe is not None:
+            recv.pipe.open = False  # over tcp a receive fails with its connection
         recv.flip = self._world.faults.takes("corrupt", name)
-        self._recvs.setdefault(command.peer, deque()).append(recv)
+        self._queue(command.peer, recv)
         self._world.saw_copy(self._process, self._routes[command.peer].process, name)
+
+    def _queue(self, peer: Incarnation, recv: _Recv) -> None:
+        self._recvs.setdefault(peer, deque()).append(recv)
+        if not (self._remote or self._looking):
+            self._looking = True
+            self._process.later(self.connections.look_s, self._look)
+
+    def _look(self) -> None:
+        """tcp: give up what is due and does not come, as long as anything is outstanding."""
+        due = [peer for peer, queue in self._recvs.items() if queue]
+        for peer in self.connections.stalled(due):
+            self._world.note("data connection stalled")
+            self._lose(peer, f"nothing came for {self._world.plan.stall_s:g} s")
+        self._looking = bool(due)
+        if due:
+            self._process.later(self.connections.look_s, self._look)
 
     def _cancel(self, name: Handoff, seq: int) -> None:
         for queue in self._recvs.values():
@@ -236,45 +253,13 @@ class SimMover:
             self._sends.remove(send)
             move = send.command.move
             self._tell(Sent(move.handoff, move.seq, "disconnected", 0.0))
-        self._hang_up(peer)
-
-    # ---- connections (tcp)
-
-    def _hang_up(self, peer: Incarnation) -> None:
-        for pipes in (self._outgoing, self._incoming):
-            pipe = pipes.pop(peer, None)
-            if pipe is not None:
-                pipe.open = False
-                self._world.wake(peer)
+        self.connections.hang_up(peer)
 
     def _dial(self, peer: Incarnation) -> Pipe | None:
-        """The pipe to receive from `peer` over; dialled now, if there is none yet."""
         if self._remote:
             return None
-        pipe = self._incoming.get(peer)
-        if pipe is None:
-            sender = self._world.movers[self._routes[peer].process.pid]
-            pipe = self._incoming[peer] = sender.admit(Incarnation(self._process.incarnation))
-            self._world.wake(peer)
-        return pipe
-
-    def admit(self, dialer: Incarnation) -> Pipe:
-        """Somebody has dialled: what waits for it goes out. Who dials again gets a new pipe, the old one breaks."""
-        pipe = self._outgoing.get(dialer)
-        if pipe is not None and pipe.dialled:
-            pipe.open = False
-            pipe = self._outgoing[dialer] = Pipe()
-        if pipe is None:
-            pipe = Pipe()
-            pipe.open = False
-        pipe.open &= self._process.alive
-        pipe.dialled = True
-        return pipe
-
-    def die(self) -> None:
-        """The process is gone, and its sockets with it."""
-        for pipe in (*self._outgoing.values(), *self._incoming.values()):
-            pipe.open = False
+        sender = self._world.movers[self._routes[peer].process.pid]
+        return self.connections.dial(peer, sender.connections)
 
     # ---- sending
 
@@ -319,20 +304,20 @@ class SimMover:
             return self._copy(queue, recv, memory, memory.rows)
         pipe = recv.pipe
         assert pipe is not None
-        if not pipe.open:
-            self._lost(queue, "the stream was reset")
+        if not (pipe.open or pipe.deaf):
+            self._lose(peer, "the connection was reset")
             return False
-        if not pipe.frames:
+        if not pipe.frames or self._world.faults.swallows(self._process, memory.process):
             return False
         frame, move = pipe.frames[0], recv.command.move
         if (frame.name, frame.seq) != (move.handoff, move.seq):
-            pipe.open = False
-            self._lost(queue, "a frame came that is not the next one posted")
+            self._lose(peer, "a frame came that is not the next one posted")
             return False
         if isinstance(recv.command, PostScrap) or recv.cancelled:
             if frame.vouched is None:
                 return False
             pipe.frames.popleft()
+            pipe.taken += 1
             queue.popleft()
             self._world.note("bytes to scrap")
             return True
@@ -342,19 +327,27 @@ class SimMover:
             if frame.vouched is None:
                 return False
             pipe.frames.popleft()
+            pipe.taken += 1
             queue.popleft()
             self._end_recv(recv, "the sender withdrew the chunk")
             return True
+        pipe.taken += 1
         fits = self._copy(queue, recv, memory, frame.blocks)
         if recv.done == len(move.remote) and recv not in queue:
             pipe.frames.popleft()
         return fits
 
-    def _lost(self, queue: deque[_Recv], why: str) -> None:
-        for recv in queue:
-            if not recv.cancelled and isinstance(recv.command, PostRecv):
-                self._end_recv(recv, why)
+    def _lose(self, peer: Incarnation, why: str) -> None:
+        """A connection is over: what is outstanding on it fails, and the worker hears first that this way is gone."""
+        self._world.note("data connection lost")
+        pipe, queue = self.connections.incoming[peer], self._recvs[peer]
+        pipe.open = pipe.deaf = False
+        lost = [r for r in queue if not r.cancelled and isinstance(r.command, PostRecv)]
         queue.clear()
+        for recv in lost:
+            self._tell(Unreachable(peer, why))
+            self._end_recv(recv, why)
+        self._world.wake(peer)
 
     def _copy(
         self, queue: deque[_Recv], recv: _Recv, memory: ShadowKV, rows: list[list[int]]

@@ -24,6 +24,10 @@ class Pipe:
         self.frames: deque[Frame] = deque()
         self.open = True
         self.dialled = False
+        self.deaf = False
+        """It is not open any more, and the receiver has not been told."""
+        self.taken = 0
+        """Pieces that the receiver has read off it."""
 
 
 class SimTransport:

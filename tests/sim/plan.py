@@ -56,6 +56,11 @@ class Plan:
     """How long workers and router wait before they call a silent worker so; a hung one, or a missing one, six times as
     long. Takes the place of what the configs say."""
 
+    stall_s: float = 10.0
+    """How long a tcp connection may owe bytes and bring none."""
+    announced: bool = False
+    """The supervisor tells the router which lives there are, as it does in a cluster that has one."""
+
     def __post_init__(self) -> None:
         transfer = replace(self.prefill.transfer, escalate_s=self.escalate_s)
         self.prefill = replace(self.prefill, transfer=transfer)

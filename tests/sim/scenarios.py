@@ -155,6 +155,31 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
         _plan(
             faults=(Fault("freeze decode", "copy", count=2, lasts_s=8.0),),
             escalate_s=1.0,
+            announced=True,
+        ),
+    ),
+    "frozen_when_the_router_dies": (
+        "The next router never meets this life, but is told of it, and takes it for silent as its accuser does.",
+        _plan(
+            _resumable("a", 1, 2, max_tokens=16),
+            faults=(
+                Fault("freeze decode", "copy", count=2, lasts_s=9.0),
+                Fault("crash router", "copy", count=2, delay_s=0.001, lasts_s=0.01),
+            ),
+            escalate_s=1.0,
+            announced=True,
+        ),
+    ),
+    "data_connection_cut": (
+        "Over tcp the connection that carries blocks breaks: what has landed is kept, another worker sends the rest.",
+        _plan(faults=(Fault("cut data", "copy", 2, delay_s=0.0001),), transport="tcp"),
+    ),
+    "data_connection_silent": (
+        "It swallows all, while the control stream lives: given up after half a second without a byte that was due.",
+        _plan(
+            faults=(Fault("silence data", "copy", 2, lasts_s=1.0),),
+            transport="tcp",
+            stall_s=0.5,
         ),
     ),
     "partition_in_the_handoff": (

@@ -10,7 +10,7 @@ from decode_worker.config import DecodeConfig
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.clock import Violation
-from tests.sim.faults import KINDS, Fault
+from tests.sim.faults import DATA_KINDS, KINDS, Fault
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import VOCAB
 from tests.sim.world import World
@@ -33,6 +33,8 @@ WEIGHTS = {
     "corrupt": 3,
     "send_fails": 2,
     "recv_fails": 2,
+    "cut data": 4,
+    "silence data": 4,
 }
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 MIN_OVERLAP = 4
@@ -49,18 +51,19 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     sizes = {"prefill": size if rng.random() < 0.75 else rng.choice((2, 3, 6)), "decode": size}
     asks = _asks(rng, size, (4, 8, 12, 16) if moving else (1, 2, 3, 4, 6, 8))
     longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
+    transport = rng.choice(("shm", "shm", "tcp"))
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     return Plan(
         seed=rng.getrandbits(32),
         asks=asks,
-        faults=_faults(rng, moving),
+        faults=_faults(rng, moving, transport),
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={
             "prefill": most["prefill"] + rng.randint(0, 1),
             "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 2),
         },
         block_size=sizes,
-        transport=rng.choice(("shm", "shm", "tcp")),
+        transport=transport,
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
         decode=DecodeConfig(
             max_batch=rng.choice((2, 8)),
@@ -71,6 +74,8 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         strict=strict,
         goings=goings,
         escalate_s=rng.choice((0.5, 5.0)),
+        stall_s=rng.choice((0.3, 1.0)),
+        announced=rng.random() < 0.6,
     )
 
 
@@ -125,14 +130,18 @@ def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
     ]
 
 
-def _faults(rng: Random, moving: bool) -> list[Fault]:
+def _faults(rng: Random, moving: bool, transport: str) -> list[Fault]:
     number = rng.choice((1, 1, 2, 2, 3, 4))
-    faults = [_fault(rng, moving, alone=number == 1) for _ in range(number)]
-    if rng.random() < 0.06:
-        # The router dies while it takes a decode worker for lost: two workers may hold one request.
-        kind = rng.choice(("cut router", "cut router", "freeze decode", "partition router"))
+    faults = [_fault(rng, moving, transport, alone=number == 1) for _ in range(number)]
+    if rng.random() < 0.08:
+        # The router dies while it takes a decode worker for lost: two workers may hold one request, and one that stays
+        # frozen is never met by the next router.
+        kinds = ("cut router", "cut router", "freeze decode", "freeze decode", "partition router")
+        kind = rng.choice(kinds)
         is_cut, count = kind == "cut router", rng.randint(1, 4)
         lasts_s = 0.05 if is_cut else rng.uniform(2.0, 4.0)
+        if kind == "freeze decode" and rng.random() < 0.5:
+            lasts_s += 4.0
         delay_s = rng.uniform(0.004, 0.035) if is_cut else rng.uniform(1.0, 2.1)
         return [
             Fault(kind, "Landed", count, lasts_s=lasts_s),
@@ -141,17 +150,20 @@ def _faults(rng: Random, moving: bool) -> list[Fault]:
     return faults
 
 
-def _fault(rng: Random, moving: bool, alone: bool) -> Fault:
+def _fault(rng: Random, moving: bool, transport: str, alone: bool) -> Fault:
     """One that is `alone` should find its occasion, or the schedule does not count."""
-    kind = rng.choices(KINDS, [0 if alone and k == "reorder" else WEIGHTS[k] for k in KINDS])[0]
+    without = ("reorder",) * alone + DATA_KINDS * (transport != "tcp")
+    kind = rng.choices(KINDS, [0 if k in without else WEIGHTS[k] for k in KINDS])[0]
     lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
     if rng.random() < 0.25 and kind.partition(" ")[0] in ("freeze", "partition"):
         lasts = rng.uniform(2.0, 4.0)
+    if kind == "silence data" and rng.random() < 0.5:
+        lasts = rng.uniform(0.3, 3.0)  # some longer than anybody waits
     if kind == "crash router" and rng.random() < 0.5:
         lasts = rng.uniform(0.0, 0.004)  # back while its requests still run
     if rng.random() < 0.15 and not alone:
         return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
-    on = rng.choice(ON if moving else ON[:-1])
+    on = "copy" if kind in DATA_KINDS else rng.choice(ON if moving else ON[:-1])
     return Fault(
         kind,
         on,

@@ -101,6 +101,7 @@ class ShadowRunner:
     def __init__(self, kv: ShadowKV) -> None:
         self.kv = kv
         self.copies = 0
+        self.computed_tokens = 0
         self._copied: Counter[BlockId] = Counter()
 
     def run(self, plan: StepPlan) -> list[int]:
@@ -112,6 +113,7 @@ class ShadowRunner:
             self._writable(target, "copy-on-write")
             rows[target] = list(rows[source])
             self.copies += 1
+        self.computed_tokens += plan.computed_tokens
         # Whoever holds a block only for its copy does not hold it any more.
         self._copied = Counter(source for source, _ in plan.copies)
         return [token for row in plan.rows for token in self._row(row)]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,7 +11,6 @@ from engine.messages import (
     Handoff,
     Load,
     Orphan,
-    PeerAddress,
     PrefillFailed,
     Record,
     StartPrefill,
@@ -24,11 +22,11 @@ from tests.sim.faults import Faults
 from tests.sim.front import Client, Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
+from tests.sim.pipes import Pipe
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
+from tests.sim.supervision import BOOT_S, Supervision
 
-BOOT_S = 0.05
-SUPERVISES_S = 0.1
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
@@ -63,20 +61,17 @@ class World:
         self._reported: set[str] = set()
         self._orphan: str | None = None
         self._occasions = 0
+        self.supervision = Supervision(self)
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
         self.wire.on_cut = self._broke
 
     # ---- processes
 
-    def addresses(self, role: str) -> list[PeerAddress]:
-        base = 1000 if role == "prefill" else 2000
-        return [
-            PeerAddress(f"{role}-{n}", f"sim:{base + n}") for n in range(self.plan.workers[role])
-        ]
-
     def boot(self, name: str, role: str) -> None:
-        """A new life of `name`."""
+        """A new life of `name`. That the old one is gone is told before."""
+        if role != "router" and "router" in self.live:
+            self.supervision.tell()
         pid = len(self.processes) + 1
         process = Process(self.clock, name, role, pid, self.rng.getrandbits(64) | 1)
         self.processes[pid] = process
@@ -86,11 +81,13 @@ class World:
         if role == "router":
             self._reported.clear()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
-            self.front.start(self.addresses("prefill"), self.addresses("decode"))
+            self.supervision.tell()
+            self.front.start()
             return
-        port = next(int(p.address.partition(":")[2]) for p in self.addresses(role) if p.name == name)
-        worker = shells.start_worker(process, port)
-        self.workers[pid] = worker
+        address = next(p.address for p in self.supervision.addresses(role) if p.name == name)
+        self.workers[pid] = shells.start_worker(process, int(address.partition(":")[2]))
+        if "router" in self.live:
+            self.supervision.tell()
 
     def kill(self, process: Process) -> None:
         """SIGKILL: its state is gone, its streams break, nothing of it runs any more."""
@@ -141,7 +138,7 @@ class World:
         for stream in self.wire.of(process):
             stream.cut("the process died")
         if process.pid in self.movers:
-            self.movers[process.pid].die()
+            self.movers[process.pid].connections.die()
         if process.role == "router":
             for client in self.clients:
                 client.router_lost(self._keeper(client))
@@ -179,21 +176,6 @@ class World:
 
         self.clock.at(seconds, thaw)
 
-    def _supervise(self) -> None:
-        """What the real supervisor does with lives that the router has given up: kill them, and start new ones."""
-        self.clock.at(SUPERVISES_S, self._supervise)
-        router = self.live["router"]
-        if not router.alive or router.frozen:
-            return
-        for verdict in self.front.core.condemned:
-            process = self.live[verdict.name]
-            if process.alive and process.incarnation == verdict.incarnation:
-                self.note("given up, and killed")
-                if self.say is not None:
-                    self.say("supervisor", f"kills {process.name}: {verdict.why}")
-                self.kill(process)
-                self.clock.at(BOOT_S, partial(self.boot, process.name, process.role))
-
     def pick(self, role: str, rng: Random) -> Process | None:
         """One living process of a role, those with open handoffs first."""
         alive = [p for p in self.live.values() if p.role == role and p.alive and not p.frozen]
@@ -210,6 +192,17 @@ class World:
         if process.role == "router":
             return any(self.has_handoffs(p) for p in self.live.values() if p.role != "router")
         return process.alive and bool(self.handoffs(process))
+
+    def data_connections(self) -> list[tuple[Process, Process, Pipe]]:
+        """tcp: (who reads, whose blocks, over what) of each connection that is open."""
+        lives = {process.incarnation: process for process in self.live.values() if process.alive}
+        return [
+            (reader, lives[peer], pipe)
+            for reader in lives.values()
+            if reader.pid in self.movers
+            for peer, pipe in self.movers[reader.pid].connections.incoming.items()
+            if pipe.open and peer in lives
+        ]
 
     def wake(self, peer: int) -> None:
         """There is something to do for the transfer thread of this life."""
@@ -380,10 +373,10 @@ class World:
     def _run(self) -> None:
         clock = self.clock
         for role in ROLES:
-            for peer in self.addresses(role):
+            for peer in self.supervision.addresses(role):
                 self.boot(peer.name, role)
         self.boot("router", "router")
-        clock.at(SUPERVISES_S, self._supervise)
+        self.supervision.start()
         self._asked = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
