@@ -17,6 +17,11 @@ from telemetry import logs
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
 
+QUESTIONS = ("flights", "overview")
+"""What a process may be asked while it runs: methods of the hosted class that take one text and return what msgspec can
+write. `flights` of a request, or of the latest ones (every process); `overview` (the router)."""
+
+
 class Hosted:
     """The one thing that runs in a child process; both launchers' shells only call it.
 
@@ -52,6 +57,13 @@ class Hosted:
 
     def condemned(self) -> list[Verdict]:
         return list(self._router("condemned").condemned())
+
+    def ask(self, what: str, argument: str) -> bytes:
+        """The answer to one of QUESTIONS, as JSON. Raises LaunchError for a question that it does not know."""
+        method = getattr(self._server, what, None) if what in QUESTIONS else None
+        if method is None:
+            raise LaunchError(f"{self._spec.name} cannot be asked for {what!r}")
+        return msgspec.json.encode(method(argument))
 
     def leave(self, grace_s: float) -> None:
         """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""

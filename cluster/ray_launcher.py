@@ -113,6 +113,13 @@ class RayChild:
         self._asked = self._actor.condemned.remote()
         return found
 
+    def ask(self, what: str, argument: str) -> bytes:
+        answer = self._get(self._actor.ask.remote(what, argument), ANSWER_TIMEOUT_S, "answer")
+        if isinstance(answer, str):
+            raise LaunchError(answer)
+        told: bytes = answer
+        return told
+
     def kill(self) -> None:
         # Not by Ray, which asks the process to end itself: a stopped one does not.
         if self._watch is not None and not self._watch.is_dead():

@@ -81,6 +81,10 @@ class Child(Protocol):
         """Router only: the lives of workers that it had given up when it was last asked, and ask again; None while it
         owes the answer. Never blocks."""
 
+    def ask(self, what: str, argument: str) -> bytes:
+        """The answer to one of `cluster.hosting.QUESTIONS`, as JSON. From any thread. Raises LaunchError if there is
+        none within a few seconds."""
+
     def kill(self) -> None:
         """End this very process, by its pid, whatever state it is in; `failure` says so a moment later."""
 

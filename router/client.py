@@ -52,7 +52,9 @@ class Client:
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._sync()
-        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
         try:
             while not progress.is_over:
                 try:
@@ -79,7 +81,9 @@ class Client:
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._aio()
-        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
         try:
             while not progress.is_over:
                 try:
@@ -168,6 +172,10 @@ def _encoded(call: GenerateCall) -> bytes:
         return call_to_proto(call).SerializeToString()
     except (TypeError, ValueError) as error:
         raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+
+
+def _metadata(call: GenerateCall) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", call.traceparent),) if call.traceparent else ()
 
 
 def _resumable(call: GenerateCall, resume: bool) -> GenerateCall:
