@@ -12,7 +12,7 @@ from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.escalation import Verdict
-from telemetry import logs
+from telemetry import logs, tracing
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
@@ -31,6 +31,7 @@ class Hosted:
     def __init__(self, spec: ChildSpec) -> None:
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
+        tracing.configure(spec.tracing, spec.name)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
@@ -71,10 +72,14 @@ class Hosted:
 
     def wait(self) -> None:
         """Block until stopped, or left. Raises if the engine died."""
-        self._server.wait()
+        try:
+            self._server.wait()
+        finally:
+            tracing.shut()
 
     def stop(self, grace_s: float) -> None:
         self._server.stop(grace_s)
+        tracing.shut()
 
     def _router(self, verb: str) -> Any:
         if self._spec.kind != "router":

@@ -64,6 +64,7 @@ def specs(
                 "threads": threads,
                 "log_level": config.log_level,
                 "log_json": config.log_json,
+                "tracing": msgspec.to_builtins(config.tracing),
             },
             ChildSpec,
         )

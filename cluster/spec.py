@@ -10,6 +10,7 @@ import msgspec
 from engine.messages import PeerAddress
 from engine.types import Incarnation
 from router.escalation import Verdict
+from telemetry.tracing import TracingConfig
 
 Kind = Literal["prefill", "decode", "router"]
 
@@ -38,6 +39,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     log_level: str = "warning"
     log_json: bool = False
+    tracing: TracingConfig = TracingConfig()
 
 
 class ChildReady(msgspec.Struct, frozen=True, kw_only=True):

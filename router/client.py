@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -47,7 +47,7 @@ class Client:
         self._channel: grpc.Channel | None = None
         self._aio_channel: grpc.aio.Channel | None = None
 
-    def generate(self, call: GenerateCall, resume: bool = False) -> Iterator[GenerateEvent]:
+    def generate(self, call: GenerateCall, resume: bool = False) -> Generator[GenerateEvent, None, None]:
         """Events of one request, ending with Finished of its last sample. Raises ApiError."""
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()

@@ -41,8 +41,8 @@ class Flight(msgspec.Struct, kw_only=True):
 
 
 class FlightRecorder:
-    """Mutable state: the flights by request, the one heard of last at the end. Owner: one thread; `find` and `latest` may
-    be called from any."""
+    """Mutable state: the flights by request, the one heard of last at the end. Owner: one thread; `find` and `latest`
+    may be called from any."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class FlightRecorder:
         return self.find(request) if request else self.latest(SHOWN)
 
     def dump(self, request: str, why: str) -> None:
-        """Write one request's timeline to the log, as an error."""
+        """Write one request's timeline to the log."""
         for flight in self.find(request):
             story = "; ".join(f"{e.at_s:.4f} {e.what}{_facts(e)}" for e in flight.events)
-            log.error("%s; its timeline: %s", why, story, extra={"request": flight.request})
+            log.warning("%s; its timeline: %s", why, story, extra={"request": flight.request})
 
     def dump_open(self, ends: frozenset[str], why: str) -> None:
         """Write the timelines of all requests whose last event is none of `ends`: those under way when this broke."""

@@ -1,9 +1,9 @@
 """Tracing with OpenTelemetry, an extra: spans are made when a request, or a worker's part of it, has ended.
 
 A request's context is one W3C `traceparent`, which travels in its record, so that router, prefill worker and decode
-worker add to one trace. Spans carry the wall clock of the process that measured them; durations are exact, how spans of
-two hosts lie beside each other is as good as those hosts' clocks. Without an endpoint nothing is imported, and a caller's
-`traceparent` is passed on as it is.
+worker add to one trace. Spans carry the wall clock of the process that measured them: durations are exact, how spans
+of two hosts lie beside each other is as good as those hosts' clocks. Without an endpoint nothing is imported, and a
+caller's `traceparent` is passed on as it is.
 """
 
 import re
