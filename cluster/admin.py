@@ -86,7 +86,8 @@ class Flights(msgspec.Struct, frozen=True, kw_only=True):
 class AdminServer:
     """Serves one cluster, in a thread of its own, from before its start until after its end.
 
-    Mutable state: what the main thread says of the cluster's life. `down` is set when somebody has asked for the end."""
+    Mutable state: what the main thread says of the cluster's life. `down` is set once somebody has asked for the end.
+    """
 
     def __init__(
         self,

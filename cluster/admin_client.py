@@ -70,6 +70,8 @@ class AdminClient:
         timeout_s: float | None = QUICK_S,
         params: dict[str, str] | None = None,
     ) -> T:
+        if not self._rundir.socket.exists() and not self._rundir.is_held:
+            raise self._not_running()
         content = msgspec.json.encode(body) if body is not None else None
         try:
             response = self._http.request(
@@ -84,12 +86,14 @@ class AdminClient:
                 raise LaunchError(
                     f"the cluster {self._rundir.name!r} runs but its supervisor cannot be asked: {error}"
                 ) from error
-            raise NotRunning(
-                f"no cluster named {self._rundir.name!r} runs here (start one with: headrace up)"
-            ) from error
+            raise self._not_running() from error
         if response.status_code != 200:
             raise LaunchError(_reason(response))
         return msgspec.json.decode(response.content, type=kind)
+
+    def _not_running(self) -> NotRunning:
+        name = self._rundir.name
+        return NotRunning(f"no cluster named {name!r} runs here (start one with: headrace up)")
 
 
 def _reason(response: httpx.Response) -> str:

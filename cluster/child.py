@@ -3,8 +3,8 @@
 A line protocol on standard input and output, one JSON value a line:
 
     parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told for
-                      each Ask, which are answered in any order
+    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told
+                      for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard

@@ -85,6 +85,7 @@ _MAY_BE_ZERO = frozenset(
         "decode.orphan_s",
     }
 )
+_SHARES = (".digest_sample", "tracing.sample")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 
 
@@ -128,9 +129,7 @@ def problem(key: str, value: object) -> str | None:
         return f"{value} is not a finite number"
     if value < 0:
         return f"{value} is negative"
-    if key.endswith(".digest_sample") and value > 1:
-        return f"{value} is more than all: a share is at most 1"
-    if key == "tracing.sample" and value > 1:
+    if key.endswith(_SHARES) and value > 1:
         return f"{value} is more than all: a share is at most 1"
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"

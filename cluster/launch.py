@@ -171,8 +171,8 @@ class Cluster:
         self._leave((name,), again=again, timeout_s=timeout_s)
 
     def scale(self, kind: Kind, count: int, timeout_s: float | None = None) -> None:
-        """Give a pool `count` workers, at least one, and block until it has them, as `roll` does. Who leaves is drained.
-        Raises LaunchError."""
+        """Give a pool `count` workers, at least one, and block until it has them, as `roll` does. Who leaves is
+        drained. Raises LaunchError."""
         if kind == "router" or count < 1:
             raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
         order = Resize(kind, count, self._config.leave_grace_s)

@@ -7,7 +7,8 @@ from cluster.sizes import format_size
 
 
 class Bars:
-    """A bar for each thing that is reported, in the order in which they come. `report` may be called from any thread."""
+    """A bar for each thing that is reported, in the order in which they come. `report` may be called from any thread.
+    """
 
     # Mutable state: the bars by what they are of.
 

@@ -1,7 +1,7 @@
 """`headrace top`: a live view of pools, batches, blocks, migrations and latency.
 
-`batch` runs in a step, `line` waits; `tokens` are uncached prompt tokens in it. `speed` is a prefill worker's rate and a
-decode worker's time per step. In the bar: █ active, ▒ reserved, ! quarantined, ░ cached, · free.
+`batch` runs in a step, `line` waits; `tokens` are uncached prompt tokens in it. `speed` is a prefill worker's rate and
+a decode worker's time per step. In the bar: █ active, ▒ reserved, ! quarantined, ░ cached, · free.
 """
 
 import time
@@ -20,7 +20,7 @@ from cluster.status_view import STYLES, duration
 from router.journal import Recent
 from router.overview import Overview, WorkerView
 
-BAR_CELLS = 12
+BAR_CELLS = 10
 BLOCKS = (("active", "█", "green"), ("reserved", "▒", "yellow"), ("quarantined", "!", "red"))
 CACHED = ("cached", "░", "cyan")
 
@@ -120,7 +120,7 @@ def _row(process: ProcessStatus, view: WorkerView | None) -> list[RenderableType
         f"{used}/{view.blocks}",
         _bar(view),
         speed,
-        f"{view.age_s:.1f} s",
+        f"{view.age_s:.1f}s",
     ]
 
 

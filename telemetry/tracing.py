@@ -74,11 +74,10 @@ def unix_offset_s() -> float:
 
 
 def consecutive(begin_s: float, stages: Sequence[tuple[str, float]]) -> list[Span]:
-    """Stages that follow each other from `begin_s` on, by their durations; those of no time are left out."""
+    """Stages that follow each other from `begin_s` on, by their durations."""
     spans = []
     for name, seconds in stages:
-        if seconds > 0.0:
-            spans.append(Span(name, begin_s, begin_s + seconds))
+        spans.append(Span(name, begin_s, begin_s + seconds))
         begin_s += seconds
     return spans
 

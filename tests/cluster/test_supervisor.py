@@ -424,6 +424,10 @@ def watched(cluster: Cluster) -> Iterator[list[str]]:
         thread.join(30)
 
 
+def state_of(cluster: Cluster, name: str) -> State:
+    return {slot.name: slot.state for slot in cluster.slots()}[name]
+
+
 def replaced(cluster: Cluster, name: str, old: int) -> Callable[[], bool]:
     return lambda: cluster.workers[name].pid != old
 
@@ -443,8 +447,7 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
                 assert eventually(replaced(cluster, "decode-1", pid), 30.0), ended
                 assert gone(pid) and not gone(cluster.workers["decode-1"].pid)
             os.kill(cluster.workers["decode-1"].pid, signal.SIGKILL)
-            states = lambda: {slot.name: slot.state for slot in cluster.slots()}  # noqa: E731
-            assert eventually(lambda: states()["decode-1"] is State.FAILED, 10.0), states()
+            assert eventually(lambda: state_of(cluster, "decode-1") is State.FAILED, 10.0)
             assert {n: cluster.workers[n].pid for n in others} == others and not ended
             for _ in range(RESTARTS.limit):
                 pid = cluster.workers["decode-0"].pid
