@@ -22,7 +22,7 @@ from tests.cluster.test_launchers import eventually
 
 pytest.importorskip("opentelemetry.sdk")
 
-from tests.telemetry.collector import Collector, Seen  # noqa: E402
+from tests.telemetry.collector import Collector, Seen
 
 GREEDY = SamplingParams(temperature=0.0)
 PARENT = "c" * 16
