@@ -18,6 +18,7 @@ from cluster.resolve import Resolved
 from cluster.rundir import RunDir
 from cluster.signals import Interrupted, check, on_hangup
 from cluster.spec import LaunchError, child_environment
+from telemetry import logs
 
 ASK_AGAIN_S = 0.1
 
@@ -29,6 +30,7 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
     rundir = RunDir(config, environ)
     if rundir.is_held:
         return _runs_already(rundir, config)
+    logs.configure("supervisor", config.log_level, config.log_json)
     with rundir.hold(), Bars() as bars:
         cluster = Cluster(config, make_launcher(config.launcher), progress=bars.report)
         admin = AdminServer(

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cluster.admin import ProcessStatus, Status
 from cluster.admin_client import AdminClient
+from cluster.hints import hints
 from cluster.sizes import format_size
 from cluster.spec import LaunchError
 from cluster.status_view import STYLES, duration
@@ -43,7 +44,14 @@ def run_top(client: AdminClient, once: bool, interval_s: float) -> int:
 
 def frame(status: Status, overview: Overview) -> RenderableType:
     """One picture of the cluster."""
-    return Group(head(status), _requests(overview), _recent(overview.recent), _pools(status, overview))
+    said = [Text(f"→ {hint}", "yellow") for hint in hints(overview)]
+    return Group(
+        head(status),
+        _requests(overview),
+        _recent(overview.recent),
+        _pools(status, overview),
+        *said,
+    )
 
 
 def head(status: Status) -> Text:

@@ -23,7 +23,7 @@ def print_trace(told: Flights, console: Console | None = None) -> None:
     for flight in told.flights:
         console.print(f"{flight.request} on {flight.worker}, from {_clock(flight)}", style="bold")
         for event in flight.events:
-            console.print(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}", markup=False)
+            console.print(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}", markup=False, soft_wrap=True)
         if flight.left_out:
             console.print(f"  ({flight.left_out} events in the middle were not kept)")
     for name, why in told.silent.items():

@@ -3,6 +3,7 @@
 Told of everything by the hub (commands of the core) and by the streams (how a request ended). Owner: the event loop.
 """
 
+import logging
 from collections import deque
 from typing import ClassVar
 
@@ -27,6 +28,8 @@ from router.events import (
 )
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
+
+log = logging.getLogger(__name__)
 
 RECENT_S = 60.0
 KEPT = 4096
@@ -56,6 +59,8 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float | None = None
     itl_p50_s: float | None = None
     itl_p99_s: float | None = None
+    stages: dict[str, float] = {}
+    """The mean of each stage, in seconds, over requests that ended well."""
     migrated_requests: int = 0
     migrated_blocks: int = 0
     migrated_bytes: int = 0
@@ -139,6 +144,8 @@ class Journal:
             facts["ttft_s"] = round(end.ttft_s, 6)
         facts |= {f"{name}_s": round(seconds, 6) for name, seconds in end.stages.items()}
         self.recorder.note(end.request, "ended", end.at_s, **facts)
+        about = {"request": end.request, "facts": facts}
+        log.info("ended: %s after %.3f s", end.outcome.value, end.e2e_s, extra=about)
         if self._tracing is not None:
             self._tracing.close(end.request, _span(end, facts))
 
@@ -154,6 +161,7 @@ class Journal:
         itls = sorted(sum(end.gaps_s) / len(end.gaps_s) for end in last if end.gaps_s)
         return Recent(
             outcomes=outcomes,
+            stages=_means([end.stages for end in last if end.stages]),
             output_tokens=sum(one.output_tokens for one in stats),
             ttft_p50_s=_quantile(ttfts, 50),
             ttft_p99_s=_quantile(ttfts, 99),
@@ -164,6 +172,14 @@ class Journal:
             migrated_bytes=sum(one.migrated_bytes for one in moved),
             migration_s=sum(one.migration_s for one in moved),
         )
+
+
+def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for stages in all_stages for name in stages)
+    return {
+        name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages)
+        for name in names
+    }
 
 
 def _quantile(values: list[float], percent: int) -> float | None:

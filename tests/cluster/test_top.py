@@ -2,9 +2,12 @@
 
 from io import StringIO
 
+import msgspec
+import pytest
 from rich.console import Console, RenderableType
 
 from cluster.admin import Flights, ProcessStatus, Status
+from cluster.hints import hints
 from cluster.status_view import duration, print_status
 from cluster.top import frame
 from cluster.trace_view import print_latest, print_trace, request_of
@@ -155,3 +158,32 @@ def test_durations_read_well() -> None:
     assert [duration(s) for s in (0.2, 59, 60, 3600, 90061)] == [
         *["0 s", "59 s", "1 min", "1 h", "1 d 1 h"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("recent", "expected"),
+    [
+        (Recent(), []),
+        (Recent(ttft_p50_s=0.5, itl_p50_s=0.05), []),
+        (
+            Recent(ttft_p50_s=0.51, stages={"prefill_queue": 0.3, "prefill_run": 0.2}),
+            ["prefill_queue: prompts wait for a prefill worker; add one"],
+        ),
+        (
+            Recent(ttft_p50_s=2.0, stages={"route": 1.5, "prefill_run": 0.2, "decode_run": 9.0}),
+            ["most of it route: requests stand in the router's line"],
+        ),
+        (Recent(itl_p50_s=0.051), ["with up to 8 requests in a batch: decode pressure"]),
+        (
+            Recent(ttft_p50_s=0.6, itl_p50_s=0.06, stages={"migrate": 0.5}),
+            ["most of it migrate", "decode pressure"],
+        ),
+    ],
+)
+def test_the_rule_of_thumb(recent: Recent, expected: list[str]) -> None:
+    """TTFT above 500 ms is the prefill side's (or what it waits for), 50 ms between tokens the decode side's."""
+    said = hints(msgspec.structs.replace(OVERVIEW, recent=recent))
+    assert len(said) == len(expected)
+    assert all(part in hint for part, hint in zip(expected, said, strict=True))
+    shown_text = "\n".join(shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, recent=recent))))
+    assert shown_text.count("→") == len(expected)
