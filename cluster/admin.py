@@ -119,6 +119,7 @@ class AdminServer:
         settings = uvicorn.Config(
             self._app(),
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
