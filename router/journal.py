@@ -76,7 +76,7 @@ class Journal:
         self.recorder = FlightRecorder(worker)
         self._tracing = tracing
         self._endings: deque[Ending] = deque(maxlen=KEPT)
-        self._begun: set[str] = set()
+        self._begun: dict[str, None] = {}
 
     def received(self, request: str, traceparent: str, at_s: float) -> str:
         """A call has come; returns the context that its workers shall be given."""
@@ -102,7 +102,9 @@ class Journal:
         match command:
             case Deliver(request):
                 if request not in self._begun:
-                    self._begun.add(request)
+                    self._begun[request] = None
+                    if len(self._begun) > KEPT:
+                        del self._begun[next(iter(self._begun))]
                     note(request, "first token", now)
             case SendPlace(worker, place, reason):
                 facts: dict[str, Fact] = {"decode": worker, "placement": place.placement}
@@ -137,7 +139,7 @@ class Journal:
 
     def ended(self, end: Ending) -> None:
         """The account of a request is closed."""
-        self._begun.discard(end.request)
+        self._begun.pop(end.request, None)
         self._endings.append(end)
         facts: dict[str, Fact] = {"outcome": end.outcome.value, "e2e_s": round(end.e2e_s, 6)}
         if end.ttft_s is not None:
