@@ -43,6 +43,13 @@ class HostActor:
     def leave(self, grace_s: float) -> None:
         self._host.leave(grace_s)
 
+    def ask(self, what: str, argument: str) -> bytes | str:
+        """The answer as JSON, or in words why there is none."""
+        try:
+            return self._host.ask(what, argument)
+        except Exception as error:
+            return one_line(error)
+
     def stop(self, grace_s: float) -> None:
         if self._hosted is not None:
             self._hosted.stop(grace_s)

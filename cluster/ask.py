@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import closing
 
 import msgspec
 
@@ -23,17 +24,18 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> An
     pieces: list[str] = []
     token_ids: list[int] = []
     prompt_tokens = 0
-    for event in client.generate(call):
-        match event:
-            case Started():
-                prompt_tokens = event.prompt_tokens
-            case Delta():
-                pieces.append(event.text)
-                token_ids.extend(event.token_ids)
-                if event.text:
-                    show(event.text)
-            case Finished():
-                return Answer("".join(pieces), tuple(token_ids), prompt_tokens, event)
+    with closing(client.generate(call)) as events:
+        for event in events:
+            match event:
+                case Started():
+                    prompt_tokens = event.prompt_tokens
+                case Delta():
+                    pieces.append(event.text)
+                    token_ids.extend(event.token_ids)
+                    if event.text:
+                        show(event.text)
+                case Finished():
+                    return Answer("".join(pieces), tuple(token_ids), prompt_tokens, event)
     raise ApiError("INTERNAL", "the stream ended without a result")
 
 
@@ -53,11 +55,13 @@ def stream_answer(arguments: argparse.Namespace) -> int:
         answer = ask(client, call, lambda piece: print(piece, end="", flush=True))
     print()
     if arguments.stats:
-        end = answer.finished
-        print(
-            f"{end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
-            f"{end.output_tokens} output tokens, {end.reason.value}; "
-            f"first token {end.ttft_s * 1e3:.0f} ms, then {end.itl_mean_s * 1e3:.1f} ms each",
-            file=sys.stderr,
-        )
+        print(figures_line(answer.finished), file=sys.stderr)
     return 0
+
+
+def figures_line(end: Finished) -> str:
+    return (
+        f"{end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
+        f"{end.output_tokens} output tokens, {end.reason.value}; "
+        f"first token {end.ttft_s * 1e3:.0f} ms, then {end.itl_mean_s * 1e3:.1f} ms each"
+    )

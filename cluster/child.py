@@ -2,8 +2,9 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned
+    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
+    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told
+                      for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -40,6 +41,12 @@ class WhoIsCondemned(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    what: str
+    argument: str
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """To a worker: its process ends by itself, with status 0."""
 
@@ -66,8 +73,16 @@ class Condemned(msgspec.Struct, frozen=True, tag=True):
     verdicts: list[Verdict]
 
 
-ToChild = SetWorkers | IsReady | WhoIsCondemned | Leave | Stop
-ToParent = Started | Failed | Answer | Condemned
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Ask` of this number, as JSON; or why there is none."""
+
+    number: int
+    answer: msgspec.Raw = msgspec.Raw(b"null")
+    error: str = ""
+
+
+ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | Leave | Stop
+ToParent = Started | Failed | Answer | Condemned | Told
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -85,6 +100,7 @@ class ChildProcess:
         self._reports = reports
         self._hosted: Hosted | None = None
         self._stopping = threading.Event()
+        self._reporting = threading.Lock()
 
     def run(self) -> int:
         """Host what the first line names until it ends. Returns the exit status."""
@@ -129,9 +145,19 @@ class ChildProcess:
             hosted.leave(call.grace_s)
         elif isinstance(call, WhoIsCondemned):
             self._report(Condemned(hosted.condemned()))
+        elif isinstance(call, Ask):
+            # In a thread of its own: who is slow to answer a person still hears its supervisor.
+            threading.Thread(target=self._tell, args=(hosted, call), daemon=True).start()
         else:
             self._report(Answer(hosted.ready()))
         return False
+
+    def _tell(self, hosted: Hosted, call: Ask) -> None:
+        try:
+            told = Told(call.number, msgspec.Raw(hosted.ask(call.what, call.argument)))
+        except Exception as error:
+            told = Told(call.number, error=one_line(error))
+        self._report(told)
 
     def _stop(self, grace_s: float) -> None:
         self._stopping.set()
@@ -145,8 +171,9 @@ class ChildProcess:
 
     def _report(self, record: ToParent) -> None:
         try:
-            self._reports.write(encode_line(record))
-            self._reports.flush()
+            with self._reporting:
+                self._reports.write(encode_line(record))
+                self._reports.flush()
         except BrokenPipeError:
             self._stopping.set()
 

@@ -17,11 +17,16 @@ from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
+from telemetry.tracing import TracingConfig
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `headrace up` starts, and how."""
 
+    name: str = "headrace"
+    """Of this cluster on its host: by it the other verbs find it."""
+    run_dir: str = ""
+    """Where its socket lies; empty means $XDG_RUNTIME_DIR/headrace, or a private folder in the temporary one."""
     model: str = ""
     """A GGUF file or a Hugging Face directory; empty means the demo model."""
     launcher: Literal["ray", "process"] = "ray"
@@ -39,6 +44,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker that is to leave the running cluster may take to finish, or to hand over, what it has."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_json: bool = False
+    """One JSON object a line, with worker and request, instead of plain lines."""
+    tracing: TracingConfig = TracingConfig()
     restart: RestartConfig = RestartConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -62,6 +69,7 @@ _MAY_BE_ZERO = frozenset(
     {
         "stop_grace_s",
         "restart.limit",
+        "tracing.sample",
         "router.seed",
         "router.grpc_port",
         "router.http_port",
@@ -79,6 +87,7 @@ _MAY_BE_ZERO = frozenset(
         "decode.orphan_s",
     }
 )
+_SHARES = (".digest_sample", "tracing.sample")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 
 
@@ -122,7 +131,7 @@ def problem(key: str, value: object) -> str | None:
         return f"{value} is not a finite number"
     if value < 0:
         return f"{value} is negative"
-    if key.endswith(".digest_sample") and value > 1:
+    if key.endswith(_SHARES) and value > 1:
         return f"{value} is more than all: a share is at most 1"
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.escalation import Verdict
-from telemetry import logs
+from telemetry import logs, tracing
 from transfer.liveness import host_id
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
+
+
+QUESTIONS = ("flights", "overview")
+"""What a process may be asked while it runs: methods of the hosted class that take one text and return what msgspec can
+write. `flights` of a request, or of the latest ones (every process); `overview` (the router)."""
 
 
 class Hosted:
@@ -28,6 +34,7 @@ class Hosted:
     def __init__(self, spec: ChildSpec) -> None:
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
+        tracing.configure(spec.tracing, spec.name)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
@@ -65,16 +72,27 @@ class Hosted:
     def condemned(self) -> list[Verdict]:
         return list(self._router("condemned").condemned())
 
+    def ask(self, what: str, argument: str) -> bytes:
+        """The answer to one of QUESTIONS, as JSON. Raises LaunchError for a question that it does not know."""
+        method = getattr(self._server, what, None) if what in QUESTIONS else None
+        if method is None:
+            raise LaunchError(f"{self._spec.name} cannot be asked for {what!r}")
+        return msgspec.json.encode(method(argument))
+
     def leave(self, grace_s: float) -> None:
         """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""
         self._server.leave(grace_s)
 
     def wait(self) -> None:
         """Block until stopped, or left. Raises if the engine died."""
-        self._server.wait()
+        try:
+            self._server.wait()
+        finally:
+            tracing.shut()
 
     def stop(self, grace_s: float) -> None:
         self._server.stop(grace_s)
+        tracing.shut()
 
     def _router(self, verb: str) -> Any:
         if self._spec.kind != "router":
@@ -82,12 +100,13 @@ class Hosted:
         return self._server
 
 
-def prepared(source: ModelSource) -> str:
-    """The folder of the model on this host, converted unless the cache has it. Raises engine's ModelError."""
+def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:
+    """The folder of the model on this host, converted unless the cache has it. `report` hears of weights in bytes.
+    Raises engine's ModelError."""
     from engine.model.cache import prepare
 
     cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
-    return str(prepare(source.model or None, cache_dir, source.dtype))
+    return str(prepare(source.model or None, cache_dir, source.dtype, report))
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:

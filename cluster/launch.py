@@ -7,19 +7,18 @@ cluster with the reason.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from cluster.config import ClusterConfig, with_model_dir
-from cluster.hosting import prepared
-from cluster.placement import RayConfig
+from cluster.config import ClusterConfig
+from cluster.orders import Orders
+from cluster.prepare import Addresses, make_launcher, model_source, prepare_model, specs
 from cluster.signals import check, shielded
-from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Launcher, LaunchError, ModelSource
+from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Kind, Launcher, LaunchError
 from cluster.supervisor import (
     Accused,
     Announce,
@@ -33,6 +32,8 @@ from cluster.supervisor import (
     Kill,
     Launch,
     Leave,
+    Resize,
+    SlotView,
     State,
     Supervisor,
     Tick,
@@ -40,89 +41,15 @@ from cluster.supervisor import (
 )
 from engine.messages import PeerAddress
 
+__all__ = ["Addresses", "Cluster", "make_launcher", "prepare_model", "specs"]
+
 POLL_S = 0.05
 WATCH_S = 0.1
 
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, of how much."""
+
 log = logging.getLogger(__name__)
-
-
-class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a running cluster is reached. `http` is empty without an HTTP front."""
-
-    grpc: str
-    http: str
-    workers: tuple[ChildReady, ...]
-
-
-def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
-    """The launcher of that name; Ray is imported only if it is asked for."""
-    if name == "process":
-        from cluster.process_launcher import ProcessLauncher
-
-        return ProcessLauncher()
-    if ray is not None and ray.address != "local":
-        from cluster.ray_cluster import RayClusterLauncher
-
-        return RayClusterLauncher(ray)
-    from cluster.ray_launcher import RayLauncher
-
-    return RayLauncher()
-
-
-def model_source(config: ClusterConfig) -> ModelSource:
-    """The model as the configuration names it."""
-    return ModelSource(
-        model=config.model, cache_dir=config.cache_dir, dtype=config.prefill.engine.dtype
-    )
-
-
-def prepare_model(config: ClusterConfig) -> str:
-    """Convert the model unless the cache has it; the prepared folder. Raises engine's ModelError."""
-    return prepared(model_source(config))
-
-
-def specs(
-    config: ClusterConfig,
-    model_dir: str,
-    factories: Mapping[str, str] = FACTORIES,
-    source: ModelSource | None = None,
-) -> list[ChildSpec]:
-    """The processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
-    prefill = msgspec.structs.replace(
-        config.prefill, engine=with_model_dir(config.prefill.engine, model_dir)
-    )
-    decode = msgspec.structs.replace(
-        config.decode, engine=with_model_dir(config.decode.engine, model_dir)
-    )
-
-    def spec(kind: str, name: str, part: msgspec.Struct, threads: int) -> ChildSpec:
-        return msgspec.convert(
-            {
-                "kind": kind,
-                "name": name,
-                "factory": factories[kind],
-                "config": msgspec.to_builtins(part),
-                "host": config.worker_host,
-                "model_dir": model_dir,
-                "source": source,
-                "threads": threads,
-                "log_level": config.log_level,
-                "log_json": config.log_json,
-            },
-            ChildSpec,
-        )
-
-    return [
-        *(
-            spec("prefill", f"prefill-{slot}", prefill, prefill.engine.threads)
-            for slot in range(config.prefill_workers)
-        ),
-        *(
-            spec("decode", f"decode-{slot}", decode, decode.engine.threads)
-            for slot in range(config.decode_workers)
-        ),
-        spec("router", "router", config.router, 1),
-    ]
 
 
 class Cluster:
@@ -134,8 +61,10 @@ class Cluster:
         launcher: Launcher,
         factories: Mapping[str, str] = FACTORIES,
         model_dir: str = "",
+        progress: Progress | None = None,
     ) -> None:
-        """`model_dir`, when given, is a prepared model; otherwise `start` prepares `config.model`."""
+        """`model_dir`, when given, is a prepared model; otherwise `start` prepares `config.model`. `progress` hears how
+        the start goes, from whichever thread does the work."""
         self._config = config
         self._launcher = launcher
         self._factories = factories
@@ -146,10 +75,8 @@ class Cluster:
         self._specs: dict[str, ChildSpec] = {}
         self._supervisor: Supervisor | None = None
         self._opened = False
-        self._orders: queue.SimpleQueue[tuple[Leave, Future[None]]] = queue.SimpleQueue()
-        self._awaited: list[Future[None]] = []
-        self._unwatched = ""
-        """Why the last watch ended; empty before the first one, and while there is one."""
+        self._orders = Orders()
+        self._progress = progress or (lambda what, done, total: None)
 
     @property
     def workers(self) -> dict[str, ChildReady]:
@@ -175,7 +102,9 @@ class Cluster:
     def _start(self) -> Addresses:
         deadline_s = time.monotonic() + self._config.start_timeout_s
         with ThreadPoolExecutor(1, thread_name_prefix="prepare") as pool:
-            prepared = pool.submit(lambda: self._model_dir or prepare_model(self._config))
+            prepared = pool.submit(
+                lambda: self._model_dir or prepare_model(self._config, self._progress)
+            )
             self._opened = True
             self._launcher.open()
             model_dir = prepared.result()
@@ -191,6 +120,7 @@ class Cluster:
             self._config.start_timeout_s,
             {name: (spec.kind, self._ready[name]) for name, spec in self._specs.items()},
         )
+        self._progress("router meets workers", 0, 1)
         self._carry_out([self._supervisor.announcement()])
         while not router.ready():
             check()
@@ -200,6 +130,7 @@ class Cluster:
                     f"the router saw no full set of workers in {self._config.start_timeout_s:.0f} s"
                 )
             time.sleep(POLL_S)
+        self._progress("router meets workers", 1, 1)
         front = self._ready[router.spec.name]
         return Addresses(
             grpc=front.address,
@@ -213,53 +144,60 @@ class Cluster:
         supervisor = self._supervisor
         if supervisor is None:
             raise RuntimeError("the cluster has not been started")
-        self._unwatched, why = "", "nobody watches the cluster any more"
+        self._orders.open()
+        why = "nobody watches the cluster any more"
         try:
             while not stop.wait(WATCH_S):
                 with shielded():
                     for event in self._news(supervisor):
                         self._carry_out(supervisor.handle(event, time.monotonic()))
                     if supervisor.is_steady:
-                        while self._awaited:
-                            self._awaited.pop().set_result(None)
+                        self._orders.carried_out()
         except LaunchError as error:
             why = str(error)
             raise
         finally:
-            self._unwatched = why
-            self._end_orders()
-            while self._awaited:
-                self._awaited.pop().set_exception(LaunchError(why))
+            self._orders.close(why)
 
     def roll(self, timeout_s: float | None = None) -> None:
         """Replace every worker, one after the other, while the cluster serves; requests are finished or moved. Blocks
         while another thread watches. Raises LaunchError if that takes over `timeout_s`, or the watch ends before."""
-        self._order(tuple(self.workers), again=True, timeout_s=timeout_s)
+        self._leave(tuple(self.workers), again=True, timeout_s=timeout_s)
 
-    def drain(self, name: str, timeout_s: float | None = None) -> None:
-        """Take one worker away for good, as `roll` does. Raises LaunchError also where there is none of that name."""
-        if name not in self.workers:
+    def drain(self, name: str, timeout_s: float | None = None, again: bool = False) -> None:
+        """Take one worker away for good, as `roll` does; with `again`, replace it. Raises LaunchError also where there
+        is none of that name."""
+        if name not in {slot.name for slot in self.slots() if slot.kind != "router"}:
             raise LaunchError(f"there is no worker {name}")
-        self._order((name,), again=False, timeout_s=timeout_s)
+        self._leave((name,), again=again, timeout_s=timeout_s)
 
-    def _order(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
-        done: Future[None] = Future()
-        self._orders.put((Leave(names, self._config.leave_grace_s, again), done))
-        if self._unwatched:
-            self._end_orders()
-        try:
-            done.result(timeout_s)
-        except TimeoutError as error:
-            raise LaunchError(f"{', '.join(names)}: not left in {timeout_s:.0f} s") from error
+    def scale(self, kind: Kind, count: int, timeout_s: float | None = None) -> None:
+        """Give a pool `count` workers, at least one, and block until it has them, as `roll` does. Who leaves is
+        drained. Raises LaunchError."""
+        if kind == "router" or count < 1:
+            raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
+        order = Resize(kind, count, self._config.leave_grace_s)
+        self._orders.give(order, f"{kind}={count}", timeout_s)
 
-    def _end_orders(self) -> None:
-        """Nobody will carry out what has been ordered: say so to those who wait. From any thread."""
-        while True:
-            try:
-                _, done = self._orders.get_nowait()
-            except queue.Empty:
-                return
-            done.set_exception(LaunchError(self._unwatched))
+    def _leave(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
+        order = Leave(names, self._config.leave_grace_s, again)
+        self._orders.give(order, f"{', '.join(names)} to leave", timeout_s)
+
+    def slots(self) -> list[SlotView]:
+        """Every process that there is to be, and how it is with it. From any thread; empty before the start."""
+        return [] if self._supervisor is None else self._supervisor.view()
+
+    def processes(self) -> dict[str, ChildReady]:
+        """The latest process of every slot by name, dead or alive. From any thread."""
+        return dict(self._ready)
+
+    def ask(self, name: str, what: str, argument: str = "") -> bytes:
+        """Put a question to one process (`cluster.hosting.QUESTIONS`); the answer as JSON. From any thread. Raises
+        LaunchError if there is no such process, or it does not answer."""
+        child = self._children.get(name)
+        if child is None:
+            raise LaunchError(f"{name}: there is no such process now")
+        return child.ask(what, argument)
 
     def stop(self) -> None:
         """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
@@ -285,6 +223,7 @@ class Cluster:
         ready: dict[str, ChildReady] = {}
         waiting = dict(self._children)
         while waiting:
+            self._progress("processes", len(ready), len(self._children))
             for name, child in list(waiting.items()):
                 up = child.started_within(POLL_S)
                 if up is not None:
@@ -296,6 +235,7 @@ class Cluster:
                 raise LaunchError(
                     f"{', '.join(waiting)}: not started in {self._config.start_timeout_s:.0f} s"
                 )
+        self._progress("processes", len(ready), len(ready))
         return ready
 
     def _raise_failure(self) -> None:
@@ -306,11 +246,7 @@ class Cluster:
 
     def _news(self, supervisor: Supervisor) -> list[Event]:
         """What has been ordered, and has happened to the processes, since the last look."""
-        news: list[Event] = []
-        while not self._orders.empty():
-            order, done = self._orders.get()
-            news.append(order)
-            self._awaited.append(done)
+        news: list[Event] = [*self._orders.take()]
         for name, child in list(self._children.items()):
             why = child.failure()
             if why is None and supervisor.state(name) is State.STARTING:
@@ -354,10 +290,19 @@ class Cluster:
                     raise LaunchError(reason)
 
     def _launch_again(self, name: str) -> None:
+        spec = self._specs.get(name) or self._another(name)
+        self._specs = {**self._specs, name: spec}
         try:
-            self._children[name] = self._launcher.launch(_again(self._specs[name], self._ready[name]))
+            self._children[name] = self._launcher.launch(_again(spec, self._ready.get(name)))
         except LaunchError as error:
             self._has_ended(name, error)
+
+    def _another(self, name: str) -> ChildSpec:
+        """The spec of a worker that its pool has not had before: that of any other, under its own name."""
+        assert self._supervisor is not None
+        kind = self._supervisor.kind(name)
+        like = next(spec for spec in self._specs.values() if spec.kind == kind)
+        return msgspec.structs.replace(like, name=name)
 
     def _ask_to_leave(self, name: str, grace_s: float) -> None:
         try:
@@ -379,9 +324,9 @@ class Cluster:
         self._carry_out(self._supervisor.handle(Ended(name, why), time.monotonic()))
 
 
-def _again(spec: ChildSpec, was: ChildReady) -> ChildSpec:
+def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:
     """The same once more: of a router, on the ports that it had, where its clients look for it."""
-    if spec.kind != "router":
+    if spec.kind != "router" or was is None:
         return spec
     ports = {"grpc_port": _port(was.address)}
     if was.http:

@@ -1,5 +1,6 @@
 """Workers and router as plain subprocesses: for machines without Ray, and for tests that kill things."""
 
+import itertools
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import time
 
 from cluster.child import (
     Answer,
+    Ask,
     Condemned,
     Failed,
     IsReady,
@@ -18,6 +20,7 @@ from cluster.child import (
     Started,
     Stop,
     ToChild,
+    Told,
     WhoIsCondemned,
     decode_report,
     encode_line,
@@ -39,6 +42,9 @@ class ProcessChild:
         self._failed = ""
         self._started: queue.Queue[ChildReady | None] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
+        self._numbers = itertools.count()
+        self._asked: dict[int, queue.SimpleQueue[Told]] = {}
+        self._sending = threading.Lock()
         self._condemned: list[Verdict] | None = None
         """None while it cannot be asked: before it is up, and while an answer is due."""
         self._process = subprocess.Popen(
@@ -106,6 +112,22 @@ class ProcessChild:
         self._send(encode_line(WhoIsCondemned()))
         return known
 
+    def ask(self, what: str, argument: str) -> bytes:
+        number = next(self._numbers)
+        told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._asked[number] = told
+        try:
+            self._call(Ask(number, what, argument))
+            answer = told.get(timeout=ANSWER_TIMEOUT_S)
+        except queue.Empty:
+            late = f"{self.spec.name} did not answer in {ANSWER_TIMEOUT_S:.0f} s"
+            raise LaunchError(self.failure() or late) from None
+        finally:
+            del self._asked[number]
+        if answer.error:
+            raise LaunchError(answer.error)
+        return bytes(answer.answer)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -131,9 +153,10 @@ class ProcessChild:
         if pipe is None or pipe.closed:
             return False
         try:
-            pipe.write(line)
-            pipe.flush()
-        except BrokenPipeError:
+            with self._sending:
+                pipe.write(line)
+                pipe.flush()
+        except (BrokenPipeError, ValueError):  # gone, or closed by another thread meanwhile
             return False
         return True
 
@@ -151,6 +174,8 @@ class ProcessChild:
                 self._answers.put(report.ready)
             elif isinstance(report, Condemned):
                 self._condemned = report.verdicts
+            elif isinstance(report, Told) and report.number in self._asked:
+                self._asked[report.number].put(report)
         self._started.put(None)
 
 

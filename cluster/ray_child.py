@@ -117,6 +117,13 @@ class RayChild:
         self._asked = self._actor.condemned.remote()
         return found
 
+    def ask(self, what: str, argument: str) -> bytes:
+        answer = self._get(self._actor.ask.remote(what, argument), ANSWER_TIMEOUT_S, "answer")
+        if isinstance(answer, str):
+            raise LaunchError(answer)
+        told: bytes = answer
+        return told
+
     def kill(self) -> None:
         # Not by Ray, which asks the process to end itself: a stopped one does not.
         self._process.kill()

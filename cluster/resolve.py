@@ -9,7 +9,7 @@ have flags of their own.
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -31,6 +31,7 @@ ENV_PREFIX = "HEADRACE_"
 
 # flag, key, metavar, help; what every other setting needs is `--set`.
 FLAGS = (
+    ("--name", "name", "NAME", "which cluster of this host (default: headrace)"),
     ("--prefill", "prefill_workers", "N", "prefill workers"),
     ("--decode", "decode_workers", "N", "decode workers"),
     ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
@@ -49,17 +50,24 @@ class Setting(msgspec.Struct, frozen=True):
     value: object
     origin: str
 
+    @property
+    def public(self) -> object:
+        """Secrets are shown as set or not, never as what they are."""
+        return "(set)" if self.key.endswith("_key") and self.value else self.value
+
 
 class Resolved(msgspec.Struct, frozen=True):
     config: ClusterConfig
     settings: tuple[Setting, ...]
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The configuration flags, on any verb that takes them."""
+def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
+    """The configuration flags, on any verb that takes them; with `only`, no flags of their own but for these keys."""
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", metavar="FILE", type=Path, help="TOML file")
     for flag, key, metavar, text in FLAGS:
+        if only and key not in only:
+            continue
         group.add_argument(flag, dest=f"set:{key}", metavar=metavar, help=text)
     group.add_argument(
         "--set",
@@ -119,7 +127,7 @@ def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, st
             raise ConfigError(f"flag --set: {assignment!r} is not KEY=VALUE")
         yield key.strip().replace("-", "_"), raw.strip(), "flag --set"
     for flag, key, _, _ in FLAGS:
-        raw = getattr(arguments, f"set:{key}")
+        raw = getattr(arguments, f"set:{key}", None)
         if raw is not None:
             yield key, raw, f"flag {flag}"
 

@@ -10,6 +10,7 @@ import msgspec
 from engine.messages import PeerAddress
 from engine.types import Incarnation
 from router.escalation import Verdict
+from telemetry.tracing import TracingConfig
 
 Kind = Literal["prefill", "decode", "router"]
 
@@ -49,6 +50,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     log_level: str = "warning"
     log_json: bool = False
+    tracing: TracingConfig = TracingConfig()
 
 
 class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,10 @@ class Child(Protocol):
     def condemned(self) -> list[Verdict] | None:
         """Router only: the lives of workers that it had given up when it was last asked, and ask again; None while it
         owes the answer. Never blocks."""
+
+    def ask(self, what: str, argument: str) -> bytes:
+        """The answer to one of `cluster.hosting.QUESTIONS`, as JSON. From any thread. Raises LaunchError if there is
+        none within a few seconds."""
 
     def kill(self) -> None:
         """End this very process, by its pid, whatever state it is in; `failure` says so a moment later."""

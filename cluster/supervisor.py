@@ -5,23 +5,27 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
     STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
     STARTING --Ended, or too slow--> PAUSING
     UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
-    any --more than `limit` deaths within `window_s`--> the cluster ends
+    any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
+    the same, and nobody else of its pool is up; or the router: the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
-been well for a window starts anew at once. A worker that the router has given up (`router.escalation`) is killed, and
-then has died like any other; so is a router that owes an answer for `router_hung_s`. Workers leave one at a time, and
-only while all others are up; who has left as it was asked to has not died, and is replaced without a pause. The router
-hears of an end before the replacement exists: the old port may soon be somebody else's. A router that is up again is
-told all workers: what it was told before died with it.
+been well for a window starts anew at once. When many die together, at most `at_once` workers start at a time: loading
+weights side by side is how a host that was short of memory loses them all again. A worker that the router has given
+up (`router.escalation`) is killed, and then has died like any other; so is a router that owes an answer for
+`router_hung_s`. Workers leave one at a time, and only while all others are up (or FAILED); who has left as it was
+asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
+old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with
+it.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 
-from cluster.spec import ChildReady
+from cluster.spec import ChildReady, Kind
 from engine.messages import PeerAddress
 from engine.types import Incarnation
 
@@ -30,10 +34,13 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How dead workers, and a dead router, are replaced."""
 
     limit: int = 5
-    """Deaths of one process within `window_s` that are made good; the next one ends the cluster. 0: the first does."""
+    """Deaths of one process within `window_s` that are made good. With the next one it is left alone for as long again,
+    if another one of its pool is up; else the cluster ends. 0: the first one ends it."""
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
+    at_once: int = 4
+    """Workers that may be starting again at the same time."""
     router_hung_s: float = 30.0
     """A router that answers nothing for this long is killed."""
 
@@ -67,6 +74,15 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Resize:
+    """A pool (`kind`) is to have `count` workers. New ones take the lowest free numbers; the highest leave."""
+
+    kind: Kind
+    count: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Accused:
     """The router has given up a life of a worker. Said again until its process has ended."""
 
@@ -88,7 +104,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Up | Ended | Accused | Asked | Leave | Tick
+Event = Up | Ended | Accused | Asked | Leave | Resize | Tick
 
 
 # commands
@@ -152,15 +168,30 @@ class State(StrEnum):
     UP = "up"
     LEAVING = "leaving"
     PAUSING = "pausing"
+    FAILED = "failed"
+
+
+_DOWN = (State.PAUSING, State.FAILED)
+_SETTLED = (State.UP, State.FAILED)
+
+
+class SlotView(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headrace status` shows of a slot. `why`: what the last death was of."""
+
+    name: str
+    kind: Kind
+    state: State
+    deaths: int
+    why: str
 
 
 @dataclass(slots=True)
 class _Slot:
     """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
     whether it is replaced once it has left. `accused`: why the life that is up is being killed. `silent_since_s`: since
-    when the router owes an answer."""
+    when the router owes an answer. `why`: what it last died of."""
 
-    kind: str
+    kind: Kind
     address: PeerAddress
     incarnation: Incarnation
     state: State = State.UP
@@ -168,6 +199,7 @@ class _Slot:
     again: bool = True
     accused: str = ""
     silent_since_s: float | None = None
+    why: str = ""
     deaths: list[float] = field(default_factory=list)
 
 
@@ -180,7 +212,7 @@ class Supervisor:
         self,
         config: RestartConfig,
         start_timeout_s: float,
-        children: dict[str, tuple[str, ChildReady]],
+        children: Mapping[str, tuple[Kind, ChildReady]],
     ) -> None:
         """`children` are up: kind (prefill, decode or router) and address by name."""
         self._config = config
@@ -202,6 +234,8 @@ class Supervisor:
             case Leave(names, grace_s, again):
                 self._to_leave.extend((name, grace_s, again) for name in names)
                 return []
+            case Resize():
+                return self._resize(event)
             case Accused():
                 return self._accused(event)
             case Asked(name, answered):
@@ -213,14 +247,39 @@ class Supervisor:
 
     @property
     def is_steady(self) -> bool:
-        """Every worker is up, and none is to leave."""
-        return not self._to_leave and all(s.state is State.UP for s in self._slots.values())
+        """Every worker is up, or has been given up for now, and none is to leave."""
+        return not self._to_leave and all(s.state in _SETTLED for s in self._slots.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._slots
 
     def state(self, name: str) -> State:
         return self._slots[name].state
+
+    def kind(self, name: str) -> Kind:
+        return self._slots[name].kind
+
+    def pool(self, kind: Kind) -> list[str]:
+        """The workers of a kind that are to stay."""
+        leaving = {name for name, _, again in self._to_leave if not again}
+        return [
+            name
+            for name, slot in self._slots.items()
+            if slot.kind == kind and slot.again and name not in leaving
+        ]
+
+    def view(self) -> list[SlotView]:
+        """All slots, in the order in which they came. May be called from any thread."""
+        return [
+            SlotView(
+                name=name,
+                kind=slot.kind,
+                state=slot.state,
+                deaths=len(slot.deaths),
+                why=slot.why,
+            )
+            for name, slot in list(self._slots.items())
+        ]
 
     def __repr__(self) -> str:
         slots = (f"{name}={slot.state}({len(slot.deaths)})" for name, slot in self._slots.items())
@@ -234,6 +293,21 @@ class Supervisor:
         slot.address = PeerAddress(ready.name, ready.address, ready.incarnation)
         slot.incarnation, slot.accused, slot.silent_since_s = ready.incarnation, "", None
         return self._tell()
+
+    def _resize(self, event: Resize) -> list[Command]:
+        names = self.pool(event.kind)
+        for number in range(event.count + len(self._slots)):
+            name = f"{event.kind}-{number}"
+            if len(names) < event.count and name not in self._slots:
+                address = PeerAddress(name, "")
+                due_s = float("-inf")
+                self._slots[name] = _Slot(
+                    event.kind, address, address.incarnation, State.PAUSING, due_s
+                )
+                names.append(name)
+        surplus = sorted(names, key=_number)[event.count :]
+        self._to_leave.extend((name, event.grace_s, False) for name in reversed(surplus))
+        return []
 
     def _accused(self, event: Accused) -> list[Command]:
         """Kill the life that is meant, once, and no newer one."""
@@ -263,22 +337,34 @@ class Supervisor:
 
     def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
         slot = self._slots.get(name)
-        if slot is None or slot.state is State.PAUSING:
+        if slot is None or slot.state in _DOWN:
             return []
         if slot.state is State.LEAVING and (left or not slot.again):
             return self._left(name, slot)
         was_up = slot.state in (State.UP, State.LEAVING)
         if was_up and slot.accused:
             why = f"{why} ({slot.accused})"
+        slot.why = why
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)
         if deaths > config.limit:
+            if config.limit and self._has_company(name, slot):
+                slot.state, slot.due_s = State.FAILED, now + config.window_s
+                return [Discard(name), *(self._tell() if was_up else [])]
             often = f" ({deaths} times in {config.window_s:.0f} s)" if deaths > 1 else ""
             return [GiveUp(f"{name}: {why}{often}")]
         pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *(self._tell() if was_up else [])]
+
+    def _has_company(self, name: str, slot: _Slot) -> bool:
+        """Whether another worker of its pool is up."""
+        return any(
+            other.kind == slot.kind and other.state is State.UP
+            for others_name, other in self._slots.items()
+            if others_name != name
+        )
 
     def _left(self, name: str, slot: _Slot) -> list[Command]:
         """That is no death. The replacement is started by the next tick."""
@@ -289,17 +375,29 @@ class Supervisor:
         return [Discard(name), *self._tell()]
 
     def _next_to_leave(self, now: float) -> list[Command]:
-        while self._to_leave and all(slot.state is State.UP for slot in self._slots.values()):
-            name, grace_s, again = self._to_leave.popleft()
+        commands: list[Command] = []
+        while self._to_leave:
+            name, grace_s, again = self._to_leave[0]
             slot = self._slots.get(name)
-            if slot is not None:
+            if slot is not None and slot.state in _DOWN:
+                # Nothing of it runs: there is nobody to ask, nor to wait for.
+                if slot.state is State.FAILED:
+                    slot.deaths, slot.due_s = [], float("-inf")
+                if not again:
+                    del self._slots[name]
+                    commands.append(Discard(name))
+            elif slot is not None:
+                if any(other.state not in _SETTLED for other in self._slots.values()):
+                    break
                 slot.state, slot.due_s = State.LEAVING, now + grace_s + LEAVE_MARGIN_S
                 slot.again = again
-                return [AskToLeave(name, grace_s)]
-        return []
+                commands.append(AskToLeave(name, grace_s))
+            self._to_leave.popleft()
+        return commands
 
     def _tick(self, now: float) -> list[Command]:
         commands = self._next_to_leave(now)
+        starting = sum(slot.state is State.STARTING for slot in self._slots.values())
         for name, slot in list(self._slots.items()):
             if slot.state is State.UP or now < slot.due_s:
                 continue
@@ -307,7 +405,8 @@ class Supervisor:
                 commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
             elif slot.state is State.LEAVING:
                 commands += self._ended(name, "did not end when it was to leave", now)
-            else:
+            elif slot.kind == "router" or starting < self._config.at_once:
+                starting += 1
                 slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
         return commands
@@ -332,4 +431,9 @@ class Supervisor:
         for slot in self._slots.values():
             assert len(slot.deaths) <= self._config.limit + 1
             assert slot.deaths == sorted(slot.deaths)
+            assert slot.state is not State.FAILED or slot.kind != "router"
         assert sum(slot.state is State.LEAVING for slot in self._slots.values()) <= 1
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -14,6 +14,7 @@ import msgspec
 
 from decode_worker.config import DecodeConfig
 from decode_worker.events import ConnectPeer, FromRouter, RouterLost, Tell
+from decode_worker.journal import Journal
 from decode_worker.peer import REDIAL_S, PeerFrame, PeerGone, Peers
 from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
@@ -33,7 +34,9 @@ from engine.messages import (
     encode,
 )
 from engine.types import Incarnation, host_port
+from telemetry import tracing
 from telemetry.audit import Auditor
+from telemetry.flight import Flight
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Emit,
@@ -88,6 +91,7 @@ class DecodeWorker:
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._s_per_block: dict[str, float] = {}
+        self._journal = Journal(name, tracing.current())
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
@@ -176,10 +180,15 @@ class DecodeWorker:
     def is_leaving(self) -> bool:
         return self._leave_by is not None
 
+    def flights(self, request: str) -> list[Flight]:
+        """What is remembered of a request, or of the latest ones. From any thread."""
+        return self._journal.recorder.told(request)
+
     def wait(self) -> None:
         """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()
         if self._thread.failure is not None:
+            self._journal.engine_failed()
             raise self._thread.failure
         if self._leave_by is not None:
             self.stop()
@@ -195,7 +204,9 @@ class DecodeWorker:
 
     def hear(self, items: list[object]) -> None:
         for item in items:
-            self._engine.receive(self._events(item))
+            events = list(self._events(item))
+            self._journal.heard(events, time.monotonic())
+            self._engine.receive(events)
 
     def is_settling(self) -> bool:
         return self._copying > 0 or bool(self._digesting)
@@ -277,6 +288,7 @@ class DecodeWorker:
         to_routers: dict[int, list[Record]] = {}
         to_readers: dict[Incarnation, list[Record]] = {}
         to_peers: dict[Incarnation, list[Record]] = {}
+        self._journal.said(commands, time.monotonic())
         for command in commands:
             match command:
                 case Tell(link, record):

@@ -78,6 +78,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What another router needs to go on with this request after a restart; opaque to workers, and secret. Empty where
     no client can come back."""
 
+    traceparent: str = ""
+    """The W3C trace context under which workers say what they did; empty where nobody traces."""
+
     def __repr__(self) -> str:
         """Without the caller's text, and without what lets others read the answer."""
         return (

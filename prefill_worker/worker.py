@@ -24,9 +24,12 @@ from engine.messages import (
 )
 from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
+from prefill_worker.journal import Journal
 from prefill_worker.scheduler import Event, PrefillScheduler
 from prefill_worker.service import Watcher, WatcherLeft, Watching, serve
+from telemetry import tracing
 from telemetry.audit import Auditor
+from telemetry.flight import Flight
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Command,
@@ -77,6 +80,7 @@ class PrefillWorker:
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
+        self._journal = Journal(name, tracing.current())
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
@@ -154,10 +158,15 @@ class PrefillWorker:
     def is_leaving(self) -> bool:
         return self._leave_by is not None
 
+    def flights(self, request: str) -> list[Flight]:
+        """What is remembered of a request, or of the latest ones. From any thread."""
+        return self._journal.recorder.told(request)
+
     def wait(self) -> None:
         """Block until the worker has stopped, or left; raises what its engine died of."""
         self._thread.ended.wait()
         if self._thread.failure is not None:
+            self._journal.engine_failed()
             raise self._thread.failure
         if self._leave_by is not None:
             self.stop()
@@ -173,7 +182,9 @@ class PrefillWorker:
 
     def hear(self, items: list[object]) -> None:
         for item in items:
-            self._engine.receive(self._events(item))
+            events = list(self._events(item))
+            self._journal.heard(events, time.monotonic())
+            self._engine.receive(events)
 
     def is_settling(self) -> bool:
         return bool(self._digesting)
@@ -236,6 +247,7 @@ class PrefillWorker:
     def _publish(self, commands: Sequence[Command]) -> None:
         """Carry out what the scheduler asks: one frame per peer, the rest to the transfer thread."""
         frames: dict[Incarnation, list[Record]] = {}
+        self._journal.said(commands, time.monotonic())
         for command in commands:
             if isinstance(command, Emit):
                 frames.setdefault(command.peer, []).append(command.record)

@@ -33,6 +33,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
     form: HttpForm | None = None
     """How the answer is written, where the call came over HTTP."""
+    traceparent: str = ""
+    """The caller's W3C trace context; it travels as a header or as metadata."""
 
 
 class Started(msgspec.Struct, frozen=True):

@@ -16,7 +16,9 @@ from router.core import Router
 from router.dispatch import Links
 from router.frontend import Frontend, TextModel
 from router.hub import Hub
+from router.journal import Journal
 from router.observer import Observer
+from router.overview import Overview, overview
 from router.policy import make_policy
 from router.roster import Target
 from router.service import Service
@@ -67,12 +69,14 @@ class RouterApp:
         text: TextModel,
         observer: Observer,
         app_factory: AppFactory | None = None,
+        journal: Journal | None = None,
     ) -> None:
         clock = time.monotonic
+        self._model = text.name
         self._config = config
         started_ms = time.time_ns() // 1_000_000
         core = Router(config, make_policy(config.policy, config.seed), text.stop_ids, started_ms)
-        self.hub = Hub(core, clock, observer)
+        self.hub = Hub(core, clock, observer, journal)
         self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
@@ -98,6 +102,9 @@ class RouterApp:
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
     ) -> None:
         await self._links.set_workers(prefill, decode)
+
+    async def overview(self) -> Overview:
+        return overview(self.hub, self._model, time.monotonic())
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping`; raises what ended the router, if it failed."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -47,12 +47,14 @@ class Client:
         self._channel: grpc.Channel | None = None
         self._aio_channel: grpc.aio.Channel | None = None
 
-    def generate(self, call: GenerateCall, resume: bool = False) -> Iterator[GenerateEvent]:
+    def generate(self, call: GenerateCall, resume: bool = False) -> Generator[GenerateEvent, None, None]:
         """Events of one request, ending with Finished of its last sample. Raises ApiError."""
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._sync()
-        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
         try:
             while not progress.is_over:
                 try:
@@ -79,7 +81,9 @@ class Client:
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._aio()
-        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s)
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
         try:
             while not progress.is_over:
                 try:
@@ -168,6 +172,10 @@ def _encoded(call: GenerateCall) -> bytes:
         return call_to_proto(call).SerializeToString()
     except (TypeError, ValueError) as error:
         raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+
+
+def _metadata(call: GenerateCall) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", call.traceparent),) if call.traceparent else ()
 
 
 def _resumable(call: GenerateCall, resume: bool) -> GenerateCall:

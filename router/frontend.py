@@ -65,6 +65,7 @@ class Frontend:
         self._config = config
         self._clock = clock
         self._observer = observer
+        self._journal = hub.journal
         self._conversations = Conversations(text, config.conversation_tokens)
         self._resumables = Resumables(config.resume_window_s)
         self._settled = asyncio.Event()
@@ -117,6 +118,8 @@ class Frontend:
         for one in records:
             line = Timeline(timeline.received_s)
             line.submitted(submitted_s)
+            trace = self._journal.received(one.request, call.traceparent, timeline.received_s)
+            one = msgspec.structs.replace(one, traceparent=trace)
             stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s)
             samples.put(one.sample_index, stream)
             self._hub.submit(one, deadline_s, stream)
@@ -211,6 +214,7 @@ class Frontend:
             samples.changed,
             is_adopted=is_adopted,
             deadline_s=deadline_s,
+            journal=self._journal,
         )
 
     def tick(self) -> None:

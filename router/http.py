@@ -26,6 +26,7 @@ from router.http_stream import StreamedAnswer
 from router.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.openai_reply import envelope, error_reply
 from router.roster import Target
+from telemetry.tracing import HEADER, sound
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
 LABEL_LIMIT_CHARS = 128
@@ -137,7 +138,10 @@ class _Generate:
         )
         asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
-        call = msgspec.structs.replace(parsed.call, resumable=resumable, form=form)
+        trace = sound(request.headers.get(HEADER, ""))
+        call = msgspec.structs.replace(
+            parsed.call, resumable=resumable, form=form, traceparent=trace
+        )
         events = self._frontend.generate(call)
         answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
         await attended(answer, scope, receive, send)

@@ -49,6 +49,7 @@ from router.events import (
     Submit,
     Tick,
 )
+from router.journal import Journal
 from router.observer import Observer
 from router.registry import Life
 from router.roster import Roster, Target
@@ -88,8 +89,15 @@ Revive = Callable[[Orphan, float], Sink | None]
 class Hub:
     # Mutable state: the sinks of requests whose clients have not been answered, and the roster of workers.
 
-    def __init__(self, core: Router, clock: Callable[[], float], observer: Observer) -> None:
+    def __init__(
+        self,
+        core: Router,
+        clock: Callable[[], float],
+        observer: Observer,
+        journal: Journal | None = None,
+    ) -> None:
         self._core = core
+        self.journal = journal or Journal()
         self._clock = clock
         self._observer = observer
         self._roster = Roster()
@@ -129,6 +137,7 @@ class Hub:
     def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink) -> None:
         self._sinks[record.request] = sink
         begin_s = self._clock()
+        self.journal.submitted(record, begin_s)
         commands = self._core.handle(Submit(record, deadline_s), begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
@@ -137,6 +146,7 @@ class Hub:
         """The client is gone; nothing more reaches its sink."""
         sink = self._sinks.pop(request, None)
         if sink is not None:
+            self.journal.left(request, self._clock())
             self._handle(Left(request))
 
     # ---- from workers
@@ -205,14 +215,16 @@ class Hub:
             try:
                 self._do(command)
             except Exception:
-                log.exception("%s failed", type(command).__name__)
                 orphan = getattr(command, "orphan", None)
                 request = getattr(orphan.record if orphan else command, "request", None)
+                about = {"request": request or ""}
+                log.exception("%s failed", type(command).__name__, extra=about)
                 if request is not None:
                     self._give_up(request)
 
     def _do(self, command: Command) -> None:
         now = self._clock()
+        self.journal.command(command, now)
         match command:
             case SendPlace():
                 sink = self._sinks.get(command.place.record.request)
@@ -232,7 +244,7 @@ class Hub:
             case SendRelease():
                 self._send(command.worker, command.release)
             case Moved(request, worker, stages):
-                log.info("request %s moves off %s", request, worker)
+                log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
                 if request in self._sinks:
                     self._sinks[request].moved(stages, now)
@@ -243,9 +255,9 @@ class Hub:
             case Poisonous():
                 self._observer.poisonous()
                 log.error(
-                    "request %s is refused as poisonous: workers %s were lost while they held it",
-                    command.request,
+                    "refused as poisonous: workers %s were lost while they held it",
                     ", ".join(command.workers),
+                    extra={"request": command.request},
                 )
             case Begin():
                 if command.request in self._sinks:
@@ -268,7 +280,8 @@ class Hub:
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request
         tokens = len(orphan.tokens)
-        log.warning("request %s of an earlier router goes on behind %d tokens", request, tokens)
+        about = {"request": request}
+        log.warning("goes on behind %d tokens of an earlier router", tokens, extra=about)
         sink = self._revive(orphan, now)
         if sink is None:
             self._handle(Left(request))
@@ -279,10 +292,10 @@ class Hub:
     def _interrupted(self, command: Interrupted, now: float) -> None:
         self._observer.continued("decode_lost")
         log.warning(
-            "request %s lost its decode worker %s after %d tokens and goes on elsewhere",
-            command.request,
+            "lost its decode worker %s after %d tokens and goes on elsewhere",
             command.worker,
             command.emitted_tokens,
+            extra={"request": command.request},
         )
         if command.request in self._sinks:
             self._sinks[command.request].interrupted(now)

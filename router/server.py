@@ -12,10 +12,15 @@ from router.app import AppFactory, RouterAddresses, RouterApp
 from router.config import RouterConfig
 from router.escalation import Verdict
 from router.frontend import TextModel
+from router.journal import Journal
 from router.observer import Observer
+from router.overview import Overview
+from telemetry import tracing
+from telemetry.flight import Flight
 from telemetry.router_metrics import RouterMetrics
 
 CALL_TIMEOUT_S = 30.0
+OVERVIEW_TIMEOUT_S = 5.0
 HUNG_S = 1.0
 """The loop ticks many times a second. If it has not for this long, it hangs, or the whole process was stopped."""
 ASK_AGAIN_S = 0.05
@@ -49,6 +54,7 @@ class RouterServer:
         self._stopping: asyncio.Event | None = None
         self._app: RouterApp | None = None
         self._grace_s = 0.0
+        self._journal = Journal(tracing.current())
 
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""
@@ -82,6 +88,17 @@ class RouterServer:
         while self._thread.is_alive() and time.monotonic() - app.ticked_s > HUNG_S:
             time.sleep(ASK_AGAIN_S)
         return app.hub.core.condemned
+
+    def overview(self, _: str = "") -> Overview:
+        """For operators. Raises TimeoutError while the router's loop hangs."""
+        loop, app = self._loop, self._app
+        if loop is None or app is None:
+            raise RuntimeError("the router has not been started")
+        return asyncio.run_coroutine_threadsafe(app.overview(), loop).result(OVERVIEW_TIMEOUT_S)
+
+    def flights(self, request: str) -> list[Flight]:
+        """What is remembered of a request, or of the latest ones. From any thread."""
+        return self._journal.recorder.told(request)
 
     def wait(self) -> None:
         """Block until stopped; raises what ended the router, if it failed."""
@@ -124,7 +141,7 @@ class RouterServer:
             slo_ttft_s=config.slo_ttft_s,
             slo_itl_s=config.slo_itl_s,
         )
-        app = self._app = RouterApp(config, text, observer, self._app_factory)
+        app = self._app = RouterApp(config, text, observer, self._app_factory, self._journal)
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)

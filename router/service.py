@@ -21,6 +21,8 @@ from protos import headrace_pb2 as pb
 from router.api import ApiError, GenerateCall, GenerateEvent
 from router.convert import call_from_proto, event_to_proto, positions_from_proto
 from router.frontend import Frontend
+from telemetry import tracing
+from telemetry.tracing import sound
 
 SERVICE = "headrace.v1.Headrace"
 FIELD_KEY = "headrace-field"
@@ -102,7 +104,10 @@ class Service:
         self, data: bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         def events() -> AsyncGenerator[GenerateEvent, None]:
-            return self._frontend.generate(_parse(data, context.time_remaining()))
+            call = _parse(data, context.time_remaining())
+            metadata = dict(context.invocation_metadata() or ())
+            trace = sound(str(metadata.get(tracing.HEADER, "")))
+            return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
 
         async with aclosing(_answer(events, context)) as responses:
             async for response in responses:

@@ -16,6 +16,7 @@ from engine.types import FinishReason
 from router.api import ApiError, Delta, Finished, Position, Started
 from router.endings import LEFT
 from router.events import Complete
+from router.journal import Ending, Journal
 from router.observer import Observer
 from router.output import Output
 from router.timing import Timeline
@@ -37,6 +38,7 @@ class Stream:
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
+        journal: Journal | None = None,
     ) -> None:
         self.started = started
         self.output = output
@@ -48,6 +50,7 @@ class Stream:
         self._finished: Finished | None = None
         self._timeline = timeline
         self._observer = observer
+        self._journal = journal
         self._is_adopted = is_adopted
         self._deadline_s = deadline_s
         self._counted = False
@@ -186,6 +189,19 @@ class Stream:
         ttft_s = None if first_s is None else first_s - line.received_s
         e2e_s = now - line.received_s
         self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
+        if self._journal is not None:
+            self._journal.ended(
+                Ending(
+                    request=self.started.request_id,
+                    outcome=outcome,
+                    at_s=now,
+                    e2e_s=e2e_s,
+                    ttft_s=ttft_s,
+                    gaps_s=line.gaps_s,
+                    stages=stages,
+                    stats=self._finished.stats if self._finished is not None else None,
+                )
+            )
 
 
 class Reader:

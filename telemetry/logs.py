@@ -1,7 +1,7 @@
 """Logging set-up of a process: plain lines for people or JSON lines for machines.
 
-A log call adds the request it is about with `extra={"request": request_id}`; the worker's name is
-bound once, here.
+A log call adds the request it is about with `extra={"request": request_id}`, and figures that a machine
+shall find with `extra={"facts": {...}}`; the worker's name is bound once, here.
 """
 
 import json
@@ -44,6 +44,9 @@ class _JsonFormatter(logging.Formatter):
         request = getattr(record, "request", "")
         if request:
             entry["request"] = request
+        facts = getattr(record, "facts", None)
+        if facts:
+            entry["facts"] = facts
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError
+from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
 
 CONVERTER_VERSION = 1
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
@@ -62,8 +62,14 @@ def find_demo_model() -> Path:
     raise ModelError(DEMO_FILE, f"not in the installed {DEMO_DISTRIBUTION}; {hint}")
 
 
-def prepare(source: str | None, cache_dir: Path | None = None, dtype: str = "float32") -> Path:
-    """The prepared folder of a model, made if it is not there yet. `source` None is the demo model.
+def prepare(
+    source: str | None,
+    cache_dir: Path | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> Path:
+    """The prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress` hears
+    how many bytes of weights have been written, and of how many, while they are converted.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -83,7 +89,7 @@ def prepare(source: str | None, cache_dir: Path | None = None, dtype: str = "flo
             return target
         with locked(cache / f"{fingerprint}.lock"):
             if not _whole(target):
-                _convert(path, dtype, fingerprint, target)
+                _convert(path, dtype, fingerprint, target, progress)
     except OSError as error:
         raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
     return target
@@ -161,7 +167,9 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(path: Path, dtype: str, fingerprint: str, target: Path) -> None:
+def _convert(
+    path: Path, dtype: str, fingerprint: str, target: Path, progress: Progress | None
+) -> None:
     """Build the folder beside its place and move it there. The caller holds the lock, so what lies there is rubbish."""
     from engine.model.checkpoint import Checkpoint
     from engine.model.gguf_model import GGUFModel
@@ -176,7 +184,7 @@ def _convert(path: Path, dtype: str, fingerprint: str, target: Path) -> None:
     try:
         source: Checkpoint = HFModel(path) if path.is_dir() else GGUFModel(path)
         text = source.text()
-        write_weights(source, dtype, partial)
+        write_weights(source, dtype, partial, progress)
         config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
         (partial / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
         text.save(partial)

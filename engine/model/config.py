@@ -1,10 +1,14 @@
 """What a decoder-only model looks like: sizes, rotary embedding, options. No torch, no files but its own JSON."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 CONFIG_FILE = "config.json"
+
+Progress = Callable[[int, int], None]
+"""Bytes done, and bytes in all."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Suffixes of weights that run code when they are loaded: refused, never opened."""

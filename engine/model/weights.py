@@ -5,13 +5,14 @@ another), so a worker maps the file and copies nothing; all workers of a host sh
 """
 
 import os
+from math import prod
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from engine.model.checkpoint import Checkpoint, as_dtype, halves_from_pairs
-from engine.model.config import ModelConfig, ModelError
+from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import Weight, layer_key
 
 WEIGHTS_FILE = "weights.bin"
@@ -46,11 +47,19 @@ class WeightIndex(msgspec.Struct, frozen=True):
         return index
 
 
-def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
-    """Convert every weight of `source` into `folder`. Raises ModelError naming a missing or misshapen tensor."""
+def write_weights(
+    source: Checkpoint, dtype: str, folder: Path, progress: Progress | None = None
+) -> None:
+    """Convert every weight of `source` into `folder`. `progress` hears of the bytes written so far, and of all. Raises
+    ModelError naming a missing or misshapen tensor."""
     config, tensors, offset = source.config, dict[str, Entry](), 0
+    weights = _weights(source)
+    width = 4 if dtype == "float32" else 2
+    size = sum(prod(weight.shape(config)) * width for _, weight, _ in weights)
     with (folder / WEIGHTS_FILE).open("wb") as file:
-        for key, weight, layer in _weights(source):
+        for key, weight, layer in weights:
+            if progress is not None:
+                progress(offset, size)
             offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
             tensors[key] = Entry(offset, weight.shape(config))
             for piece in weight.sources:
@@ -69,6 +78,8 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path) -> None:
         # A rename may reach the disk before the bytes do; zeros for weights would go unnoticed ever after.
         file.flush()
         os.fsync(file.fileno())
+    if progress is not None:
+        progress(size, size)
     index = WeightIndex(dtype, offset, tensors)
     (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 

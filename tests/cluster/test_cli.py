@@ -1,9 +1,11 @@
 """The command's edges: signals, the demo's table, and clean-up that can be proven."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -87,7 +89,13 @@ def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str], free_port: in
     assert captured.err.startswith("headrace: UNAVAILABLE: ") and captured.err.count("\n") == 1
 
 
-def test_a_missing_model_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_RUN_DIR", str(tmp_path / "run"))
+    # `up` sets this process's log up; not for the tests behind this one.
+    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers[:])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
     before = descendants()
     status = cli.main(["up", "--launcher", "process", "--model", "/nowhere/model.gguf"])
     assert status == 1

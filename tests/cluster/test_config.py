@@ -56,7 +56,7 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             # Both pools must agree on it.
             extra = ["--set", f"prefill.engine.dtype={value}"]
             extra += ["--set", f"decode.engine.dtype={value}"]
-        if key.endswith(".digest_sample"):
+        if key.endswith((".digest_sample", "tracing.sample")):
             value = "0.5"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")

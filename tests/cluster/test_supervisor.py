@@ -14,7 +14,7 @@ import pytest
 
 from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
-from cluster.spec import ChildReady, LaunchError
+from cluster.spec import ChildReady, Kind, LaunchError
 from cluster.supervisor import (
     LEAVE_MARGIN_S,
     Accused,
@@ -28,6 +28,7 @@ from cluster.supervisor import (
     Kill,
     Launch,
     Leave,
+    Resize,
     RestartConfig,
     State,
     Supervisor,
@@ -46,7 +47,7 @@ def up(name: str, port: int, life: int = 1) -> ChildReady:
 
 
 def supervisor(policy: RestartConfig = POLICY) -> Supervisor:
-    children = {
+    children: dict[str, tuple[Kind, ChildReady]] = {
         "prefill-0": ("prefill", up("prefill-0", 1)),
         "decode-0": ("decode", up("decode-0", 2)),
         "router": ("router", up("router", 3)),
@@ -90,6 +91,96 @@ def test_pauses_double_and_a_storm_ends_the_cluster_with_the_reason() -> None:
     assert one.handle(Ended("decode-0", "no memory"), now) == [
         GiveUp("decode-0: no memory (4 times in 100 s)")
     ]
+
+
+def pools(prefill: int, decode: int, policy: RestartConfig = POLICY) -> Supervisor:
+    kinds: list[tuple[Kind, int]] = [("prefill", prefill), ("decode", decode), ("router", 1)]
+    children: dict[str, tuple[Kind, ChildReady]] = {}
+    for kind, count in kinds:
+        for number in range(count):
+            name = kind if kind == "router" else f"{kind}-{number}"
+            children[name] = (kind, up(name, len(children)))
+    return Supervisor(policy, START_TIMEOUT_S, children)
+
+
+def die_often(one: Supervisor, name: str, now: float, deaths: int) -> tuple[float, list[Command]]:
+    """Let it die and start again, until the last death; when that was, and what followed."""
+    for _ in range(deaths - 1):
+        one.handle(Ended(name, "no memory"), now)
+        while Launch(name) not in one.handle(Tick(), now):
+            now += 0.125
+    return now, one.handle(Ended(name, "no memory"), now)
+
+
+def test_one_that_keeps_dying_is_left_alone_while_another_serves() -> None:
+    """Guards a whole cluster that is ended by its worst worker, and one that is never tried again."""
+    one = pools(1, 2)
+    now, commands = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
+    assert commands == [Discard("decode-1")] and one.state("decode-1") is State.FAILED
+    assert one.is_steady, "nothing is to happen: orders are not held up"
+    view = {slot.name: (slot.state, slot.deaths, slot.why) for slot in one.view()}
+    assert view["decode-1"] == (State.FAILED, 4, "no memory")
+    quiet = [one.handle(Tick(), now + second) for second in range(int(POLICY.window_s))]
+    assert not any(quiet)
+    assert one.handle(Tick(), now + POLICY.window_s) == [Launch("decode-1")]
+    assert names(one.handle(Up(up("decode-1", 9)), now + POLICY.window_s)) == ["Announce"]
+
+
+def test_the_last_of_a_pool_that_keeps_dying_ends_the_cluster() -> None:
+    """Guards a cluster that goes on, and answers nothing, without a decode worker."""
+    one = pools(2, 2)
+    now, _ = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
+    _, commands = die_often(one, "decode-0", now, POLICY.limit + 1)
+    assert commands == [GiveUp("decode-0: no memory (4 times in 100 s)")]
+
+
+def test_many_that_die_together_do_not_start_together() -> None:
+    """Guards a host that loses its workers for want of memory, and loses them again as all load at once."""
+    one = pools(1, 8, RestartConfig(limit=3, first_pause_s=1.0, at_once=2))
+    for number in range(8):
+        one.handle(Ended(f"decode-{number}", "killed by SIGKILL"), 0.0)
+    one.handle(Ended("router", "killed by SIGKILL"), 0.0)
+    assert one.handle(Tick(), 5.0) == [
+        Launch("decode-0"),
+        Launch("decode-1"),
+        Launch("router"),
+    ], "a router is never held back"
+    assert one.handle(Tick(), 6.0) == []
+    one.handle(Up(up("router", 9)), 6.5)
+    one.handle(Up(up("decode-0", 9)), 6.5)
+    assert one.handle(Tick(), 7.0) == [Launch("decode-2")]
+    one.handle(Ended("decode-1", "x"), 7.5)
+    assert one.handle(Tick(), 8.0) == [Launch("decode-3")]
+
+
+def test_a_pool_grows_at_once_and_shrinks_one_by_one_from_its_end() -> None:
+    """Guards a pool that is resized to another size, reuses a name that is still taken, or loses two at once."""
+    one = pools(1, 2)
+    one.handle(Resize("decode", 4, 9.0), 0.0)
+    assert not one.is_steady and one.pool("decode") == [f"decode-{n}" for n in range(4)]
+    assert one.handle(Tick(), 0.1) == [Launch("decode-2"), Launch("decode-3")]
+    for number in (2, 3):
+        (announce,) = one.handle(Up(up(f"decode-{number}", 40 + number)), 1.0)
+    assert addresses(announce)[1] == ["h:1", "h:2", "h:42", "h:43"] and one.is_steady
+    one.handle(Resize("decode", 1, 9.0), 2.0)
+    for name in ("decode-3", "decode-2", "decode-1"):
+        assert one.handle(Tick(), 2.0) == [AskToLeave(name, 9.0)]
+        discard, announce = one.handle(Ended(name, "left", left=True), 3.0)
+        assert discard == Discard(name) and name not in one
+    assert addresses(announce) == (["h:0"], ["h:1"]) and one.is_steady
+    one.handle(Resize("decode", 2, 9.0), 4.0)
+    assert one.handle(Tick(), 4.0) == [Launch("decode-1")]
+
+
+def test_who_does_not_run_leaves_at_once() -> None:
+    """Guards a broken worker that cannot be taken away because it never comes up to be asked."""
+    one = pools(1, 2)
+    die_often(one, "decode-1", 0.0, POLICY.limit + 1)
+    one.handle(Leave(("decode-1",), 9.0, False), 50.0)
+    assert one.handle(Tick(), 50.0) == [Discard("decode-1")] and "decode-1" not in one
+    one.handle(Ended("decode-0", "x"), 60.0)
+    one.handle(Resize("decode", 2, 9.0), 60.0)
+    assert one.handle(Tick(), 60.0) == [Launch("decode-1")]
 
 
 def test_old_deaths_are_forgiven() -> None:
@@ -272,14 +363,15 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     starts: dict[str, list[float]] = {name: [now] for name in living}
     while now < 2000.0:
         now += rng.expovariate(0.5)
-        name = rng.choice(list(starts))
+        name = rng.choice([slot.name for slot in one.view() if slot.kind != "router"])
         life = rng.randrange(3)
         event = rng.choice(
             [
                 Tick(),
                 Ended(name, "x", left=rng.random() < 0.3),
                 Up(up(name, rng.randrange(9000), life)),
-                Leave((name,), rng.uniform(0.0, 9.0), True),
+                Leave((name,), rng.uniform(0.0, 9.0), rng.random() < 0.7),
+                Resize(rng.choice(("prefill", "decode")), rng.randrange(1, 4), 5.0),
                 Accused(name, Incarnation(life), "silent"),
             ]
         )
@@ -292,15 +384,19 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
             if isinstance(command, Kill):
                 assert command.name in living
             elif isinstance(command, Discard):
-                assert command.name in living
-                living.remove(command.name)
+                # One that waited for its next start, and is to be no more, has no process.
+                assert command.name in living or command.name not in one
+                living.discard(command.name)
+                if command.name not in one:
+                    starts.pop(command.name, None)
             elif isinstance(command, Launch):
                 assert command.name not in living, "two processes for one worker"
                 living.add(command.name)
                 if command.name in excused:
                     excused.remove(command.name)
                     continue
-                starts[command.name].append(now)
+                assert sum(s.state is State.STARTING for s in one.view()) <= POLICY.at_once + 1
+                starts.setdefault(command.name, []).append(now)
                 recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
                 assert len(recent) <= POLICY.limit + 1
 
@@ -328,6 +424,10 @@ def watched(cluster: Cluster) -> Iterator[list[str]]:
         thread.join(30)
 
 
+def state_of(cluster: Cluster, name: str) -> State:
+    return {slot.name: slot.state for slot in cluster.slots()}[name]
+
+
 def replaced(cluster: Cluster, name: str, old: int) -> Callable[[], bool]:
     return lambda: cluster.workers[name].pid != old
 
@@ -347,10 +447,16 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
                 assert eventually(replaced(cluster, "decode-1", pid), 30.0), ended
                 assert gone(pid) and not gone(cluster.workers["decode-1"].pid)
             os.kill(cluster.workers["decode-1"].pid, signal.SIGKILL)
-            assert eventually(lambda: bool(ended), 10.0)
-            assert ended[0].startswith("decode-1: ")
+            assert eventually(lambda: state_of(cluster, "decode-1") is State.FAILED, 10.0)
+            assert {n: cluster.workers[n].pid for n in others} == others and not ended
+            for _ in range(RESTARTS.limit):
+                pid = cluster.workers["decode-0"].pid
+                os.kill(pid, signal.SIGKILL)
+                assert eventually(replaced(cluster, "decode-0", pid), 30.0), ended
+            os.kill(cluster.workers["decode-0"].pid, signal.SIGKILL)
+            assert eventually(lambda: bool(ended), 10.0), "nobody is left to decode"
+            assert ended[0].startswith("decode-0: ")
             assert ended[0].endswith("(3 times in 300 s)")
-        assert {n: cluster.workers[n].pid for n in others} == others
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 

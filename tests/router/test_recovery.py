@@ -344,6 +344,9 @@ def test_a_poisonous_request_is_named_in_the_log(caplog: pytest.LogCaptureFixtur
     assert len(sent) == 1, "it was not placed again"
     bench.accept(A, 2, {"d0": "d1", "d1": "d0"}[home])
     hub.lost({"d0": "d1", "d1": "d0"}[home])
-    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-    assert line == "request a is refused as poisonous: workers d0, d1 were lost while they held it"
+    (line,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert (
+        line.getMessage() == "refused as poisonous: workers d0, d1 were lost while they held it"
+    )
+    assert vars(line)["request"] == "a"
     assert not any("39" in r.getMessage() for r in caplog.records), "a prompt token was logged"

@@ -26,11 +26,12 @@ def test_json_lines_carry_worker_and_request() -> None:
     try:
         raise ValueError("broken\nblock")
     except ValueError:
-        logging.getLogger("x").exception("request %s\nfailed", 7, extra={"request": "r7"})
+        about = {"request": "r7", "facts": {"tokens": 3}}
+        logging.getLogger("x").exception("request %s\nfailed", 7, extra=about)
     (line,) = stream.getvalue().splitlines()
     entry = json.loads(line)
     assert (entry["worker"], entry["request"], entry["level"]) == ("decode-0", "r7", "error")
-    assert "broken" in entry["exception"]
+    assert "broken" in entry["exception"] and entry["facts"] == {"tokens": 3}
 
 
 def test_plain_lines_and_levels() -> None:

@@ -1,0 +1,275 @@
+"""The admin surface: what operators ask of a running cluster, as HTTP with JSON on a Unix socket (docs/operations.md).
+
+    GET  /status              Status
+    GET  /overview            router.overview.Overview, asked of the router
+    GET  /flights?request=R   the timelines of a request, or of the latest, of every process
+    GET  /config              every setting with its value and origin; secrets as set or not
+    POST /drain               Drain    answered when the worker has left
+    POST /scale               Scale    answered when the pools have their sizes
+    POST /down                answered at once; the supervisor then stops everything
+
+Errors are `{"error": text}`: 400 for what cannot be asked, 409 for what could not be done.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.launch import Addresses, Cluster
+from cluster.leftovers import descendants
+from cluster.resolve import Setting
+from cluster.rundir import Process, RunDir
+from cluster.spec import Kind, LaunchError
+from telemetry.flight import Flight
+
+NOTE_S = 0.5
+"""How often the list of processes is brought up to date."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot. `state`: starting, up, leaving, pausing (waits for its next start) or failed. `pid` is 0 before its
+    first process; `why` is what the last death was of."""
+
+    name: str
+    kind: Kind
+    state: str
+    pid: int = 0
+    address: str = ""
+    incarnation: str = ""
+    deaths: int = 0
+    why: str = ""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: Literal["starting", "running", "stopping"]
+    pid: int
+    launcher: str
+    model: str
+    up_s: float
+    grpc: str = ""
+    http: str = ""
+    processes: list[ProcessStatus] = []
+
+
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    worker: str
+    replace: bool = False
+    timeout_s: float | None = None
+
+
+class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """None: as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+    timeout_s: float | None = None
+
+
+class Flights(msgspec.Struct, frozen=True, kw_only=True):
+    """`silent`: processes that could not be asked, and why."""
+
+    flights: list[Flight]
+    silent: dict[str, str] = {}
+
+
+class AdminServer:
+    """Serves one cluster, in a thread of its own, from before its start until after its end.
+
+    Mutable state: what the main thread says of the cluster's life. `down` is set once somebody has asked for the end.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rundir: RunDir,
+        settings: tuple[Setting, ...],
+        launcher: str,
+        end: Callable[[], None],
+    ) -> None:
+        """`end` makes the main thread stop the cluster and, at last, this server."""
+        self._cluster = cluster
+        self._rundir = rundir
+        self._settings = settings
+        self._launcher = launcher
+        self._end = end
+        self._began_s = time.monotonic()
+        self._addresses: Addresses | None = None
+        self._noted: list[Process] = []
+        self._ended = threading.Event()
+        self.down = threading.Event()
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        # Imported here: the verbs that only ask need no server.
+        import uvicorn
+
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self._rundir.socket))
+        settings = uvicorn.Config(
+            self._app(),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listener],), name="admin", daemon=True
+        )
+        self._thread.start()
+        self._noting = threading.Thread(target=self._note, name="processes", daemon=True)
+        self._noting.start()
+
+    def ready(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._noting.join()
+        self._server.should_exit = True
+        self._thread.join()
+
+    def status(self) -> Status:
+        up = self._cluster.processes()
+        processes = [
+            ProcessStatus(
+                name=slot.name,
+                kind=slot.kind,
+                state=slot.state.value,
+                pid=up[slot.name].pid if slot.name in up else 0,
+                address=up[slot.name].address if slot.name in up else "",
+                incarnation=f"{up[slot.name].incarnation:016x}" if slot.name in up else "",
+                deaths=slot.deaths,
+                why=slot.why,
+            )
+            for slot in self._cluster.slots()
+        ]
+        addresses = self._addresses
+        running: Literal["starting", "running"] = "running" if addresses else "starting"
+        model = next((s.value for s in self._settings if s.key == "model"), "")
+        return Status(
+            name=self._rundir.name,
+            state="stopping" if self.down.is_set() else running,
+            pid=os.getpid(),
+            launcher=self._launcher,
+            model=str(model) or "the demo model",
+            up_s=time.monotonic() - self._began_s,
+            grpc=addresses.grpc if addresses else "",
+            http=addresses.http if addresses else "",
+            processes=processes,
+        )
+
+    def flights(self, request: str) -> Flights:
+        """Of every process, the router first."""
+        found: list[Flight] = []
+        silent: dict[str, str] = {}
+        slots = sorted(self._cluster.slots(), key=lambda slot: slot.kind != "router")
+        for slot in slots:
+            try:
+                told = self._cluster.ask(slot.name, "flights", request)
+            except LaunchError as error:
+                silent[slot.name] = str(error)
+            else:
+                found += msgspec.json.decode(told, type=list[Flight])
+        return Flights(flights=found, silent=silent)
+
+    def drain(self, order: Drain) -> Status:
+        """Raises LaunchError."""
+        slots = {slot.name: slot for slot in self._cluster.slots()}
+        slot = slots.get(order.worker)
+        if slot is not None and slot.kind != "router" and not order.replace:
+            others = [s for s in slots.values() if s.kind == slot.kind and s.name != slot.name]
+            if not others:
+                raise LaunchError(
+                    f"{slot.name} is the last {slot.kind} worker: replace it, or take all down"
+                )
+        self._cluster.drain(order.worker, order.timeout_s, again=order.replace)
+        return self.status()
+
+    def scale(self, order: Scale) -> Status:
+        """Raises LaunchError."""
+        sizes: list[tuple[Kind, int | None]] = [
+            ("prefill", order.prefill),
+            ("decode", order.decode),
+        ]
+        for kind, count in sizes:
+            if count is not None:
+                self._cluster.scale(kind, count, order.timeout_s)
+        return self.status()
+
+    def config(self) -> dict[str, dict[str, object]]:
+        return {s.key: {"value": s.public, "origin": s.origin} for s in self._settings}
+
+    def take_down(self) -> Status:
+        self.down.set()
+        self._end()
+        return self.status()
+
+    def _note(self) -> None:
+        """Keep the list of processes up to date: whatever becomes of this process, `down` finds them."""
+        while True:
+            # Those below this one: a pid of another host may be anybody's here.
+            names = {up.pid: name for name, up in self._cluster.processes().items()}
+            below = {pid: names.get(pid, name) for pid, name in descendants().items()}
+            below[os.getpid()] = "supervisor"
+            found = [Process.of(name, pid) for pid, name in below.items()]
+            processes = [process for process in found if process is not None]
+            if processes != self._noted:
+                self._noted = processes
+                self._rundir.write(processes)
+            if self._ended.wait(NOTE_S):
+                return
+
+    def _app(self) -> Starlette:
+        def get(answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+            async def endpoint(request: Request) -> Response:
+                return await _answered(lambda: answer(request))
+
+            return endpoint
+
+        def post(
+            kind: Any, answer: Callable[[Any], Any]
+        ) -> Callable[[Request], Awaitable[Response]]:
+            async def endpoint(request: Request) -> Response:
+                body = await request.body()
+                return await _answered(lambda: answer(msgspec.json.decode(body, type=kind)))
+
+            return endpoint
+
+        def overview(_: Request) -> msgspec.Raw:
+            return msgspec.Raw(self._cluster.ask(self._cluster.router.name, "overview"))
+
+        return Starlette(
+            routes=[
+                Route("/status", get(lambda _: self.status())),
+                Route("/overview", get(overview)),
+                Route("/flights", get(lambda r: self.flights(r.query_params.get("request", "")))),
+                Route("/config", get(lambda _: self.config())),
+                Route("/drain", post(Drain, self.drain), methods=["POST"]),
+                Route("/scale", post(Scale, self.scale), methods=["POST"]),
+                Route("/down", get(lambda _: self.take_down()), methods=["POST"]),
+            ]
+        )
+
+
+async def _answered(answer: Callable[[], object]) -> Response:
+    """What `answer` returns, as JSON. It may take as long as a drain does, in a thread of its own."""
+    try:
+        told, status = await run_in_threadpool(answer), 200
+    except msgspec.MsgspecError as error:
+        told, status = {"error": f"not what is asked for here: {error}"}, 400
+    except LaunchError as error:
+        told, status = {"error": str(error)}, 409
+    return Response(msgspec.json.encode(told), status, media_type="application/json")

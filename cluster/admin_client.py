@@ -1,0 +1,104 @@
+"""The verbs' side of the admin surface (`cluster.admin`)."""
+
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from cluster.admin import Drain, Flights, Scale, Status
+from cluster.rundir import RunDir
+from cluster.spec import LaunchError
+from router.overview import Overview
+
+QUICK_S = 15.0
+
+T = TypeVar("T")
+
+
+class NotRunning(LaunchError):
+    """No cluster of this name runs on this host."""
+
+
+class AdminClient:
+    """Every method raises NotRunning, or LaunchError with what the cluster answered."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir = rundir
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(rundir.socket)), base_url="http://headrace"
+        )
+
+    def status(self) -> Status:
+        return self._call("GET", "/status", Status)
+
+    def overview(self) -> Overview:
+        return self._call("GET", "/overview", Overview)
+
+    def flights(self, request: str = "") -> Flights:
+        return self._call("GET", "/flights", Flights, params={"request": request})
+
+    def config(self) -> dict[str, dict[str, object]]:
+        return self._call("GET", "/config", dict[str, dict[str, object]])
+
+    def drain(self, order: Drain) -> Status:
+        """Blocks until the worker has left."""
+        return self._call("POST", "/drain", Status, order, timeout_s=None)
+
+    def scale(self, order: Scale) -> Status:
+        """Blocks until the pools have their sizes."""
+        return self._call("POST", "/scale", Status, order, timeout_s=None)
+
+    def down(self) -> Status:
+        """Ask the supervisor to stop everything; returns at once."""
+        return self._call("POST", "/down", Status)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> "AdminClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: msgspec.Struct | None = None,
+        timeout_s: float | None = QUICK_S,
+        params: dict[str, str] | None = None,
+    ) -> T:
+        if not self._rundir.socket.exists() and not self._rundir.is_held:
+            raise self._not_running()
+        content = msgspec.json.encode(body) if body is not None else None
+        try:
+            response = self._http.request(
+                method, path, content=content, params=params, timeout=timeout_s
+            )
+        except httpx.TimeoutException as error:
+            raise LaunchError(
+                f"the supervisor of {self._rundir.name!r} did not answer in {timeout_s:.0f} s"
+            ) from error
+        except httpx.TransportError as error:
+            if self._rundir.is_held:
+                raise LaunchError(
+                    f"the cluster {self._rundir.name!r} runs but its supervisor cannot be asked: {error}"
+                ) from error
+            raise self._not_running() from error
+        if response.status_code != 200:
+            raise LaunchError(_reason(response))
+        return msgspec.json.decode(response.content, type=kind)
+
+    def _not_running(self) -> NotRunning:
+        name = self._rundir.name
+        return NotRunning(f"no cluster named {name!r} runs here (start one with: headrace up)")
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        told: Any = msgspec.json.decode(response.content)
+        return str(told["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"the supervisor answered {response.status_code}"

@@ -1,0 +1,74 @@
+"""The doctor's look at GPUs: driver, PyTorch, peer access between them, NCCL and CuPy."""
+
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import permutations
+from pathlib import Path
+
+from cluster.doctor import Check
+
+CUPY = ("cupy-cuda13x", "cupy-cuda12x")
+
+
+def gpu_checks(device: Path = Path("/dev/nvidiactl")) -> Iterator[Check]:
+    """One line without a GPU; torch is imported only with one."""
+    if not device.exists():
+        yield Check("gpu", "ok", "none: workers use the CPU kernels")
+        return
+    import torch
+
+    if torch.version.cuda is None:
+        fix = "install the CUDA build of PyTorch (without --extra-index-url .../cpu)"
+        yield Check("gpu", "fail", f"there is one, and torch {torch.__version__} has no CUDA", fix)
+        return
+    if not torch.cuda.is_available():
+        fix = "compare nvidia-smi's driver with the CUDA of this PyTorch; update the driver"
+        found = f"torch for CUDA {torch.version.cuda} cannot use the driver"
+        yield Check("gpu", "fail", found, fix)
+        return
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(at) for at in range(count)})
+    yield Check("gpu", "ok", f"{count} × {', '.join(names)}, CUDA {torch.version.cuda}")
+    yield _peers(count)
+    yield _nccl()
+    yield _cupy()
+
+
+def _peers(count: int) -> Check:
+    import torch
+
+    pairs = list(permutations(range(count), 2))
+    if not pairs:
+        return Check("gpu peer access", "ok", "one GPU: nothing to reach")
+    apart = [f"{a}→{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if not apart:
+        return Check("gpu peer access", "ok", f"all {len(pairs)} directions")
+    fix = "blocks go through host memory there; check nvidia-smi topo -p2p r, ACS and IOMMU settings"
+    return Check("gpu peer access", "warn", f"not {', '.join(apart)}", fix)
+
+
+def _nccl() -> Check:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return Check("nccl", "fail", "this PyTorch has none", "install the CUDA build of PyTorch")
+    version = torch.cuda.nccl.version()
+    return Check("nccl", "ok", ".".join(map(str, version)))
+
+
+def _cupy() -> Check:
+    for package in CUPY:
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        try:
+            import cupy
+
+            cupy.cuda.runtime.getDeviceCount()
+        except Exception as error:
+            fix = "install the one for this driver's CUDA: pip install 'headrace[cuda12]' or [cuda13]"
+            return Check("cupy", "fail", f"{package} {version}: {error}", fix)
+        return Check("cupy", "ok", f"{package} {version}")
+    fix = "pip install 'headrace[cuda12]' or 'headrace[cuda13]'"
+    return Check("cupy", "warn", "not installed: no transfers over NCCL", fix)

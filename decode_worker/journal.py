@@ -1,0 +1,195 @@
+"""What a decode worker remembers of its latest requests: their flights, and their spans where requests are traced.
+
+It reads the events and commands that pass through the shell, and decides nothing. Owner: the engine thread.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from decode_worker.events import FromPeer, FromRouter, Tell
+from decode_worker.scheduler import Command, Event
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Finish,
+    FirstToken,
+    NeedPrefill,
+    Offer,
+    Orphan,
+    Place,
+    PrefillFailed,
+    Refused,
+    RequestStats,
+    StartPrefill,
+    Tokens,
+    UsePrefill,
+    Yield,
+    Yielded,
+)
+from engine.types import FinishReason, RequestId
+from telemetry.flight import Fact, FlightRecorder
+from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
+from transfer.commands import Emit, Received
+
+FORGOTTEN = 4096
+"""Requests whose trace context is kept at most; more are not open at a time."""
+
+
+class _Trace(msgspec.Struct):
+    """Of an accepted request. `wire`: first offer and last landing, on this worker's clock."""
+
+    traceparent: str
+    accepted_s: float
+    wire: tuple[float, float] | None = None
+    nbytes: int = 0
+
+
+class Journal:
+    # Mutable state: the recorder, and of the requests under way what their spans will need.
+
+    ENDS: ClassVar = frozenset({"ended", "refused", "yielded"})
+
+    def __init__(self, worker: str, tracing: Tracing | None) -> None:
+        self.recorder = FlightRecorder(worker)
+        self._worker = worker
+        self._tracing = tracing
+        self._traces: dict[RequestId, _Trace] = {}
+
+    def heard(self, events: Sequence[Event], now: float) -> None:
+        for event in events:
+            match event:
+                case FromRouter(_, message):
+                    self._from_router(message, now)
+                case FromPeer(_, message):
+                    self._from_peer(message, now)
+                case Received(handoff, seq, error, seconds, nbytes):
+                    facts: dict[str, Fact] = {"chunk": seq, "bytes": nbytes}
+                    facts["copy_s"] = round(seconds, 6)
+                    if error:
+                        facts["error"] = error
+                    self._note(handoff.request, "copied", now, facts)
+                    trace = self._traces.get(handoff.request)
+                    if trace is not None and not error:
+                        since = trace.wire[0] if trace.wire else now - seconds
+                        trace.wire, trace.nbytes = (since, now), trace.nbytes + nbytes
+
+    def said(self, commands: Sequence[Command], now: float) -> None:
+        for command in commands:
+            match command:
+                case Tell(_, Tokens()):
+                    pass  # every step says some: the first one is known from elsewhere
+                case Tell(_, record):
+                    self._to_router(record, now)
+                case Emit(_, StartPrefill(handoff=handoff, have_tokens=have)):
+                    facts: dict[str, Fact] = {"attempt": handoff.attempt, "have_tokens": have}
+                    self._note(handoff.request, "prefill asked for", now, facts)
+
+    def engine_failed(self) -> None:
+        """The engine has ended: write down what was under way."""
+        self.recorder.dump_open(self.ENDS, "the engine has failed under this request")
+
+    def _from_router(self, message: object, now: float) -> None:
+        match message:
+            case Place(record=record, placement=placement, prefill=prefill):
+                facts: dict[str, Fact] = {"placement": placement, "tokens": len(record.tokens)}
+                facts["prefill"] = prefill.name or self._worker
+                self._note(record.request, "placed", now, facts)
+                if self._tracing is not None and record.traceparent:
+                    if len(self._traces) >= FORGOTTEN:
+                        del self._traces[next(iter(self._traces))]
+                    self._traces[record.request] = _Trace(record.traceparent, now)
+            case Cancel(request, _, reason):
+                self._note(request, "cancelled", now, {"reason": reason.value})
+            case Finish(request, _, kept):
+                self._note(request, "stop string", now, {"tokens_kept": kept})
+            case UsePrefill(request, _, prefill):
+                name = prefill.name if prefill is not None else self._worker
+                self._note(request, "another prefill worker", now, {"prefill": name})
+            case Yield(request):
+                self._note(request, "asked to yield", now, {})
+
+    def _from_peer(self, message: object, now: float) -> None:
+        match message:
+            case Offer(handoff, seq, blocks):
+                self._note(handoff.request, "offered", now, {"chunk": seq, "blocks": len(blocks)})
+            case FirstToken(handoff=handoff, queue_s=queue_s, run_s=run_s, cached_tokens=cached):
+                facts: dict[str, Fact] = {"queue_s": round(queue_s, 6), "run_s": round(run_s, 6)}
+                self._note(
+                    handoff.request, "first token", now, {**facts, "cached_tokens": cached}
+                )
+            case PrefillFailed(handoff, fault):
+                self._note(handoff.request, "prefill failed", now, {"why": fault.message})
+
+    def _to_router(self, record: object, now: float) -> None:
+        match record:
+            case Accepted(request, _, cached):
+                self._note(request, "accepted", now, {"cached_tokens": cached})
+            case Refused(request, _, blocks):
+                self._note(request, "refused", now, {"blocks_needed": blocks})
+                self._traces.pop(request, None)
+            case NeedPrefill(request, _, failed):
+                self._note(request, "prefill worker lost", now, {"worker": failed})
+            case Orphan(record=mine, tokens=tokens):
+                self._note(mine.request, "handed to another router", now, {"tokens": len(tokens)})
+            case Yielded(request=request, stats=stats):
+                self._ended(request, "yielded", stats, now, {})
+            case Ended(request=request, reason=reason, stats=stats, fault=fault):
+                facts: dict[str, Fact] = {"outcome": reason.value}
+                if fault is not None:
+                    facts["fault"] = fault.message
+                self._ended(request, "ended", stats, now, facts)
+                if reason is FinishReason.ERROR:
+                    self.recorder.dump(request, f"the request has failed: {facts.get('fault')}")
+
+    def _ended(
+        self,
+        request: RequestId,
+        what: str,
+        stats: RequestStats,
+        now: float,
+        facts: dict[str, Fact],
+    ) -> None:
+        facts |= {
+            "output_tokens": stats.output_tokens,
+            "migrated_blocks": stats.migrated_blocks,
+            "transport": stats.transport,
+            "prefill": stats.prefill_worker,
+        }
+        facts |= {f"{name}_s": round(seconds, 6) for name, seconds in stats.stages.items()}
+        self._note(request, what, now, facts)
+        trace = self._traces.pop(request, None)
+        if trace is not None and self._tracing is not None:
+            span = _span(trace, stats, now, facts, is_local=stats.prefill_worker == self._worker)
+            self._tracing.add(trace.traceparent, span)
+
+    def _note(self, request: RequestId, what: str, now: float, facts: dict[str, Fact]) -> None:
+        self.recorder.note(request, what, now, **facts)
+
+
+def _span(
+    trace: _Trace, stats: RequestStats, now: float, facts: dict[str, Fact], *, is_local: bool
+) -> Span:
+    """The decode worker's part: its stages one behind the other, and the wire beside them. A prefill worker says its
+    own two stages itself."""
+    offset_s = unix_offset_s()
+    names = ("prefill_queue", "prefill_run", "migrate", "decode_queue", "decode_run")
+    stages = [(name, stats.stages.get(name, 0.0)) for name in names]
+    children = consecutive(trace.accepted_s + offset_s, stages)
+    if not is_local:
+        children = [span for span in children if not span.name.startswith("prefill_")]
+    if trace.wire is not None:
+        first_s, last_s = trace.wire
+        wire: dict[str, Fact] = {"headrace.bytes": trace.nbytes}
+        wire |= {"headrace.blocks": stats.migrated_blocks, "headrace.transport": stats.transport}
+        children.append(Span("headrace.wire", first_s + offset_s, last_s + offset_s, wire))
+    return Span(
+        "headrace.decode",
+        trace.accepted_s + offset_s,
+        now + offset_s,
+        {f"headrace.{name}": value for name, value in facts.items()},
+        children,
+        error=str(facts.get("fault", "")),
+    )

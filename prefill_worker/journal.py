@@ -1,0 +1,81 @@
+"""What a prefill worker remembers of its latest requests: their flights, and their spans where requests are traced.
+
+It reads the events and commands that pass through the shell, and decides nothing. Owner: the engine thread.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from engine.messages import FirstToken, Handoff, Landed, Offer, PrefillFailed, StartPrefill, Stop
+from prefill_worker.scheduler import Event
+from telemetry.flight import Fact, FlightRecorder
+from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
+from transfer.commands import Command, Emit, FromReader
+
+FORGOTTEN = 4096
+"""Handoffs whose trace context is kept at most; more are not open at a time."""
+
+
+class Journal:
+    # Mutable state: the recorder, and the trace context and start of each handoff under way.
+
+    ENDS: ClassVar = frozenset({"stopped", "landed", "failed"})
+
+    def __init__(self, worker: str, tracing: Tracing | None) -> None:
+        self.recorder = FlightRecorder(worker)
+        self._tracing = tracing
+        self._traces: dict[Handoff, tuple[str, float]] = {}
+
+    def heard(self, events: Sequence[Event], now: float) -> None:
+        for event in events:
+            match event:
+                case FromReader(_, StartPrefill(handoff=handoff, record=record) as start):
+                    facts: dict[str, Fact] = {"attempt": handoff.attempt}
+                    facts |= {"tokens": len(record.tokens), "have_tokens": start.have_tokens}
+                    self.recorder.note(handoff.request, "asked for", now, **facts)
+                    if self._tracing is not None and record.traceparent:
+                        if len(self._traces) >= FORGOTTEN:
+                            del self._traces[next(iter(self._traces))]
+                        self._traces[handoff] = (record.traceparent, now)
+                case FromReader(_, Landed(handoff, seq)):
+                    self.recorder.note(handoff.request, "landed", now, chunk=seq)
+                case FromReader(_, Stop(handoff)):
+                    self.recorder.note(handoff.request, "stopped", now)
+                    self._traces.pop(handoff, None)
+
+    def said(self, commands: Sequence[Command], now: float) -> None:
+        for command in commands:
+            match command:
+                case Emit(_, Offer(handoff, seq, blocks)):
+                    self.recorder.note(
+                        handoff.request, "offered", now, chunk=seq, blocks=len(blocks)
+                    )
+                case Emit(_, FirstToken() as first):
+                    self._first_token(first, now)
+                case Emit(_, PrefillFailed(handoff, fault)):
+                    self.recorder.note(handoff.request, "failed", now, why=fault.message)
+                    self._traces.pop(handoff, None)
+
+    def engine_failed(self) -> None:
+        """The engine has ended: write down what was under way."""
+        self.recorder.dump_open(self.ENDS, "the engine has failed under this request")
+
+    def _first_token(self, first: FirstToken, now: float) -> None:
+        facts: dict[str, Fact] = {
+            "cached_tokens": first.cached_tokens,
+            "chunks": first.chunks,
+            "queue_s": round(first.queue_s, 6),
+            "run_s": round(first.run_s, 6),
+        }
+        self.recorder.note(first.handoff.request, "first token", now, **facts)
+        traceparent, began_s = self._traces.pop(first.handoff, ("", now))
+        if self._tracing is None or not traceparent:
+            return
+        offset_s = unix_offset_s()
+        stages = [("prefill_queue", first.queue_s), ("prefill_run", first.run_s)]
+        begin_s = min(began_s, now - first.queue_s - first.run_s) + offset_s
+        about = {f"headrace.{name}": value for name, value in facts.items()}
+        span = Span(
+            "headrace.prefill", begin_s, now + offset_s, about, consecutive(begin_s, stages)
+        )
+        self._tracing.add(traceparent, span)

@@ -1,0 +1,208 @@
+"""What the router remembers of its latest requests: their flights, the figures of the last minute, and their spans.
+
+Told of everything by the hub (commands of the core) and by the streams (how a request ended). Owner: the event loop.
+"""
+
+import logging
+from collections import deque
+from typing import ClassVar
+
+import msgspec
+
+from engine.messages import RequestStats
+from engine.types import FinishReason, RequestId, RequestRecord
+from router.events import (
+    Adopt,
+    Begin,
+    Command,
+    Deliver,
+    Fail,
+    Interrupted,
+    Moved,
+    Poisonous,
+    SendCancel,
+    SendFinish,
+    SendPlace,
+    SendUsePrefill,
+    SendYield,
+)
+from telemetry.flight import Fact, FlightRecorder
+from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
+
+log = logging.getLogger(__name__)
+
+RECENT_S = 60.0
+KEPT = 4096
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended, on the router's clock. `ttft_s` is None if no token came."""
+
+    request: str
+    outcome: FinishReason
+    at_s: float
+    e2e_s: float
+    ttft_s: float | None
+    gaps_s: list[float]
+    stages: dict[str, float]
+    stats: RequestStats | None = None
+
+
+class Recent(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that ended within the last `window_s` seconds. Quantiles are of single requests' figures, None without
+    any; the inter-token time of a request is its mean."""
+
+    window_s: float = RECENT_S
+    outcomes: dict[str, int] = {}
+    output_tokens: int = 0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    itl_p50_s: float | None = None
+    itl_p99_s: float | None = None
+    stages: dict[str, float] = {}
+    """The mean of each stage, in seconds, over requests that ended well."""
+    migrated_requests: int = 0
+    migrated_blocks: int = 0
+    migrated_bytes: int = 0
+    migration_s: float = 0.0
+
+
+class Journal:
+    # Mutable state: the recorder, the endings of late, who has been given a token, and the trace of each open request.
+
+    ENDS: ClassVar = frozenset({"ended", "failed"})
+
+    def __init__(self, tracing: Tracing | None = None, worker: str = "router") -> None:
+        self.recorder = FlightRecorder(worker)
+        self._tracing = tracing
+        self._endings: deque[Ending] = deque(maxlen=KEPT)
+        self._begun: dict[str, None] = {}
+
+    def received(self, request: str, traceparent: str, at_s: float) -> str:
+        """A call has come; returns the context that its workers shall be given."""
+        if self._tracing is None:
+            return traceparent
+        return self._tracing.open(request, "headrace.request", traceparent, at_s + unix_offset_s())
+
+    def submitted(self, record: RequestRecord, now: float) -> None:
+        self.recorder.note(
+            record.request,
+            "submitted",
+            now,
+            prompt_tokens=record.prompt_tokens,
+            max_tokens=record.max_tokens,
+        )
+
+    def left(self, request: RequestId, now: float) -> None:
+        self.recorder.note(request, "left by its client", now)
+
+    def command(self, command: Command, now: float) -> None:
+        """The core has decided this."""
+        note = self.recorder.note
+        match command:
+            case Deliver(request):
+                if request not in self._begun:
+                    self._begun[request] = None
+                    if len(self._begun) > KEPT:
+                        del self._begun[next(iter(self._begun))]
+                    note(request, "first token", now)
+            case SendPlace(worker, place, reason):
+                facts: dict[str, Fact] = {"decode": worker, "placement": place.placement}
+                facts |= {"prefill": place.prefill.name or worker, "reason": reason}
+                note(place.record.request, "offered", now, **facts)
+            case Begin(request):
+                note(request, "accepted", now)
+            case Interrupted(request, worker, emitted):
+                note(request, "decode worker lost", now, worker=worker, emitted_tokens=emitted)
+            case Moved(request, worker):
+                note(request, "yielded", now, worker=worker)
+            case Poisonous(request, workers):
+                note(request, "poisonous", now, workers=", ".join(workers))
+            case SendUsePrefill(worker, answer):
+                prefill = answer.prefill.name if answer.prefill is not None else worker
+                note(answer.request, "another prefill worker", now, prefill=prefill)
+            case SendYield(worker, order):
+                note(order.request, "asked to yield", now, worker=worker)
+            case SendCancel(worker, cancel):
+                note(cancel.request, "cancel", now, worker=worker, reason=cancel.reason.value)
+            case SendFinish(worker, finish):
+                kept = finish.tokens_kept
+                note(finish.request, "stop string", now, worker=worker, tokens_kept=kept)
+            case Adopt(orphan):
+                tokens = len(orphan.tokens)
+                note(orphan.record.request, "adopted", now, emitted_tokens=tokens)
+            case Fail(request, fault, outcome):
+                facts = {"outcome": outcome.value, "code": fault.code, "message": fault.message}
+                note(request, "failed", now, **facts)
+                if outcome is FinishReason.ERROR:
+                    self.recorder.dump(request, f"the request has failed: {fault.message}")
+
+    def ended(self, end: Ending) -> None:
+        """The account of a request is closed."""
+        self._begun.pop(end.request, None)
+        self._endings.append(end)
+        facts: dict[str, Fact] = {"outcome": end.outcome.value, "e2e_s": round(end.e2e_s, 6)}
+        if end.ttft_s is not None:
+            facts["ttft_s"] = round(end.ttft_s, 6)
+        facts |= {f"{name}_s": round(seconds, 6) for name, seconds in end.stages.items()}
+        self.recorder.note(end.request, "ended", end.at_s, **facts)
+        about = {"request": end.request, "facts": facts}
+        log.info("ended: %s after %.3f s", end.outcome.value, end.e2e_s, extra=about)
+        if self._tracing is not None:
+            self._tracing.close(end.request, _span(end, facts))
+
+    def recent(self, now: float) -> Recent:
+        """The figures of the last minute."""
+        last = [end for end in self._endings if end.at_s >= now - RECENT_S]
+        stats = [end.stats for end in last if end.stats is not None]
+        moved = [one for one in stats if one.migrated_blocks]
+        outcomes: dict[str, int] = {}
+        for end in last:
+            outcomes[end.outcome.value] = outcomes.get(end.outcome.value, 0) + 1
+        ttfts = sorted(end.ttft_s for end in last if end.ttft_s is not None)
+        itls = sorted(sum(end.gaps_s) / len(end.gaps_s) for end in last if end.gaps_s)
+        return Recent(
+            outcomes=outcomes,
+            stages=_means([end.stages for end in last if end.stages]),
+            output_tokens=sum(one.output_tokens for one in stats),
+            ttft_p50_s=_quantile(ttfts, 50),
+            ttft_p99_s=_quantile(ttfts, 99),
+            itl_p50_s=_quantile(itls, 50),
+            itl_p99_s=_quantile(itls, 99),
+            migrated_requests=len(moved),
+            migrated_blocks=sum(one.migrated_blocks for one in moved),
+            migrated_bytes=sum(one.migrated_bytes for one in moved),
+            migration_s=sum(one.migration_s for one in moved),
+        )
+
+
+def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for stages in all_stages for name in stages)
+    return {
+        name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages)
+        for name in names
+    }
+
+
+def _quantile(values: list[float], percent: int) -> float | None:
+    """Of sorted values: the least one that `percent` of them do not exceed."""
+    return values[-(-percent * len(values) // 100) - 1] if values else None
+
+
+def _span(end: Ending, facts: dict[str, Fact]) -> Span:
+    """The router's part of the trace: its own four stages. The workers tell theirs."""
+    end_s = end.at_s + unix_offset_s()
+    begin_s = end_s - end.e2e_s
+    stages = end.stages
+    children = consecutive(begin_s, [(n, stages.get(n, 0.0)) for n in ("admit", "route", "reserve")])
+    out_s = stages.get("stream_out", 0.0)
+    children.append(Span("stream_out", end_s - out_s, end_s))
+    bad = end.outcome in (FinishReason.ERROR, FinishReason.REJECTED, FinishReason.DEADLINE)
+    return Span(
+        "headrace.request",
+        begin_s,
+        end_s,
+        {f"headrace.{name}": value for name, value in facts.items()},
+        children if stages else [],
+        error=end.outcome.value if bad else "",
+    )
