@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.attention import AttentionBackend, TorchAttention
+from engine.attention import AttentionBackend, Rotation, TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import StepLimits
 from engine.kv.layout import KVLayout
-from engine.kv.paged import TORCH_DTYPES, PagedKV
+from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
@@ -116,11 +116,13 @@ def estimate_workspace(
     shape = _shallow(shape)
     layout = _layout(shape, block_size, dtype)
     kind, counter = TORCH_DTYPES[dtype], LiveBytes()
-    backend: AttentionBackend = _InPlace() if in_place else TorchAttention(shape.heads)
+    backend: AttentionBackend = _InPlace(shape.heads) if in_place else TorchAttention(shape.heads)
     with FakeTensorMode(), torch.inference_mode():
         kv = cast(
             PagedKV,
-            SimpleNamespace(layout=layout, tensor=torch.empty(layout.pool_shape(1), dtype=kind)),
+            SimpleNamespace(
+                layout=layout, tensor=torch.empty(layout.pool_shape(1), dtype=kind), scales=None
+            ),
         )
         model = Llama(shape, _weights(shape, kind))
         with counter:
@@ -139,16 +141,17 @@ def estimate_workspace(
     return max(counter.peak, drawing) - before
 
 
-class _InPlace:
-    """Fulfils `AttentionBackend` for tensors without content: allocates the answer alone."""
+class _InPlace(TorchAttention):
+    """For tensors without content: allocates rotated queries and the answer alone."""
 
-    def begin(self, batch: ForwardBatch, kv: PagedKV) -> None:
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         pass
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV
+        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
     ) -> Tensor:
-        return torch.empty_like(q).view(q.shape[0], -1)
+        q = torch.empty_like(qkv[:, : self._heads])
+        return torch.empty_like(q).view(len(q), -1)
 
 
 def _shallow(shape: ModelConfig) -> ModelConfig:
