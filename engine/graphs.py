@@ -142,9 +142,10 @@ class DecodeGraphs:
             batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
 
             def work() -> Tensor:
-                self._attention.fix(kind, size, slots)
                 return self._model.forward(batch, self._kv, self._attention)
 
+            # Outside of what is recorded: it may allocate buffers, which a replay would clear.
+            self._attention.fix(kind, size, slots)
             self._recordings[kind, size] = self._recorder.record(work)
         return self._recordings[kind, size]
 
