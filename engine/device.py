@@ -45,9 +45,9 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
     """Map the prepared model and allocate the pool. Sets this process's compute threads.
 
     `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
-    for on a GPU. Raises ModelError for a model that is not whole, ValueError for a pool too small to hold one block, for
-    a profile without limits, for kernels that do not run on the device, and where `deterministic` is on and cannot be
-    kept.
+    for on a GPU. Raises ModelError for a model that is not whole, ValueError for a pool too small to hold one block,
+    for a profile without limits, for kernels that do not run on the device, and where `deterministic` is on and cannot
+    be kept.
     """
     torch.set_num_threads(config.threads)
     kernels = config.kernels
@@ -62,7 +62,7 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
         layers=shape.layers,
         block_size=config.block_size,
         head_dim=shape.head_dim,
-        dtype=config.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        dtype=config.kv_dtype_of(config.dtype),
     )
     weights_bytes = WeightIndex.load(model_dir).size_bytes + model.table_bytes
     workspace_bytes = 0
@@ -131,7 +131,9 @@ def _open_runner(
 
 def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
     if model.device.type == "cpu":
-        return measure_workspace(Path(config.model_dir), config.block_size, limits)
+        return measure_workspace(
+            Path(config.model_dir), config.block_size, limits, config.kv_dtype_of(model.config.dtype)
+        )
     shape = model.config
     return estimate_workspace(shape, shape.dtype, config.block_size, limits, in_place=True)
 

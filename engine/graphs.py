@@ -10,7 +10,7 @@ What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class CudaRecorder:
     """CUDA graphs of one device, which share their memory: of all results, only the latest replay's is valid."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         # Once outside of the capture: kernels are compiled and libraries set up, which must not be recorded.

@@ -1,9 +1,9 @@
 """The GPU kernels behind the engine's seam: everything in a step but the products of matrices.
 
-A step's decoding sequences come first, one row each, and go through `decode_attention` by a work list; chunks of prompts
-go through `prefill_attention`, into the same output. Rows that read the same leading blocks read them once. While the
-device runs a step, the work list of the next one is made: the same rows, each one token longer. A step that turns out
-otherwise is planned when it comes.
+A step's decoding sequences come first, one row each, and go through `decode_attention` by a work list; chunks of
+prompts go through `prefill_attention`, into the same output. Rows that read the same leading blocks read them once.
+While the device runs a step, the work list of the next one is made: the same rows, each one token longer. A step that
+turns out otherwise is planned when it comes.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ INTERPRETED_PROGRAMS = 4
 _Rows = tuple[list[int], list[SharedPrefix]]
 
 PLAIN, SHARED = "decode", "decode_shared"
-"""The two shapes of a decode launch, by the names of their configurations: one with tiles for rows of many sequences."""
+"""The two kinds of decode launch, by the names of their configurations: the second has tiles for rows of many
+sequences."""
 
 
 @dataclass(frozen=True, slots=True)

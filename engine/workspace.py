@@ -13,16 +13,16 @@ inside themselves is not seen; `docs/capacity.md` compares the count with a proc
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.attention import AttentionBackend, Rotation, TorchAttention
+from engine.attention import Rotation, TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import StepLimits
 from engine.kv.layout import KVLayout
@@ -82,16 +82,20 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> int:
-    """Bytes; runs two small steps and one maximal one, over a pool of one block. Raises ModelError."""
+def measure_workspace(
+    model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None
+) -> int:
+    """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
+    given. Raises ModelError."""
     whole = ModelConfig.load(model_dir)
     shape = _shallow(whole)
-    kv = PagedKV(_layout(shape, block_size, shape.dtype), 1)
+    kv = PagedKV(_layout(shape, block_size, kv_dtype or shape.dtype), 1)
     model = Llama(shape, map_weights(model_dir))
 
     def run(rows: Sequence[tuple[int, int]]) -> None:
         # An attention of its own: one keeps the plan of its latest step.
-        ModelRunner(model, kv, TorchAttention(shape.heads)).run(_plan(rows, block_size))
+        attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
+        ModelRunner(model, kv, attention).run(_plan(rows, block_size))
 
     counter = LiveBytes()
     try:
@@ -107,27 +111,29 @@ def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> i
 
 
 def estimate_workspace(
-    shape: ModelConfig, dtype: str, block_size: int, limits: StepLimits, in_place: bool = False
+    shape: ModelConfig,
+    dtype: str,
+    block_size: int,
+    limits: StepLimits,
+    in_place: bool = False,
+    kv_dtype: str | None = None,
 ) -> int:
     """Bytes for a model that need not exist: `shape` is that of one rank. `in_place`: for attention kernels that read
-    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather it."""
+    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather some of it at a
+    time. `kv_dtype` is `dtype` unless given."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape = _shallow(shape)
-    layout = _layout(shape, block_size, dtype)
+    layout = _layout(shape, block_size, kv_dtype or dtype)
     kind, counter = TORCH_DTYPES[dtype], LiveBytes()
-    backend: AttentionBackend = _InPlace(shape.heads) if in_place else TorchAttention(shape.heads)
+    backend = (_InPlace if in_place else TorchAttention)(shape.heads, dtype=kind)
     with FakeTensorMode(), torch.inference_mode():
-        kv = cast(
-            PagedKV,
-            SimpleNamespace(
-                layout=layout, tensor=torch.empty(layout.pool_shape(1), dtype=kind), scales=None
-            ),
-        )
+        memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
+        kv = KVTensors(layout, memory, np.zeros(1, dtype=np.uint64))
         model = Llama(shape, _weights(shape, kind))
         with counter:
             # Steps see the pool, through views of it; it is not theirs.
-            kv.tensor.view(-1)
+            memory.view(-1)
             before = counter.live
             pieces = [
                 SequenceSlice([0] * count, end - count, _table(end, block_size), True)

@@ -13,8 +13,8 @@ adversary. A partly filled block has `tokens` valid rows in every layer, for key
 two to a word behind the payload, are valid as their rows are.
 
 The grid is small and fixed, so that a copy takes a few SMs from the model that runs beside it. Specification:
-`kernels.reference_blocks`; on the CPU, `kernels.wp64`. The mixing steps are those of SplitMix64 (Steele, Lea, Flood 2014), cut to one
-multiplication.
+`kernels.reference_blocks`; on the CPU, `kernels.wp64`. The mixing steps are those of SplitMix64 (Steele, Lea, Flood
+2014), cut to one multiplication.
 """
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.configs import KernelConfig
 from kernels.wp64 import BlockShape
+
 
 @triton.jit
 def _wp64(word, index):

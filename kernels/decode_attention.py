@@ -193,8 +193,9 @@ def decode_attention(
     """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says.
 
     Returns `out`, like q, and the natural log-sum-exp of the scaled scores, float32 `[batch, heads]` (the buffers'
-    own). `batch` is what the buffers have room for, or less, but no less than the plan's rows. Rows without tokens get zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be
-    the geometry's. Raises ValueError where shapes do not fit.
+    own). `batch` is at most what the buffers have room for, and no less than the plan's rows. Rows without tokens get
+    zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be the geometry's. Raises ValueError
+    where shapes do not fit.
     """
     batch, heads, head_dim = q.shape
     geometry = buffers.geometry

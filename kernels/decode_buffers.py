@@ -20,8 +20,8 @@ class DecodeBuffers:
 
     No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of Item]`, `ranges`
     `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`, `tables`
-    `[batch, table_blocks]`. `loaded`: rows of the plan that is in them. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
-    `[max_slots, heads]`, `lse` `[batch, heads]`.
+    `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
+    `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
     """
 
     def __init__(

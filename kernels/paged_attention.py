@@ -86,12 +86,13 @@ def plan_attention(
     stable: bool = False,
     *,
     dtype: torch.dtype | None = None,
-    gather_bytes: int = GATHER_BYTES,
+    gather_bytes: int | None = None,
 ) -> AttentionPlan:
     """`block_tables[i]` is int64 `[blocks of i]`, at least ceil(context / block_size) long; `heads` query heads of
     `dtype`, by default the pool's."""
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     dtype = pool.dtype if dtype is None else dtype
+    most = GATHER_BYTES if gather_bytes is None else gather_bytes
     group, multiple = heads // kv_heads, ROW_MULTIPLE if stable else 1
     starts = [sum(query_counts[:at]) for at in range(len(query_counts))]
     widths = [stable_width(context) if stable else context for context in context_lens]
@@ -99,8 +100,8 @@ def plan_attention(
     gathers, members, held = [], list[list[int]](), 0
     for together in _together(query_counts, widths):
         need = -(-widths[together[0]] // block_size) * block_bytes
-        for some in _cut(together, max(1, gather_bytes // need)):
-            if members and held + len(some) * need > gather_bytes:
+        for some in _cut(together, max(1, most // need)):
+            if members and held + len(some) * need > most:
                 gathers.append(_gather(members, context_lens, widths, block_tables, pool))
                 members, held = [], 0
             members.append(some)

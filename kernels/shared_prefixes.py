@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from os.path import commonprefix
 
 from kernels.decode_plan import SharedPrefix
 
@@ -16,9 +15,9 @@ def shared_prefixes(
     block_size: int,
     min_tokens: int = 256,
 ) -> list[SharedPrefix]:
-    """The tree of common leading blocks of `tables`, outermost first, each worth at least `min_tokens` tokens beyond the
-    one around it: fewer are read sooner than they are dealt with. Row r sees `lengths[r]` tokens; only whole blocks are
-    shared."""
+    """The tree of common leading blocks of `tables`, outermost first, each worth at least `min_tokens` tokens beyond
+    the one around it: fewer are read sooner than they are dealt with. Row r sees `lengths[r]` tokens; only whole blocks
+    are shared."""
     found: list[SharedPrefix] = []
 
     def walk(rows: Sequence[int], depth: int, covered: int, nested: int) -> None:
@@ -30,8 +29,10 @@ def shared_prefixes(
             if len(branch) < 2:
                 continue
             most = min(lengths[row] for row in branch) // block_size
+            # What the least and the greatest of a set of sequences have in common, all of them have.
             tails = [list(tables[row][depth:most]) for row in branch]
-            end = depth + len(commonprefix(tails))
+            low, high = min(tails), max(tails)
+            end = next((at for at in range(depth, most) if low[at - depth] != high[at - depth]), most)
             own = (end - covered) * block_size >= min_tokens
             if own:
                 found.append(SharedPrefix(tuple(branch), end * block_size))

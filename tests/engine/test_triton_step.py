@@ -7,11 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.attention import TorchAttention
+from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
-from engine.kv.device_pool import DeviceKV
 from engine.model.cache import prepare
-from engine.model.llama import Llama, load_model
+from engine.model.llama import load_model
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.triton_attention import TritonAttention
