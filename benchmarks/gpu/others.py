@@ -64,7 +64,7 @@ def copies(card: Card) -> list[Line]:
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     block_bytes = size.kv_heads * shape.words * 8
-    count = max(4, size.tokens(1 << 30) // block_bytes)
+    count = max(4, size.tokens(size.tokens(1 << 30)) // block_bytes)
     source = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
     target = torch.empty_like(source[:count])
     order = list(range(2 * count))
