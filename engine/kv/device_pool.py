@@ -1,11 +1,12 @@
-"""KV blocks in a GPU's memory, copied and digested by its kernels."""
+"""KV blocks in a GPU's memory, copied and digested by its kernels. Their generations are kept by the CPU, where a peer of
+the same host can map them."""
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kv.generations import Generations
 from engine.kv.layout import KVLayout
 from engine.kv.paged import KVTensors
 from engine.types import BlockId
@@ -17,20 +18,28 @@ Pair = tuple[BlockId, BlockId]
 
 
 class DeviceKV(KVTensors):
-    """A pool on `device`. Generations are kept by the CPU. Raises ValueError for a layout whose rows are not whole
-    64-bit words."""
+    """A pool on `device`. Raises ValueError for a layout whose rows are not whole 64-bit words."""
 
     def __init__(
         self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90
     ) -> None:
-        memory = torch.empty(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        super().__init__(layout, memory, np.zeros(blocks, dtype=np.uint64))
+        memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._shared = Generations(blocks)
+        super().__init__(layout, memory, self._shared.counts)
         self._shape = BlockShape(
             layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0
         )
         self._words = as_words(memory.view(blocks, layout.kv_heads, layout.head_bytes))
         key = ConfigKey("copy_blocks", layout.head_dim, 0, layout.block_size, layout.dtype, arch)
         self._config = config_for(key)
+
+    @property
+    def fd(self) -> int:
+        """The memfd with the generations and nothing else."""
+        return self._shared.fd
+
+    def close(self) -> None:
+        self._shared.close()
 
     def copy(self, pairs: list[Pair]) -> None:
         """One launch for all that do not depend on each other; ordered before the next work of the current stream."""

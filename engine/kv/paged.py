@@ -71,17 +71,22 @@ class KVTensors:
         return KVPool(self.tensor, self.scales)
 
     @property
+    def device(self) -> str:
+        """Such as `cpu` or `cuda:0`."""
+        return str(self.memory.device)
+
+    @property
     def nbytes(self) -> int:
         return self.blocks * self.block_bytes
 
     @property
     def fd(self) -> int:
-        """The memfd that backs the pool, or -1."""
+        """The memfd that backs the pool, or its generations alone; -1 where neither is shared."""
         return -1
 
     def block(self, block: BlockId) -> memoryview:
-        """A writable flat byte view of one block. Raises ValueError where the CPU cannot see it."""
-        raise ValueError(f"a block on {self.memory.device} is no memory of the CPU's")
+        """A writable flat byte view of one block. Raises TypeError where the CPU cannot see it."""
+        raise TypeError(f"block {block} is on {self.device}: this process has no bytes of it")
 
     def generation(self, block: BlockId) -> int:
         return int(self._generations[block])

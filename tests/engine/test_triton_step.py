@@ -18,6 +18,7 @@ from engine.triton_attention import TritonAttention
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from tests.engine.test_model_families import BASE, save_hf
 from tests.kernels.cases import DEVICE
+from transfer.digest import WP64, block_digest, combine
 
 BLOCK = 16
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -180,3 +181,18 @@ def test_copies_are_made_in_order(folder: Path) -> None:
     found = side.kv.memory[:9, -1].tolist()
     assert found == [0, 1, 4, 1, 5, 5, 6, 6, 8]
     assert torch.equal(side.kv.memory, side.kv.memory[:, :1].expand_as(side.kv.memory))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_a_device_digests_what_a_cpu_peer_does(folder: Path, kv_dtype: str) -> None:
+    """Guards a handoff between a GPU and a CPU: the kernel's digests, combined, are those of the block's bytes."""
+    kv = Side(folder, "triton", kv_dtype).kv
+    assert isinstance(kv, DeviceKV)
+    kv.memory.random_(generator=torch.Generator(DEVICE).manual_seed(5))
+    blocks, tokens = [BlockId(3), BlockId(39)], [BLOCK, 5]
+    for block, count, heads in zip(blocks, tokens, kv.head_digests(blocks, tokens), strict=True):
+        view = memoryview(kv.memory[block].cpu().numpy())
+        assert combine(heads, count, b"bound") == block_digest(view, kv.layout, count, b"bound", WP64)
+    assert kv.head_digests(blocks, tokens, range(1, 2)) == [h[1:] for h in kv.head_digests(blocks, tokens)]
+    with pytest.raises(TypeError, match="no bytes of it"):
+        kv.block(blocks[0])
