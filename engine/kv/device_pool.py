@@ -1,5 +1,5 @@
-"""KV blocks in a GPU's memory, copied and digested by its kernels. Their generations are kept by the CPU, where a peer of
-the same host can map them."""
+"""KV blocks in a GPU's memory, copied and digested by its kernels. Their generations are kept by the CPU, where a peer
+of the same host can map them."""
 
 from collections.abc import Iterator, Sequence
 
