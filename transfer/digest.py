@@ -9,6 +9,7 @@ its digest covers those: each receiver can check all that it takes, and needs no
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,5 +67,10 @@ def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes
     else:
         rows = np.frombuffer(view, dtype=np.uint8).reshape(layout.row_shape)[:, :, :, :tokens]
         heads = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(head).data) for head in rows]
+    return combine(heads, tokens, binding)
+
+
+def combine(heads: Sequence[int], tokens: int, binding: bytes) -> int:
+    """A block's digest from those of its KV heads, unsigned; for heads that a GPU has digested."""
     summary = struct.pack(f"<I{len(heads)}Q", tokens, *heads)
     return xxhash.xxh3_64_intdigest(summary + binding)

@@ -45,8 +45,13 @@ class PagedKV:
         self._map = mmap.mmap(self._fd, size)
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=header_bytes(blocks))
+        self.memory = raw.view(blocks, self.block_bytes)
         self.tensor = raw.view(TORCH_DTYPES[layout.dtype]).view(layout.pool_shape(blocks))
         self._bytes = memoryview(self._map)[header_bytes(blocks) :]
+
+    @property
+    def device(self) -> str:
+        return "cpu"
 
     @property
     def fd(self) -> int:

@@ -10,6 +10,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import open_any
 from transfer.commands import (
     Arrived,
     Broken,
@@ -31,7 +32,6 @@ from transfer.loopback import LoopbackHub
 from transfer.mover import Mover
 from transfer.negotiation import Agreement
 from transfer.receiver import KVReceiver
-from transfer.registry import open_transport
 from transfer.sender import KVSender
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
@@ -50,7 +50,7 @@ class Worker:
         self.pool = PagedKV(layout, BLOCKS)
         self.inbox: list[MoverEvent] = []
         config = TransferConfig(stall_s=stall_s)
-        self.transport = open_transport(kind, self.pool, me, config, hub)
+        self.transport = open_any(kind, self.pool, me, hub, config)
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float) -> None:
