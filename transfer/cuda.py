@@ -14,6 +14,7 @@ from typing import Any
 import cupy
 import msgspec
 import torch
+import torch.utils.dlpack
 from cupy.cuda import nccl, runtime
 from torch import Tensor
 
@@ -117,7 +118,7 @@ class CudaDevice:
                 base + handle.offset, size, owner=None, device_id=self._device.index
             )
             array = cupy.ndarray((blocks, block_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-            return torch.from_dlpack(array)
+            return torch.utils.dlpack.from_dlpack(array)
 
     def shut(self, name: bytes) -> None:
         base = self._mapped.pop(name, None)

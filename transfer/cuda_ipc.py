@@ -7,6 +7,7 @@ changed. Two workers on one device are a case like any other. The memory of a pe
 forgotten here.
 """
 
+import functools
 import mmap
 import os
 import time
@@ -227,12 +228,9 @@ class CudaIpcTransport:
             pull.begun = first
             return
         blocks = [block for block, _ in remote]
-        self._scatter.begin(
-            Copy(
-                pull, pull.landing, first, pull.mapping.words, blocks, lambda: None,
-                lambda: pull.mapping.expect(remote),
-            )  # fmt: skip
-        )
+        check = functools.partial(pull.mapping.expect, remote)
+        words = pull.mapping.words
+        self._scatter.begin(Copy(pull, pull.landing, first, words, blocks, check=check))
 
     def _finish_pulls(self) -> None:
         """A receive has ended when nothing of it is under way and nothing more will be."""

@@ -21,7 +21,8 @@ from transfer.transport import Span, TransferError
 
 
 class Meeting:
-    """`heard` is called for what a peer says, `lose` when its socket is lost. Raises TransferError if it cannot listen."""
+    """`heard` is called for what a peer says, `lose` when its socket is lost. Raises TransferError if it cannot
+    listen."""
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ class Dial:
     def __init__(self, details: NcclDetails, greeting: bytes, now: float, limit_s: float) -> None:
         """Raises OSError where the host has no address."""
         found = socket.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
-        self._family, _, _, _, address = found[0]
+        self._family: int = found[0][0]
+        address = found[0][4]
         self._address = (str(address[0]), int(address[1]))
         self.greeting = greeting
         self.until_s = now + limit_s
@@ -98,6 +99,10 @@ class Peer:
     def __repr__(self) -> str:
         state = self.lost or ("met" if self.is_met else "not met")
         return f"Peer({self.incarnation:x}, {state}, {self.communicator!r}, {self.pair!r})"
+
+    def span(self, sends: bool) -> Span:
+        """What travels of each block that goes there, or comes from there."""
+        return self.sent if sends else self.received
 
     def say(self, *messages: Said) -> None:
         """Now, or when the two have met."""

@@ -107,7 +107,7 @@ def open_transports(
 
 
 def choose(names: Collection[str], my_host: str, peer_host: str) -> str:
-    """The name of the transport between two workers, of those that are open here: the only one, or by where they run."""
+    """The name of the transport between two workers, of those open here: the only one, or by where they run."""
     if len(names) == 1:
         return next(iter(names))
     within, beyond = next(way for way in WAYS.values() if set(way) == set(names))

@@ -67,7 +67,7 @@ class Copy:
         first: int,
         source: Tensor,
         blocks: Sequence[int],
-        over: Callable[[], None],
+        over: Callable[[], None] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.owner = owner
@@ -121,7 +121,7 @@ class Scatter:
             ended.append(copy)
         del self._copies[: len(ended)]
         for copy in ended:
-            copy.over()
+            _over(copy)
         return ended
 
     def drop(self, owner: object) -> None:
@@ -131,4 +131,9 @@ class Scatter:
             assert copy.event is not None
             settle(copy.event)
             self._copies.remove(copy)
-            copy.over()
+            _over(copy)
+
+
+def _over(copy: Copy) -> None:
+    if copy.over is not None:
+        copy.over()

@@ -107,15 +107,20 @@ class Transport(Protocol[LandingT]):
     """`LandingT`: `Landing` where blocks are in host memory, `transfer.device_landing.DeviceLanding` on a device."""
 
     name: str
-    device: Device | None
-    """Whose memory it moves; None stands for the host's."""
+
+    @property
+    def device(self) -> Device | None:
+        """Whose memory it moves; None stands for the host's."""
+
     reads_remotely: bool
     """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the
     receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is the
     proof."""
 
-    scrapped_bytes: int
-    """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only grows."""
+    @property
+    def scrapped_bytes(self) -> int:
+        """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only
+        grows."""
 
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""

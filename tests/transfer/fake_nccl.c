@@ -40,7 +40,7 @@ typedef struct Comm {
     int lag; struct Op *deferred[4]; int deferrals; struct Stream *on;
 } Comm;
 
-typedef struct Op { struct Op *next; Comm *comm; int sends; uint8_t *at; size_t left; _Atomic int *event; } Op;
+typedef struct Op { struct Op *next; Comm *comm; int sends, stuck; uint8_t *at; size_t left; _Atomic int *event; } Op;
 typedef struct Stream { pthread_mutex_t lock; pthread_cond_t more; Op *first, **last; int busy, closed; pthread_t thread; int stalled; } Stream;
 
 /* ---- scripts: the next call of a verb, by a rank or anybody (-1), after `skip` more */
@@ -112,6 +112,7 @@ static void run(Op *op) {
     Comm *comm = op->comm;
     Ring *ring = &comm->shared->ring[op->sends ? comm->rank : 1 - comm->rank];
     while (op->left && !comm->aborted) {
+        if (op->stuck) { usleep(500); continue; }
         uint64_t written = ring->written, read = ring->read;
         size_t room = op->sends ? RING - (written - read) : written - read;
         uint64_t position = op->sends ? written : read;
@@ -244,7 +245,7 @@ static void defer(Comm *comm, Op *op, Stream *stream) {
     int at = op->sends ? 0 : comm->deferrals;
     memmove(comm->deferred + at + 1, comm->deferred + at, (comm->deferrals - at) * sizeof *comm->deferred);
     comm->deferred[at] = op; comm->deferrals++; comm->on = stream;
-    comm->lag = action == STALL ? -1 : 3;
+    comm->lag = action == STALL || comm->lag < 0 ? -1 : 3;
 }
 
 static int move(const char *verb, int sends, void *at, size_t count, int type, int peer, void *handle, void *stream) {
@@ -255,7 +256,7 @@ static int move(const char *verb, int sends, void *at, size_t count, int type, i
     if (type != 1 || peer != 1 - comm->rank || !at) return leave(comm, ARGUMENT);
     Op *op = calloc(1, sizeof *op);
     op->comm = comm; op->sends = sends; op->at = at; op->left = count;
-    if (action == STALL) { op->left = 1UL << 40; op->sends = 0; }  /* waits for ever: nobody sends as much */
+    op->stuck = action == STALL;
     comm->running++;
     int now = ++running_ops, most = most_ops;
     if (!group && now > most) most_ops = now;

@@ -42,6 +42,12 @@ class Worker:
     def advance(self, blocks: list[BlockId]) -> None:
         self.pool.advance(blocks)
 
+    def script(self, verb: str, action: int, rank: int, skip: int) -> None:
+        """The fake libnccl shall fail here."""
+        from tests.transfer.fake_device import Fault
+
+        Fault(verb, action, rank=rank, skip=skip)
+
     def close(self) -> None:
         self.transport.close()
         self.pool.close()
