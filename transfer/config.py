@@ -20,8 +20,9 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An operation that both ends have begun and that takes longer costs its communicator."""
     join_s: float = 20.0
     """Within this a communicator must be made and warmed up."""
-    share_gpu: bool = False
-    """Two workers of one GPU speak over NCCL: slow, for tests. Both must say so."""
+    share_gpu: Literal["no", "multi_rank", "two_hosts"] = "no"
+    """Whether two workers of one GPU may speak over NCCL, which is slow and for tests: as two ranks of a device (NCCL
+    2.30 and later), or as if they were on two hosts (earlier, over sockets). Both must say the same."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

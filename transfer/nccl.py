@@ -58,7 +58,7 @@ class NcclTransport:
         self.device = device
         self.report = NcclReport()
         self._memory = memory
-        self._share_gpu = config.share_gpu
+        self._share_gpu = config.share_gpu != "no"
         self._version = library.version
         self._peers: dict[Incarnation, Peer] = {}
         self._posted: dict[Ticket, Posted] = {}

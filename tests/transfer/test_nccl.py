@@ -250,7 +250,7 @@ def test_chunks_that_do_not_match_break_the_pair(ends: Ends) -> None:
 
 
 def test_who_cannot_be_a_pair_is_told_why(ends: Ends) -> None:
-    one, two = ends.end(1), ends.end(5, msgspec.structs.replace(QUICK, share_gpu=False))
+    one, two = ends.end(1), ends.end(5, msgspec.structs.replace(QUICK, share_gpu="no"))
     every = whole(LAYOUT)
     found = dict(one.transport.describe().details)
     with pytest.raises(TransferError, match="one GPU"):

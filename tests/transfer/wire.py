@@ -1,23 +1,28 @@
 """What tests need in order to drive a transport by hand: whole blocks, landed where the test says."""
 
+import os
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.device_kv import DeviceKV
+from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.types import BlockId, Incarnation
-from transfer.config import TransferConfig
+from transfer.config import NcclConfig, TransferConfig
 from transfer.device import flat, words_of
 from transfer.loopback import LoopbackHub
+from transfer.nccl_environment import nccl_environment
 from transfer.registry import open_transport
 from transfer.transport import Landing, Span, Transport
 
 WAYS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl")
 ON_DEVICE = ("cuda_ipc", "nccl")
+GPU_VARIABLE = "HEADRACE_TEST_SHARE_GPU"
+"""How two processes of a test share the one GPU over NCCL (`NcclConfig.share_gpu`); processes of a test inherit it."""
 Pool = PagedKV | DeviceKV
 
 
@@ -95,6 +100,13 @@ def open_any(
         from tests.transfer.fake_device import open_fake
 
         return open_fake(kind, pool, me, config)
+    if kind in ON_DEVICE:
+        from tests.transfer.fake_device import TESTS
+
+        share = os.environ.get(GPU_VARIABLE, TESTS.share_gpu)
+        nccl = msgspec.convert({**msgspec.structs.asdict(TESTS), "share_gpu": share}, NcclConfig)
+        os.environ.update(nccl_environment(nccl, str(os.getpid())))
+        config = msgspec.structs.replace(config, nccl=nccl)
     return open_transport(kind, pool, me, config, hub)
 
 

@@ -1,13 +1,11 @@
-"""A pool on a GPU. Its generations stay in host memory, in a memfd that a peer of the same host can map."""
-
-import mmap
-import os
+"""KV blocks in a GPU's memory. Their generations are kept by the CPU, where a peer of the same host can map them."""
 
 import numpy as np
 import torch
 
+from engine.kv.generations import Generations
 from engine.kv.layout import KVLayout
-from engine.kv.paged import TORCH_DTYPES, header_bytes
+from engine.kv.paged import TORCH_DTYPES
 from engine.types import BlockId
 
 
@@ -20,40 +18,25 @@ class DeviceKV:
         self.blocks = blocks
         self.block_bytes = layout.block_bytes
         self.device = device
-        self._fd = os.memfd_create("headrace-generations", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, header_bytes(blocks))
-        self._map = mmap.mmap(self._fd, header_bytes(blocks))
-        self._generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
+        self._generations = Generations(blocks)
         self.memory = torch.zeros(blocks, self.block_bytes, dtype=torch.uint8, device=device)
         self.tensor = self.memory.view(TORCH_DTYPES[layout.dtype]).view(layout.pool_shape(blocks))
 
     @property
     def fd(self) -> int:
         """The memfd with the generations and nothing else."""
-        return self._fd
-
-    @property
-    def nbytes(self) -> int:
-        return self.blocks * self.block_bytes
+        return self._generations.fd
 
     def block(self, block: BlockId) -> memoryview:
         raise TypeError(f"block {block} is on {self.device}: this process has no bytes of it")
 
     def generation(self, block: BlockId) -> int:
-        return int(self._generations[block])
+        return int(self._generations.counts[block])
 
     def advance(self, blocks: list[BlockId]) -> None:
         """Mark blocks as handed out anew; to be called before anything is enqueued that writes to them."""
         if blocks:
-            np.add.at(self._generations, np.asarray(blocks), np.uint64(1))
-
-    def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
-        """Copy whole blocks (source, target) on the current stream."""
-        for source, target in pairs:
-            self.memory[target].copy_(self.memory[source])
+            np.add.at(self._generations.counts, np.asarray(blocks), np.uint64(1))
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes when the last view of it does."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._generations.close()
