@@ -38,7 +38,12 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._torch = torch.cuda.Stream(device)
         self.handle = int(self._torch.cuda_stream)
-        self._cupy = cupy.cuda.ExternalStream(self.handle, device.index)
+        with self.use():
+            self._cupy = cupy.cuda.Stream.from_external(self)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """By which CuPy takes a stream of torch's: version of the protocol, and handle."""
+        return 0, self.handle
 
     def use(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._torch)

@@ -164,7 +164,7 @@ class FakeDevice:
         return found.raw
 
 
-TESTS = NcclConfig(share_gpu="two_hosts", piece_bytes=1 << 20, limit_s=2.0, join_s=10.0)
+TESTS = NcclConfig(share_gpu="two_hosts", piece_bytes=1 << 20, limit_s=2.0, join_s=30.0)
 
 
 def open_fake(
