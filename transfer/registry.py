@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -48,20 +49,22 @@ def _tcp(
 def _cuda_ipc(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
+    pool = _on_device(memory)
     from transfer.cuda import CudaDevice
     from transfer.cuda_ipc import CudaIpcTransport
 
-    return CudaIpcTransport(_on_device(memory), CudaDevice(memory.device))
+    return CudaIpcTransport(pool, CudaDevice(memory.device))
 
 
 def _nccl(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
+    pool = _on_device(memory)
     from transfer.cuda import CudaDevice, loaded_nccl
     from transfer.nccl import NcclTransport
     from transfer.nccl_library import NcclLibrary
 
-    pool, device = _on_device(memory), CudaDevice(memory.device)
+    device = CudaDevice(memory.device)
     library = NcclLibrary(loaded_nccl())
     host = config.tcp_host or LOOPBACK
     return NcclTransport(pool, incarnation, host, config.stall_s, config.nccl, device, library)
@@ -70,6 +73,8 @@ def _nccl(
 def _on_device(memory: KVMemory) -> DeviceMemory:
     if memory.device == "cpu":
         raise TransferError("cuda_ipc and nccl move blocks that are on a GPU")
+    if find_spec("cupy") is None:
+        raise TransferError("cuda_ipc and nccl need CuPy: install headrace[cuda12] or headrace[cuda13]")
     return cast("DeviceMemory", memory)
 
 
