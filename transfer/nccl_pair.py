@@ -164,8 +164,6 @@ class Pair:
         sends = not go.leader_sends
         count, rest = divmod(go.nbytes, block_bytes)
         chunk = self._lines[sends].chunks.get(go.number)
-        if chunk is not None and chunk.verdict is not None:
-            chunk = None
         fits = chunk is None or (
             go.first == chunk.launched and chunk.launched + count <= chunk.blocks
         )
