@@ -277,6 +277,7 @@ int ncclCommAbort(void *handle) {
     Comm *comm = enter(handle);
     int code, action = script("abort", comm->rank, &code);
     comm->aborted = 1;
+    running_ops -= comm->deferrals;
     if (action == STALL) return leave(comm, SUCCESS);
     pthread_join(comm->joiner, 0);
     live_comms--; aborts++;
