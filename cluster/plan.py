@@ -50,7 +50,8 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     own = not asked.shape and is_local(config.model)
     engine = config.decode.engine
     dtype = asked.dtype or (engine.dtype if own else "bfloat16")
-    kv_dtype, ranks = asked.kv_dtype or dtype, asked.tp or 1
+    kept = engine.kv_dtype_of(dtype) if own else dtype
+    kv_dtype, ranks = asked.kv_dtype or kept, asked.tp or 1
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
     context = asked.context or shape.context_tokens
     if not context:
@@ -141,7 +142,7 @@ def _workspace(
     from engine.workspace import estimate_workspace
 
     shape = rank_shape(plan.model.model, plan.ranks)
-    return estimate_workspace(shape, plan.dtype, block_size, limits, in_place)
+    return estimate_workspace(shape, plan.dtype, block_size, limits, in_place, plan.kv_dtype)
 
 
 def _shape(asked: Asked, named: str) -> Shape:

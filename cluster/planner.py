@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import msgspec
 
-from engine.kv.layout import DTYPE_BYTES
+from engine.kv.layout import DTYPE_BYTES, KV_DTYPES
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 
@@ -29,10 +29,9 @@ class KVFormat(msgspec.Struct, frozen=True):
 
 
 KV_FORMATS = {
-    **{name: KVFormat(size) for name, size in DTYPE_BYTES.items()},
-    "fp8": KVFormat(1),  # one scale per tensor, kept with the weights
-    "int8": KVFormat(1, 4),  # a 32-bit scale for each token and head
+    name: KVFormat(DTYPE_BYTES.get(name, 1), scale) for name, scale in KV_DTYPES.items()
 }
+"""8-bit values have a 32-bit scale for each token and head, keys and values apart."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

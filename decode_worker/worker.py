@@ -151,6 +151,7 @@ class DecodeWorker:
             info=self.info,
             layout=device.layout.describe(),
             endpoints=[transport.describe() for transport in self._transports.values()],
+            digest=self._config.transfer.digest_algorithm,
             digest_share=self._config.transfer.digest_share,
         )
         self._peers = Peers(

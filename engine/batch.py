@@ -37,8 +37,11 @@ class ForwardBatch:
     logits: int
 
     @staticmethod
-    def build(slices: list[SequenceSlice], block_size: int) -> "ForwardBatch":
-        """Lay the slices out one after the other. At least one slice, each with at least one token."""
+    def build(
+        slices: list[SequenceSlice], block_size: int, device: torch.device | str = "cpu"
+    ) -> "ForwardBatch":
+        """Lay the slices out one after the other; block tables stay with the CPU, which plans with them. At least one
+        slice, each with at least one token."""
         tokens: list[int] = []
         positions: list[Tensor] = []
         slots: list[Tensor] = []
@@ -58,10 +61,10 @@ class ForwardBatch:
         padding = -rows % ROW_MULTIPLE
         logit_rows = wanted + wanted[-1:] * (-len(wanted) % ROW_MULTIPLE)
         return ForwardBatch(
-            tokens=torch.tensor(tokens + [0] * padding, dtype=torch.int64),
-            positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-            slots=torch.cat(slots),
+            tokens=torch.tensor(tokens + [0] * padding, dtype=torch.int64).to(device),
+            positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device),
+            slots=torch.cat(slots).to(device),
             query_counts=[len(piece.tokens) for piece in slices],
             context_lens=[piece.start + len(piece.tokens) for piece in slices],
             block_tables=tables,

@@ -10,6 +10,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str = ""
     dtype: str = "float32"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    """How KV is kept: `auto`, as the model computes it; int8 and fp8 (E4M3) take about half of 16 bits, with a scale
+    per token and head. Workers that share requests must agree."""
+    device: str = "cpu"
+    """Where the engine computes: `cpu`, `cuda` or `cuda:N`."""
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    """Which kernels: `torch`, those for the CPU; `triton`, those for a GPU; `auto`, by the device."""
     block_size: int = 16
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
     """Of KV blocks. "auto": what weights, measured workspace and reserve leave of `memory_bytes`."""
@@ -17,22 +24,37 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
     host. A worker that replaces another is told the same number, whatever the others have filled by then."""
     reserve_bytes: int = 512 * 1024 * 1024
-    """Left alone by "auto": interpreter, libraries, frames under way."""
+    """Left alone by "auto": interpreter, libraries, frames under way. On a GPU, "auto" takes what is free there at
+    start but for this; `memory_bytes`, which is the host's, does not count."""
     profile_workspace: bool = False
     """Measure the workspace of the largest step at start, also where the pool's size is given."""
     threads: int = 1
     """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host)."""
     deterministic: Literal["auto", "on", "off"] = "auto"
-    """`on`: every token is a function of its own sequence alone, whatever is in the batch, however the prompt was
-    chunked, wherever it was recomputed; a machine or dtype where a check at start finds otherwise is refused. `auto`:
-    the same where the check holds, else a warning and the other path. `off`: the other path, whose rounding depends on
-    how a prompt was chunked."""
+    """Only the CPU's kernels can keep it: a GPU's split work by the whole batch. `on`: every token is a function of its
+    own sequence alone, whatever is in the batch, however the prompt was chunked, wherever it was recomputed; a machine
+    or dtype where a check at start finds otherwise is refused. `auto`: the same where the check holds, else a warning
+    and the other path. `off`: the other path, whose rounding depends on how a prompt was chunked."""
 
     def kv_bytes(self, weights_bytes: int, workspace_bytes: int) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""
         if self.pool_bytes != "auto":
             return self.pool_bytes
         return self.memory_bytes - self.reserve_bytes - weights_bytes - workspace_bytes
+
+    def kv_dtype_of(self, dtype: str) -> str:
+        """Of a model in `dtype`."""
+        return dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def kernels(self) -> str:
+        """`torch` or `triton`. Raises ValueError for CPU kernels on another device."""
+        on_cpu = self.device == "cpu"
+        if self.attention == "torch" and not on_cpu:
+            raise ValueError(f"engine.attention: the torch kernels do not run on {self.device}")
+        if self.attention == "auto":
+            return "torch" if on_cpu else "triton"
+        return self.attention
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,13 +11,13 @@ from engine.config import EngineConfig, StepLimits
 from engine.determinism import deviations
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
-from engine.kv.paged import PagedKV
+from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.messages import MemoryUse
 from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
-from engine.workspace import measure_workspace
+from engine.workspace import estimate_workspace, measure_workspace
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Device:
     model: str
     layout: KVLayout
     blocks: int
-    kv: PagedKV
+    kv: KVTensors
     runner: Runner
     fingerprint: str
     vocab: int
@@ -44,35 +44,42 @@ class Device:
 def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Device:
     """Map the prepared model and allocate the pool. Sets this process's compute threads.
 
-    `limits` are those of the steps to come: what a profiled workspace is measured for. Raises ModelError for a model
-    that is not whole, ValueError for a pool too small to hold one block, for a profile without limits, and where
-    `deterministic` is on and cannot be kept.
+    `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
+    for on a GPU. Raises ModelError for a model that is not whole, ValueError for a pool too small to hold one block,
+    for a profile without limits, for kernels that do not run on the device, and where `deterministic` is on and cannot
+    be kept.
     """
     torch.set_num_threads(config.threads)
+    kernels = config.kernels
     model_dir = Path(config.model_dir)
-    model = load_model(model_dir)
-    stable = config.deterministic != "off" and _holds(model, config)
+    model = load_model(model_dir, device=config.device)
+    stable = kernels == "torch" and config.deterministic != "off" and _holds(model, config)
+    if kernels == "triton" and config.deterministic == "on":
+        raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
     shape = model.config
     layout = KVLayout(
         kv_heads=shape.kv_heads,
         layers=shape.layers,
         block_size=config.block_size,
         head_dim=shape.head_dim,
-        dtype=config.dtype,
+        dtype=config.kv_dtype_of(config.dtype),
     )
     weights_bytes = WeightIndex.load(model_dir).size_bytes + model.table_bytes
     workspace_bytes = 0
     if config.profile_workspace or config.pool_bytes == "auto":
         if limits is None:
             raise ValueError("a workspace can only be measured for known step limits")
-        workspace_bytes = measure_workspace(model_dir, config.block_size, limits)
+        workspace_bytes = _workspace(config, model, limits)
     kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes)
+    if config.pool_bytes == "auto" and config.device != "cpu":
+        free_bytes, _ = torch.cuda.mem_get_info(config.device)
+        kv_bytes = free_bytes - config.reserve_bytes - workspace_bytes
     blocks = kv_bytes // layout.block_bytes
     if blocks < 1:
         raise ValueError(
             f"pool_bytes {config.pool_bytes}: {kv_bytes} bytes hold no block of {layout.block_bytes}"
         )
-    kv = PagedKV(layout, blocks)
+    kv, runner = _open_runner(config, model, layout, blocks, stable, limits)
     memory = MemoryUse(weights_bytes, workspace_bytes, kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
     return Device(
@@ -80,13 +87,55 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
         layout=layout,
         blocks=blocks,
         kv=kv,
-        runner=ModelRunner(model, kv, TorchAttention(shape.heads, stable)),
+        runner=runner,
         fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
     )
+
+
+def _open_runner(
+    config: EngineConfig,
+    model: Llama,
+    layout: KVLayout,
+    blocks: int,
+    stable: bool,
+    limits: StepLimits | None,
+) -> tuple[KVTensors, Runner]:
+    on_cpu = model.device.type == "cpu"
+    if config.kernels == "torch":
+        kv = PagedKV(layout, blocks)
+        attention = TorchAttention(model.config.heads, stable, TORCH_DTYPES[model.config.dtype])
+        return kv, ModelRunner(model, kv, attention)
+    # Triton is imported by those who use it.
+    from engine.graphs import CudaRecorder, DecodeGraphs, ladder
+    from engine.kv.device_pool import DeviceKV
+    from engine.triton_attention import TritonAttention, arch_of
+
+    batch = max(1, limits.batch if limits else 1)
+    pool = (
+        PagedKV(layout, blocks)
+        if on_cpu
+        else DeviceKV(layout, blocks, model.device, arch_of(model.device))
+    )
+    triton = TritonAttention(model.config, layout, model.device, max_batch=batch)
+    if on_cpu or not (limits and limits.batch):
+        return pool, ModelRunner(model, pool, triton)
+    graphs = DecodeGraphs(model, pool, triton, CudaRecorder(model.device), ladder(batch))
+    with torch.inference_mode():
+        graphs.prepare()
+    return pool, ModelRunner(model, pool, triton, graphs)
+
+
+def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
+    if model.device.type == "cpu":
+        return measure_workspace(
+            Path(config.model_dir), config.block_size, limits, config.kv_dtype_of(model.config.dtype)
+        )
+    shape = model.config
+    return estimate_workspace(shape, shape.dtype, config.block_size, limits, in_place=True)
 
 
 def _holds(model: Llama, config: EngineConfig) -> bool:

@@ -17,9 +17,10 @@ from engine.step import StepPlan
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
-    """uint8 `[kv_heads, layers, 2, row_bytes]`: the KV rows of one token."""
+    """uint8 `[kv_heads, layers, 2, row_bytes + scale_bytes]`: the KV rows of one token, each with its scale."""
     rows = layout.kv_heads * layout.layers * 2
-    words = np.arange(rows * layout.row_bytes // 2, dtype=np.uint64)
+    row_bytes = layout.row_bytes + layout.scale_bytes
+    words = np.arange(rows * row_bytes // 2, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= np.uint64((token * 1_000_003 + position * 7919 + 17) % (1 << 63))
     mixed *= np.uint64(0xD6E8FEB86659FD93)
@@ -27,7 +28,7 @@ def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
         (mixed >> np.uint64(40))
         .astype(np.uint16)
         .view(np.uint8)
-        .reshape(layout.kv_heads, layout.layers, 2, layout.row_bytes)
+        .reshape(layout.kv_heads, layout.layers, 2, row_bytes)
     )
 
 
@@ -47,9 +48,8 @@ class FakeRunner:
     def __init__(self, kv: PagedKV, vocab: int = 257) -> None:
         self.kv = kv
         self._vocab = vocab
-        layout = kv.layout
-        raw = kv.tensor.view(torch.uint8).numpy()
-        self._bytes = raw.reshape(*layout.pool_shape(kv.blocks)[:-1], layout.row_bytes)
+        planes = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales.unsqueeze(-1)]
+        self._planes = [plane.view(torch.uint8).numpy() for plane in planes]
 
     def run(self, plan: StepPlan) -> list[int]:
         self.kv.copy(list(plan.copies))
@@ -58,9 +58,12 @@ class FakeRunner:
         for row in plan.rows:
             for at in range(row.start, row.end):
                 pattern = kv_pattern(row.tokens[at], at, self.kv.layout)
-                self._bytes[row.blocks[at // size], :, :, :, at % size] = pattern
+                pieces = np.split(pattern, [self.kv.layout.row_bytes], axis=-1)
+                for plane, piece in zip(self._planes, pieces, strict=False):
+                    plane[row.blocks[at // size], :, :, :, at % size] = piece
             if row.draw:
                 table = [row.blocks[at // size] for at in range(row.end)]
                 offsets = [at % size for at in range(row.end)]
-                drawn.append(_hash(self._bytes[table, :, :, :, offsets], self._vocab))
+                rows = [plane[table, :, :, :, offsets] for plane in self._planes]
+                drawn.append(_hash(np.concatenate(rows, axis=-1), self._vocab))
         return drawn

@@ -3,42 +3,67 @@
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.attention import AttentionBackend
 from engine.batch import ForwardBatch, SequenceSlice
-from engine.kv.paged import PagedKV
+from engine.graphs import DecodeGraphs
+from engine.kv.paged import KVTensors
 from engine.model.llama import Llama
-from engine.sampling import Draw, sample
-from engine.step import StepPlan
+from engine.sampling import Draw
+from engine.step import Row, StepPlan
 
 
 class Runner(Protocol):
     """Fulfilled by `ModelRunner` and by `engine.fake.FakeRunner`."""
 
-    kv: PagedKV
+    kv: KVTensors
 
     def run(self, plan: StepPlan) -> list[int]:
         """Carry out one step. Returns one token per row with `draw`, in the order of the rows."""
 
 
 class ModelRunner:
-    """A model over paged KV. Mixed rows (decode and prefill chunks) run as one batch."""
+    """A model over paged KV. Mixed rows (decode and prefill chunks) run as one batch, decoding ones first. Steps that
+    `graphs` takes are replayed."""
 
-    def __init__(self, model: Llama, kv: PagedKV, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        kv: KVTensors,
+        attention: AttentionBackend,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.kv = kv
         self._model = model
         self._attention = attention
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int]:
         self.kv.copy(list(plan.copies))
         if not plan.rows:
             return []
+        order = sorted(range(len(plan.rows)), key=lambda at: _computed(plan.rows[at]) > 1)
+        rows = [plan.rows[at] for at in order]
+        if self._graphs is not None and self._graphs.takes(rows):
+            logits = self._graphs.run(rows)
+        else:
+            logits = self._forward(rows)
+        draws = [Draw(row.record, row.tokens, row.banned) for row in rows if row.draw]
+        drawn = self._attention.sample(logits, draws)
+        drawing = [at for at in order if plan.rows[at].draw]
+        return [token for _, token in sorted(zip(drawing, drawn, strict=True))]
+
+    def _forward(self, rows: list[Row]) -> Tensor:
         slices = [
             SequenceSlice(list(row.tokens[row.start : row.end]), row.start, list(row.blocks), row.draw)
-            for row in plan.rows
+            for row in rows
         ]
-        batch = ForwardBatch.build(slices, self.kv.layout.block_size)
+        batch = ForwardBatch.build(slices, self.kv.layout.block_size, self._model.device)
         self._attention.begin(batch, self.kv)
-        logits = self._model.forward(batch, self.kv, self._attention)
-        return sample(logits, [Draw(r.record, r.tokens, r.banned) for r in plan.rows if r.draw])
+        return self._model.forward(batch, self.kv, self._attention)
+
+
+def _computed(row: Row) -> int:
+    return row.end - row.start

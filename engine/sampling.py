@@ -30,8 +30,7 @@ def sample(logits: Tensor, draws: list[Draw]) -> list[int]:
 
 
 def _is_plain_greedy(want: Draw) -> bool:
-    params = want.record.sampling
-    return params.temperature == 0.0 and not want.banned and not _has_penalties(want)
+    return want.record.sampling.temperature == 0.0 and not is_adjusted(want)
 
 
 def _has_penalties(want: Draw) -> bool:
@@ -43,8 +42,29 @@ def _has_penalties(want: Draw) -> bool:
 
 def _draw_one(logits: Tensor, want: Draw) -> int:
     record, params = want.record, want.record.sampling
+    logits = adjusted(logits, want)
+    if params.temperature == 0.0:
+        return int(logits.argmax())
+    probs = probabilities(
+        logits,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+    return draw(probs, philox_uniform(record.seed, record.sample_index, len(want.tokens)))
+
+
+def is_adjusted(want: Draw) -> bool:
+    """Does `adjusted` change this draw's logits?"""
+    return bool(want.banned) or _has_penalties(want)
+
+
+def adjusted(logits: Tensor, want: Draw) -> Tensor:
+    """`logits` `[vocab]` with the draw's penalties and without its banned tokens: a copy where any apply."""
+    record, params = want.record, want.record.sampling
     if _has_penalties(want):
-        seen = torch.tensor(want.tokens, dtype=torch.int64)
+        seen = torch.tensor(want.tokens, dtype=torch.int64).to(logits.device)
         logits = penalize(
             logits,
             seen,
@@ -56,13 +76,4 @@ def _draw_one(logits: Tensor, want: Draw) -> int:
     if want.banned:
         logits = logits.clone()
         logits[list(want.banned)] = float("-inf")
-    if params.temperature == 0.0:
-        return int(logits.argmax())
-    probs = probabilities(
-        logits,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )
-    return draw(probs, philox_uniform(record.seed, record.sample_index, len(want.tokens)))
+    return logits

@@ -13,20 +13,20 @@ inside themselves is not seen; `docs/capacity.md` compares the count with a proc
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.attention import AttentionBackend, TorchAttention
+from engine.attention import Rotation, TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import StepLimits
 from engine.kv.layout import KVLayout
-from engine.kv.paged import TORCH_DTYPES, PagedKV
+from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
@@ -82,16 +82,20 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> int:
-    """Bytes; runs two small steps and one maximal one, over a pool of one block. Raises ModelError."""
+def measure_workspace(
+    model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None
+) -> int:
+    """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
+    given. Raises ModelError."""
     whole = ModelConfig.load(model_dir)
     shape = _shallow(whole)
-    kv = PagedKV(_layout(shape, block_size, shape.dtype), 1)
+    kv = PagedKV(_layout(shape, block_size, kv_dtype or shape.dtype), 1)
     model = Llama(shape, map_weights(model_dir))
 
     def run(rows: Sequence[tuple[int, int]]) -> None:
         # An attention of its own: one keeps the plan of its latest step.
-        ModelRunner(model, kv, TorchAttention(shape.heads)).run(_plan(rows, block_size))
+        attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
+        ModelRunner(model, kv, attention).run(_plan(rows, block_size))
 
     counter = LiveBytes()
     try:
@@ -107,25 +111,29 @@ def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits) -> i
 
 
 def estimate_workspace(
-    shape: ModelConfig, dtype: str, block_size: int, limits: StepLimits, in_place: bool = False
+    shape: ModelConfig,
+    dtype: str,
+    block_size: int,
+    limits: StepLimits,
+    in_place: bool = False,
+    kv_dtype: str | None = None,
 ) -> int:
     """Bytes for a model that need not exist: `shape` is that of one rank. `in_place`: for attention kernels that read
-    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather it."""
+    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather some of it at a
+    time. `kv_dtype` is `dtype` unless given."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape = _shallow(shape)
-    layout = _layout(shape, block_size, dtype)
+    layout = _layout(shape, block_size, kv_dtype or dtype)
     kind, counter = TORCH_DTYPES[dtype], LiveBytes()
-    backend: AttentionBackend = _InPlace() if in_place else TorchAttention(shape.heads)
+    backend = (_InPlace if in_place else TorchAttention)(shape.heads, dtype=kind)
     with FakeTensorMode(), torch.inference_mode():
-        kv = cast(
-            PagedKV,
-            SimpleNamespace(layout=layout, tensor=torch.empty(layout.pool_shape(1), dtype=kind)),
-        )
+        memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
+        kv = KVTensors(layout, memory, np.zeros(1, dtype=np.uint64))
         model = Llama(shape, _weights(shape, kind))
         with counter:
             # Steps see the pool, through views of it; it is not theirs.
-            kv.tensor.view(-1)
+            memory.view(-1)
             before = counter.live
             pieces = [
                 SequenceSlice([0] * count, end - count, _table(end, block_size), True)
@@ -139,16 +147,17 @@ def estimate_workspace(
     return max(counter.peak, drawing) - before
 
 
-class _InPlace:
-    """Fulfils `AttentionBackend` for tensors without content: allocates the answer alone."""
+class _InPlace(TorchAttention):
+    """For tensors without content: allocates rotated queries and the answer alone."""
 
-    def begin(self, batch: ForwardBatch, kv: PagedKV) -> None:
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         pass
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: PagedKV
+        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
     ) -> Tensor:
-        return torch.empty_like(q).view(q.shape[0], -1)
+        q = torch.empty_like(qkv[:, : self._heads])
+        return torch.empty_like(q).view(len(q), -1)
 
 
 def _shallow(shape: ModelConfig) -> ModelConfig:

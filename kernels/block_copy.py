@@ -13,11 +13,9 @@ adversary. A partly filled block has `tokens` valid rows in every layer, for key
 two to a word behind the payload, are valid as their rows are.
 
 The grid is small and fixed, so that a copy takes a few SMs from the model that runs beside it. Specification:
-`kernels.reference_blocks`. The mixing steps are those of SplitMix64 (Steele, Lea, Flood 2014), cut to one
-multiplication.
+`kernels.reference_blocks`; on the CPU, `kernels.wp64`. The mixing steps are those of SplitMix64 (Steele, Lea, Flood
+2014), cut to one multiplication.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,33 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configs import KernelConfig
-
-ALGORITHM = "wp64"
-GOLDEN = 0x1E3779B97F4A7C15
-MULTIPLIER = 0x2545F4914F6CDD1D
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """What a head's slice of a block is made of: rows of `row_bytes` `[layers, 2, block_size]`, then, for 8-bit rows,
-    a float32 scale per row. Raises ValueError where that is not whole 64-bit words."""
-
-    layers: int
-    block_size: int
-    row_bytes: int
-    scaled: bool = False
-
-    def __post_init__(self) -> None:
-        if self.row_bytes % 8 or (self.layers * 2 * self.block_size * 4) % 8:
-            raise ValueError(f"{self} is not whole 64-bit words")
-
-    @property
-    def payload_words(self) -> int:
-        return self.layers * 2 * self.block_size * self.row_bytes // 8
-
-    @property
-    def words(self) -> int:
-        return self.payload_words + (self.layers * self.block_size if self.scaled else 0)
+from kernels.wp64 import BlockShape
 
 
 @triton.jit

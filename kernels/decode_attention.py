@@ -193,8 +193,9 @@ def decode_attention(
     """Attend with `q` `[batch, heads, head_dim]` (16- or 32-bit, contiguous) as the loaded plan says.
 
     Returns `out`, like q, and the natural log-sum-exp of the scaled scores, float32 `[batch, heads]` (the buffers'
-    own). Rows without tokens get zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be
-    the geometry's. Raises ValueError where shapes do not fit.
+    own). `batch` is at most what the buffers have room for, and no less than the plan's rows. Rows without tokens get
+    zero and -inf. `scale` defaults to 1 / sqrt(head_dim). `config.tile` must be the geometry's. Raises ValueError
+    where shapes do not fit.
     """
     batch, heads, head_dim = q.shape
     geometry = buffers.geometry
@@ -202,9 +203,10 @@ def decode_attention(
         raise ValueError(
             f"queries {tuple(q.shape)} do not fit {pool.kv_heads} KV heads of {pool.head_dim}"
         )
-    if batch != buffers.slots.shape[0] or not q.is_contiguous():
+    if not buffers.loaded <= batch <= buffers.batch or not q.is_contiguous():
         raise ValueError(
-            f"{batch} rows in buffers of {buffers.slots.shape[0]}, or queries not contiguous"
+            f"{batch} rows, a plan of {buffers.loaded} in buffers of {buffers.batch}, "
+            "or queries not contiguous"
         )
     group = heads // pool.kv_heads
     if geometry.tile != config.tile:
@@ -251,7 +253,7 @@ def decode_attention(
         SPLITS=8,
         num_warps=4,
     )
-    return out, buffers.lse
+    return out, buffers.lse[:batch]
 
 
 def packed_rows(group: int, rows: int) -> int:

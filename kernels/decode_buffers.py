@@ -21,7 +21,7 @@ class DecodeBuffers:
     No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of Item]`, `ranges`
     `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`, `tables`
     `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
-    `[max_slots, heads]`, `lse` `[batch, heads]`.
+    `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class DecodeBuffers:
     ) -> None:
         self.geometry = geometry
         self.batch = batch
+        self.loaded = 0
         shapes = (
             (geometry.max_items, len(Item._fields)),
             (geometry.programs + 1,),
@@ -46,6 +47,7 @@ class DecodeBuffers:
         )
         # Each begins at a multiple of 16 bytes, which is what the kernels are compiled for.
         sizes = [-(-torch.Size(shape).numel() // 4) * 4 for shape in shapes]
+        self._table_offset = sum(sizes[:-1])
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         pinned = self._device.is_cuda
         self._hosts = [
@@ -94,7 +96,10 @@ class DecodeBuffers:
         _fill(own_lengths, lengths)
         for row, table in enumerate(tables):
             _fill(own_tables[row], table)
-        self._device.copy_(self._hosts[0], non_blocking=True)
+        # Block tables come last, and only those in use.
+        used = self._table_offset + len(tables) * width
+        self._device[:used].copy_(self._hosts[0][:used], non_blocking=True)
+        self.loaded = len(lengths)
 
 
 def _fill(target: Tensor, values: Iterable[int]) -> None:

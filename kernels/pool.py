@@ -109,27 +109,19 @@ def eight_bit_pool(
     block_size, head_dim]`, then its float32 scales `[layers, 2, block_size]`, so that a block, and any range of its
     heads, stays one contiguous piece. Raises ValueError where head_dim is not a multiple of 4.
     """
+    head_bytes = layers * 2 * block_size * (head_dim + 4)
+    memory = torch.zeros(blocks, kv_heads, head_bytes, dtype=torch.uint8, device=device)
+    return memory, KVPool(*eight_bit_views(memory, layers, block_size, head_dim, dtype))
+
+
+def eight_bit_views(
+    memory: Tensor, layers: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The payload `[blocks, kv_heads, layers, 2, block_size, head_dim]` and the scales `[..., block_size]` that lie in
+    `memory`, uint8 `[blocks, kv_heads, head_bytes]`. Raises ValueError where head_dim is not a multiple of 4."""
     if head_dim % 4:
         raise ValueError(f"head_dim {head_dim} leaves the scales unaligned")
-    rows = layers * 2 * block_size
-    head_bytes = rows * (head_dim + 4)
-    memory = torch.zeros(blocks, kv_heads, head_bytes, dtype=torch.uint8, device=device)
-    shape = (blocks, kv_heads, layers, 2, block_size)
-    payload = memory.view(dtype).as_strided(
-        (*shape, head_dim),
-        (
-            kv_heads * head_bytes,
-            head_bytes,
-            2 * block_size * head_dim,
-            block_size * head_dim,
-            head_dim,
-            1,
-        ),
-    )
-    words = head_bytes // 4
-    scales = memory.view(torch.float32).as_strided(
-        shape,
-        (kv_heads * words, words, 2 * block_size, block_size, 1),
-        storage_offset=rows * head_dim // 4,
-    )
-    return memory, KVPool(payload, scales)
+    shape = (layers, 2, block_size)
+    split = layers * 2 * block_size * head_dim
+    payload = memory[:, :, :split].view(dtype).unflatten(-1, (*shape, head_dim))
+    return payload, memory[:, :, split:].view(torch.float32).unflatten(-1, shape)

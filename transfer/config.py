@@ -33,6 +33,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of which blocks the sender makes a digest and the receiver checks it: of two workers, the stricter decides."""
     digest_sample: float = 1 / 16
     """The share of blocks, above 0 and up to 1, that `sampled` covers."""
+    digest_algorithm: Literal["xxh3-64", "wp64"] = "xxh3-64"
+    """Two workers must name the same. `wp64` is the one that a GPU makes in its copy kernel; on a CPU it is slower."""
     tcp_host: str = ""
     """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
     escalate_s: float = 5.0

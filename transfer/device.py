@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv.layout import KVLayout
-from kernels.block_copy import BlockShape
+from kernels.wp64 import BlockShape
 from transfer.transport import KVMemory, Span, TransferError
 
 
@@ -79,12 +78,6 @@ class Device(Protocol):
 
     def unique_id(self) -> bytes:
         """Names a communicator to be made. Raises TransferError."""
-
-
-def shape_of(form: KVLayout) -> BlockShape:
-    """The words of a head's slice. Raises ValueError where a slice is not whole 64-bit words."""
-    rows = form.layers * 2 * form.block_size
-    return BlockShape(form.layers, form.block_size, form.row_bytes, form.head_bytes > rows * form.row_bytes)
 
 
 def words_of(memory: Tensor, span: Span) -> Tensor:

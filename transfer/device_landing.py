@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from transfer.commands import IncomingBlock, Rows
-from transfer.device import Device, DeviceMemory, shape_of, words_of
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.device import Device, DeviceMemory, words_of
+from transfer.digest import Tally, binding, combine, digest_shape, is_sampled
 from transfer.transport import Span
 
 
@@ -68,7 +68,7 @@ class DeviceInPlace:
         self._device = device
         self._blocks = blocks
         self._verifier = verifier
-        self._shape = shape_of(layout)
+        self._shape = digest_shape(layout)
         self._heads = layout.kv_heads
         every = Span(0, layout.block_bytes, layout.block_bytes)
         self._pool = words_of(memory.memory, every).unflatten(1, (self._heads, -1))
@@ -109,7 +109,7 @@ class DeviceRepacked:
         self._unit = unit
         self._blocks = blocks
         self._verifier = verifier
-        self._shape = shape_of(unit)
+        self._shape = digest_shape(unit)
         first = unit.first_head - layout.first_head
         self._heads = slice(first, first + unit.kv_heads)
         self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Tensor]] = []
@@ -144,11 +144,11 @@ def planes(heads: Tensor, layout: KVLayout) -> list[Tensor]:
     """Views `[heads, layers, 2, block_size, bytes]` of `heads`, uint8 `[heads, head_bytes]`: the rows and, behind them,
     the scales of 8-bit ones."""
     shape = (layout.layers, 2, layout.block_size)
-    payload = layout.layers * 2 * layout.block_size * layout.row_bytes
-    found = [heads[:, :payload].unflatten(-1, (*shape, layout.row_bytes))]
-    if layout.head_bytes > payload:
-        found.append(heads[:, payload:].unflatten(-1, (*shape, -1)))
-    return found
+    rows = layout.layers * 2 * layout.block_size
+    return [
+        heads[:, plane.offset : plane.offset + rows * plane.row_bytes].unflatten(-1, (*shape, -1))
+        for plane in layout.planes
+    ]
 
 
 def unsigned(digests: Tensor) -> list[list[int]]:

@@ -4,21 +4,22 @@ from typing import cast
 
 from engine.kv.layout import KVLayout
 from transfer.commands import PostRecv, PostSend
-from transfer.device import DeviceMemory, shape_of, words_of
+from transfer.device import DeviceMemory, words_of
 from transfer.device_landing import (
     DeviceInPlace,
     DeviceRepacked,
     Verifier,
     unsigned,
 )
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.digest import WP64, Tally, binding, combine, digest_shape, is_sampled
 from transfer.negotiation import Agreement
 from transfer.route import Checked, Route
 from transfer.transport import KVMemory, Transport
 
 
 class DeviceRoute(Route):
-    """To and from a peer. Raises ValueError where blocks are not whole 64-bit words per head."""
+    """To and from a peer. Raises ValueError where blocks are not whole 64-bit words per head, and for an agreement on
+    digests that a device does not make."""
 
     def __init__(
         self,
@@ -30,12 +31,14 @@ class DeviceRoute(Route):
     ) -> None:
         super().__init__(transport, memory, layout, agreement, tally)
         assert transport.device is not None
+        if agreement.digest != WP64 and agreement.digest_share:
+            raise ValueError(f"transfer.digest_algorithm is {agreement.digest}: on a device it must be {WP64}")
         self._device = transport.device
         self._pool = cast(DeviceMemory, memory)
         self._stream = self._device.stream()
         words = words_of(self._pool.memory, self.sent)
         self._source = words.unflatten(1, (self.outgoing.kv_heads, -1))
-        self._shape = shape_of(self.outgoing)
+        self._shape = digest_shape(self.outgoing)
 
     def digests(self, command: PostSend) -> tuple[int, ...]:
         """Waits for the kernel that makes them: it reads the chunk once."""

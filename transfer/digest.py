@@ -1,8 +1,10 @@
 """Digests of KV blocks: what the sender had is what landed, in the place it was meant for.
 
-XXH3-64 over the valid bytes of each KV head's slice (`[layers, 2, valid tokens, head_dim]`, in that order), combined
-per block and bound to what the block is and to the transfer it travels in. A fast checksum against corruption and
-mix-ups, not a seal against forgers. A full head slice is hashed in place; XXH3 releases the GIL while it runs.
+64 bits over the valid bytes of each KV head's slice (`[layers, 2, valid tokens, head_dim]`, in that order, then the
+scales of 8-bit rows), combined per block and bound to what the block is and to the transfer it travels in. A fast
+checksum against corruption and mix-ups, not a seal against forgers. Two algorithms, settled by the hellos: `xxh3-64`,
+the fastest on a CPU, hashes a full head slice in place and releases the GIL; `wp64` is what a GPU makes on the way of a
+copy (`kernels.block_copy`), and what a CPU worker must speak with one.
 
 Where the two workers hold different ranges of the model's KV heads, a block travels with the heads that both hold, and
 its digest covers those: each receiver can check all that it takes, and needs no byte that it does not.
@@ -17,8 +19,11 @@ import xxhash
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
+from kernels.wp64 import BlockShape, wp64
+from transfer.rows import block_rows
 
-ALGORITHM = "xxh3-64"
+XXH3, WP64 = "xxh3-64", "wp64"
+ALGORITHMS = (XXH3, WP64)
 _SAMPLING = 0x6865616472616365
 """Seed of the draw, so that a block's share in it tells nothing about its digest."""
 
@@ -53,24 +58,43 @@ class Tally:
     mismatched: int = 0
 
 
-def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes) -> int:
+def block_digest(
+    view: memoryview, layout: KVLayout, tokens: int, binding: bytes, algorithm: str = XXH3
+) -> int:
     """64 bits over the first `tokens` rows of a block whose flat bytes are `view`.
 
-    What lies behind the valid rows does not count. Raises ValueError if the sizes do not fit the layout.
+    What lies behind the valid rows does not count. Raises ValueError if the sizes do not fit the layout, or the layout
+    not the algorithm.
     """
     if view.nbytes != layout.block_bytes or not 0 < tokens <= layout.block_size:
         raise ValueError(f"{view.nbytes} bytes with {tokens} valid tokens do not fit {layout}")
-    if tokens == layout.block_size:
-        size = layout.head_bytes
-        slices = [view[head * size : (head + 1) * size] for head in range(layout.kv_heads)]
-        heads = [xxhash.xxh3_64_intdigest(piece) for piece in slices]
-    else:
-        rows = np.frombuffer(view, dtype=np.uint8).reshape(layout.row_shape)[:, :, :, :tokens]
-        heads = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(head).data) for head in rows]
-    return combine(heads, tokens, binding)
+    make = {XXH3: _xxh3, WP64: _wp64}[algorithm]
+    return combine(make(view, layout, tokens), tokens, binding)
 
 
 def combine(heads: Sequence[int], tokens: int, binding: bytes) -> int:
     """A block's digest from those of its KV heads, unsigned; for heads that a GPU has digested."""
     summary = struct.pack(f"<I{len(heads)}Q", tokens, *heads)
     return xxhash.xxh3_64_intdigest(summary + binding)
+
+
+def digest_shape(layout: KVLayout) -> BlockShape:
+    """A head's slice as `wp64` sees it. Raises ValueError where it is not whole 64-bit words."""
+    return BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
+
+
+def _xxh3(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:
+    if tokens == layout.block_size:
+        size = layout.head_bytes
+        slices = [view[head * size : (head + 1) * size] for head in range(layout.kv_heads)]
+        return [xxhash.xxh3_64_intdigest(piece) for piece in slices]
+    rows = [plane[:, :, :, :tokens] for plane in block_rows(view, layout)]
+    if len(rows) == 1:
+        return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(head).data) for head in rows[0]]
+    joined = (np.concatenate([part.ravel() for part in head]) for head in zip(*rows, strict=True))
+    return [xxhash.xxh3_64_intdigest(head.data) for head in joined]
+
+
+def _wp64(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:
+    heads = np.frombuffer(view, dtype=np.uint8).reshape(layout.kv_heads, layout.head_bytes)
+    return wp64(heads, digest_shape(layout), tokens)

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.kv.layout import KVLayout
 from transfer.commands import IncomingBlock
+from transfer.rows import block_rows
 from transfer.transport import KVMemory
 
 Check = Callable[[memoryview, IncomingBlock], bool]
@@ -72,9 +73,10 @@ class Repacked:
             self.wrong += 1
         if self.wrong:
             return  # the receive has failed: nothing more needs to be stored
-        source = np.frombuffer(self._buffer, dtype=np.uint8).reshape(self._unit.row_shape)
+        sources = block_rows(self._buffer, self._unit)
         heads = slice(self._first_head, self._first_head + self._unit.kv_heads)
         for rows in block.rows:
-            target = np.frombuffer(self._memory.block(rows.target), dtype=np.uint8)
-            mine = target.reshape(self._layout.row_shape)[heads, :, :, rows.at : rows.at + rows.count]
-            np.copyto(mine, source[:, :, :, rows.first : rows.first + rows.count])
+            targets = block_rows(self._memory.block(rows.target), self._layout)
+            for source, target in zip(sources, targets, strict=True):
+                mine = target[heads, :, :, rows.at : rows.at + rows.count]
+                np.copyto(mine, source[:, :, :, rows.first : rows.first + rows.count])

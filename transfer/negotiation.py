@@ -10,6 +10,7 @@ import msgspec
 
 from engine.kv.layout import KVLayout
 from engine.messages import Hello
+from transfer.digest import ALGORITHMS, WP64, XXH3, digest_shape
 
 
 class NegotiationError(Exception):
@@ -17,10 +18,11 @@ class NegotiationError(Exception):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What two workers have settled: the peer's layout, and the share of blocks with a digest."""
+    """What two workers have settled: the peer's layout, the share of blocks with a digest, and its algorithm."""
 
     layout: KVLayout
     digest_share: float = 1.0
+    digest: str = XXH3
 
 
 def negotiate(mine: Hello, theirs: Hello) -> Agreement:
@@ -34,12 +36,19 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
     _same("number of KV heads", here.total_heads, there.total_heads)
     _same("head size", here.head_dim, there.head_dim)
     _same("digest", mine.digest, theirs.digest)
+    if mine.digest not in ALGORITHMS:
+        raise NegotiationError(f"there is no digest {mine.digest!r}")
     if not common_heads(here, there):
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
+    if mine.digest == WP64:
+        try:
+            digest_shape(unit(here, there)), digest_shape(unit(there, here))
+        except ValueError as error:
+            raise NegotiationError(f"these blocks have no {WP64} digest: {error}") from error
     for hello in (mine, theirs):
         if not 0.0 <= hello.digest_share <= 1.0:
             raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
-    return Agreement(there, max(mine.digest_share, theirs.digest_share))
+    return Agreement(there, max(mine.digest_share, theirs.digest_share), mine.digest)
 
 
 def common_heads(one: KVLayout, other: KVLayout) -> range:

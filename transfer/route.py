@@ -38,6 +38,7 @@ class Route:
         self._memory = memory
         self._layout = layout
         self._share = agreement.digest_share
+        self._algorithm = agreement.digest
         self._tally = tally
 
     def digests(self, command: PostSend) -> tuple[int, ...]:
@@ -62,13 +63,14 @@ class Route:
         self._tally.made += 1
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         view = self._memory.block(block.source)[start:end]
-        return block_digest(view, self.outgoing, block.tokens, bound)
+        return block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
 
     def _has_its_digest(self, view: memoryview, block: IncomingBlock, handoff: Handoff) -> bool:
         bound = binding(block.identity, block.generation, handoff)
         if not is_sampled(bound, self._share):
             return True
-        fits = block_digest(view, self.incoming, block.tokens, bound) == block.digest
+        found = block_digest(view, self.incoming, block.tokens, bound, self._algorithm)
+        fits = found == block.digest
         self._tally.verified += 1
         self._tally.mismatched += not fits
         return fits

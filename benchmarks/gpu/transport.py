@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from benchmarks.environment import describe
+from benchmarks.gpu.card import Card
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
@@ -41,6 +42,7 @@ from transfer.commands import (
     Unreachable,
 )
 from transfer.config import NcclConfig, TransferConfig
+from transfer.digest import WP64
 from transfer.mover import Mover
 from transfer.nccl_environment import nccl_environment
 from transfer.negotiation import Agreement
@@ -84,7 +86,7 @@ class Worker:
         self.transport = opener(kind, self.pool, me)
         self.events: queue.Queue[MoverEvent] = queue.Queue()
         self.mover = Mover({self.transport.name: self.transport}, self.pool, layout, self.events.put)
-        self.agreement = Agreement(layout)
+        self.agreement = Agreement(layout, digest=WP64)
         self.mover.start()
 
     def connect(self, peer: Incarnation, endpoint: Endpoint) -> None:
@@ -225,6 +227,16 @@ def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
         return [first, *lines]
     finally:
         bench.close()
+
+
+def transport(card: Card) -> list[Line]:
+    """As a part of `benchmarks.gpu`: every way, each in processes of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    lines: list[Line] = []
+    for kind in WAYS:
+        with ProcessPoolExecutor(1, mp_context=spawn) as alone:
+            lines += alone.submit(measure, kind, card.sizes.rounds).result()
+    return lines
 
 
 def main() -> int:

@@ -1,19 +1,33 @@
 """The one place that knows in which order a KV block's bytes lie. Pure integers: no torch, no memory."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of weights, and of KV that is kept in the type it was computed in."""
+
+KV_DTYPES = {**dict.fromkeys(DTYPE_BYTES, 0), "int8": 4, "fp8": 4}
+"""What a pool may hold, with the bytes of the scale beside each row: 8-bit rows (fp8 is E4M3) have one per token and
+head, for keys and values apart."""
+
+
+class Plane(NamedTuple):
+    """Rows `[layers, 2, block_size]` of `row_bytes` each, `offset` bytes into a head's slice."""
+
+    offset: int
+    row_bytes: int
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A pool tensor is `[blocks, kv_heads, layers, 2, block_size, head_dim]`; 2 = key, value.
 
-    One block is one contiguous piece, and so is any range of its heads. Peers compare layouts when they connect
+    One block is one contiguous piece, and so is any range of its heads. A head's slice of a block is its rows and then,
+    for 8-bit dtypes, their float32 scales `[layers, 2, block_size]`. Peers compare layouts when they connect
     (`transfer.negotiation`). A pool may hold a range of the model's KV heads: `kv_heads` of `total_heads`, from
-    `first_head` on. Raises ValueError for a size below 1, and for heads that the model does not have.
+    `first_head` on. Raises ValueError for a size below 1, an unknown dtype, an 8-bit head size that leaves scales
+    unaligned, and for heads that the model does not have.
     """
 
     kv_heads: int
@@ -26,10 +40,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """0 stands for as many as are held here."""
 
     def __post_init__(self) -> None:
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"{self.dtype!r} is not one of {', '.join(KV_DTYPES)}")
         if not self.total_heads:
             msgspec.structs.force_setattr(self, "total_heads", self.kv_heads)
         if min(self.kv_heads, self.layers, self.block_size, self.head_dim) < 1:
             raise ValueError(f"every size of a KV layout must be at least 1: {self}")
+        if self.scale_bytes and self.head_dim % self.scale_bytes:
+            raise ValueError(f"head_dim {self.head_dim} leaves the scales of {self.dtype} unaligned")
         if not 0 <= self.first_head <= self.total_heads - self.kv_heads:
             raise ValueError(f"{self} holds heads that its model does not have")
 
@@ -40,22 +58,30 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def row_bytes(self) -> int:
-        """One token's key (or value) of one head in one layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        """One token's key (or value) of one head in one layer, without its scale."""
+        return self.head_dim * DTYPE_BYTES.get(self.dtype, 1)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Beside each row; 0 where values are stored as they are."""
+        return KV_DTYPES[self.dtype]
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """What a head's slice is made of: its rows, then their scales if there are any."""
+        rows = Plane(0, self.row_bytes)
+        if not self.scale_bytes:
+            return (rows,)
+        return (rows, Plane(self.layers * 2 * self.block_size * self.row_bytes, self.scale_bytes))
 
     @cached_property
     def head_bytes(self) -> int:
-        """One head's contiguous slice of a block: `[layers, 2, block_size, head_dim]`."""
-        return self.layers * 2 * self.block_size * self.row_bytes
+        """One head's contiguous slice of a block."""
+        return self.layers * 2 * self.block_size * (self.row_bytes + self.scale_bytes)
 
     @cached_property
     def block_bytes(self) -> int:
         return self.kv_heads * self.head_bytes
-
-    @cached_property
-    def row_shape(self) -> tuple[int, int, int, int, int]:
-        """One block as bytes: `[kv_heads, layers, 2, block_size, row_bytes]`."""
-        return (self.kv_heads, self.layers, 2, self.block_size, self.row_bytes)
 
     def restricted(self, heads: range) -> "KVLayout":
         """The same blocks, with these of the held heads alone. Raises ValueError if there are none."""

@@ -12,58 +12,81 @@ checks it before and after its copy.
 import fcntl
 import mmap
 import os
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from engine.kv.layout import KVLayout
 from engine.types import BlockId
+from kernels.pool import KVPool, eight_bit_views
 
 PAGE_BYTES = mmap.PAGESIZE
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 def header_bytes(blocks: int) -> int:
     return -(-blocks * 8 // PAGE_BYTES) * PAGE_BYTES
 
 
-class PagedKV:
-    """`blocks` KV blocks of one layout. `tensor` is `[blocks, kv_heads, layers, 2, block_size, head_dim]`.
+def pool_views(memory: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
+    """`memory`, uint8 `[blocks, block_bytes]`, as `[blocks, kv_heads, layers, 2, block_size, head_dim]`, and the scales
+    `[.., block_size]` of 8-bit rows."""
+    blocks, dtype = len(memory), TORCH_DTYPES[layout.dtype]
+    if not layout.scale_bytes:
+        return memory.view(dtype).view(layout.pool_shape(blocks)), None
+    by_head = memory.view(blocks, layout.kv_heads, layout.head_bytes)
+    return eight_bit_views(by_head, layout.layers, layout.block_size, layout.head_dim, dtype)
+
+
+class KVTensors:
+    """`blocks` KV blocks of one layout, in memory of any device. `tensor` is `[blocks, kv_heads, layers, 2, block_size,
+    head_dim]`, `scales`, for 8-bit rows, float32 `[.., block_size]`: value = tensor * scale of its row. `memory` is the
+    same as uint8 `[blocks, block_bytes]`.
 
     Who may touch it: the runner writes rows of leased blocks, the transport copies whole leased blocks.
     """
 
-    def __init__(self, layout: KVLayout, blocks: int) -> None:
+    def __init__(
+        self, layout: KVLayout, memory: Tensor, generations: npt.NDArray[np.uint64]
+    ) -> None:
         self.layout = layout
-        self.blocks = blocks
+        self.blocks = len(memory)
         self.block_bytes = layout.block_bytes
-        self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        size = header_bytes(blocks) + blocks * self.block_bytes
-        os.ftruncate(self._fd, size)
-        # Readers in other processes rely on its size: reading past a cut end would kill them.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self._fd, size)
-        self._generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=header_bytes(blocks))
-        self.memory = raw.view(blocks, self.block_bytes)
-        self.tensor = raw.view(TORCH_DTYPES[layout.dtype]).view(layout.pool_shape(blocks))
-        self._bytes = memoryview(self._map)[header_bytes(blocks) :]
+        self.memory = memory
+        self.tensor, self.scales = pool_views(memory, layout)
+        self._generations = generations
+
+    @cached_property
+    def pool(self) -> KVPool:
+        """As GPU kernels see it. Raises ValueError for a block size that is no power of two."""
+        return KVPool(self.tensor, self.scales)
 
     @property
     def device(self) -> str:
-        return "cpu"
-
-    @property
-    def fd(self) -> int:
-        return self._fd
+        """Such as `cpu` or `cuda:0`."""
+        return str(self.memory.device)
 
     @property
     def nbytes(self) -> int:
         return self.blocks * self.block_bytes
 
+    @property
+    def fd(self) -> int:
+        """The memfd that backs the pool, or its generations alone; -1 where neither is shared."""
+        return -1
+
     def block(self, block: BlockId) -> memoryview:
-        """A writable flat byte view of one block."""
-        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+        """A writable flat byte view of one block. Raises TypeError where the CPU cannot see it."""
+        raise TypeError(f"block {block} is on {self.device}: this process has no bytes of it")
 
     def generation(self, block: BlockId) -> int:
         return int(self._generations[block])
@@ -75,12 +98,37 @@ class PagedKV:
             np.add.at(self._generations, np.asarray(blocks), np.uint64(1))
 
     def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
-        """Copy whole blocks (source, target): the copy of copy-on-write."""
+        """Copy whole blocks (source, target), one after the other: the copy of copy-on-write."""
         for source, target in pairs:
-            self.tensor[target].copy_(self.tensor[source])
+            self.memory[target].copy_(self.memory[source])
 
     def close(self) -> None:
-        """Close the descriptor. The mapping itself goes when the last view of it does."""
+        """Give back what is not memory. The memory itself goes when the last view of it does."""
+
+
+class PagedKV(KVTensors):
+    """A pool in this host's memory, which a peer may map."""
+
+    def __init__(self, layout: KVLayout, blocks: int) -> None:
+        self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = header_bytes(blocks) + blocks * layout.block_bytes
+        os.ftruncate(self._fd, size)
+        # Readers in other processes rely on its size: reading past a cut end would kill them.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(self._fd, size)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=header_bytes(blocks))
+        generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
+        super().__init__(layout, raw.view(blocks, layout.block_bytes), generations)
+        self._bytes = memoryview(self._map)[header_bytes(blocks) :]
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def block(self, block: BlockId) -> memoryview:
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

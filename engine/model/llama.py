@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, Rotation
 from engine.batch import ForwardBatch
-from engine.kv.paged import PagedKV
+from engine.kv.paged import KVTensors
 from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig, ModelError
 from engine.model.families import FAMILIES, layer_key
 from engine.model.mapped import map_weights
@@ -50,7 +50,12 @@ class Llama:
         self._norm = weights["norm"]
         self._head = weights.get("head", self._embedding)
         self._layers = [_Layer(weights, layer) for layer in range(config.layers)]
-        self._cos, self._sin = rope_tables(config, self._embedding.dtype)
+        tables = rope_tables(config, self._embedding.dtype)
+        self._cos, self._sin = (table.to(self._embedding.device) for table in tables)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
 
     @property
     def table_bytes(self) -> int:
@@ -58,7 +63,7 @@ class Llama:
         return int(self._cos.nbytes + self._sin.nbytes)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """Logits `[len(batch.logit_rows), vocab]` in float32. `attention` has begun this batch.
 
         Tokens and positions must be in range: the caller has checked them.
@@ -72,28 +77,21 @@ class Llama:
         return linear(wanted, self._head).float()
 
     @torch.inference_mode()
-    def hidden(self, batch: ForwardBatch, kv: PagedKV, attention: AttentionBackend) -> Tensor:
+    def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
         """What the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
-        config = self.config
-        eps, shape = config.norm_eps, (config.hidden,)
-        rotated = config.heads + config.kv_heads
-        split = [config.heads, config.kv_heads]
-        cos, sin = self._rotations(batch.positions)
-        half = config.head_dim // 2
+        eps, head_dim = self.config.norm_eps, self.config.head_dim
+        rotation = Rotation(self._cos, self._sin, batch.positions)
         x = self._embedding[batch.tokens]
-        rows = x.shape[0]
+        delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            normed = rms_norm(x, shape, layer.attention_norm, eps)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(rows, -1, config.head_dim)
-            qk = qkv[:, :rotated]
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            q, k = qk.split(split, 1)
-            attended = attention.attend(number, q, k, qkv[:, rotated:], batch, kv)
-            x += linear(attended, layer.output, layer.output_bias)
-            normed = rms_norm(x, shape, layer.mlp_norm, eps)
-            gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            x += linear(silu(gate).mul_(up), layer.down, layer.down_bias)
-        return x
+            normed = attention.norm(x, delta, layer.attention_norm, eps)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
+            attended = attention.attend(number, qkv, rotation, batch, kv)
+            delta = linear(attended, layer.output, layer.output_bias)
+            normed = attention.norm(x, delta, layer.mlp_norm, eps)
+            gated = attention.gate(linear(normed, layer.gate_up, layer.gate_up_bias))
+            delta = linear(gated, layer.down, layer.down_bias)
+        return x if delta is None else x.add_(delta)
 
     def first_layer(self) -> "Llama":
         """A model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
@@ -102,15 +100,13 @@ class Llama:
         short._layers = self._layers[:1]
         return short
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[rows, 1, head_dim]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
-        cos, sin = self._cos[positions], self._sin[positions]
-        return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
-
-def load_model(model_dir: Path, packed: bool = True) -> Llama:
+def load_model(
+    model_dir: Path, packed: bool = True, device: torch.device | str = "cpu"
+) -> Llama:
     """Map a prepared model's weights and build the model on them: no copy, pages shared by all workers of the host.
-    With `packed`, its matrices are those packed for this processor, made by the first process that needs them.
+    With `packed`, its matrices are those packed for this processor, made by the first process that needs them. Another
+    `device` than the CPU gets a copy of the plain ones.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's.
     """
@@ -118,6 +114,8 @@ def load_model(model_dir: Path, packed: bool = True) -> Llama:
     if config.family not in FAMILIES:
         raise ModelError(model_dir, f"unknown family {config.family!r}")
     weights = map_weights(model_dir)
+    if torch.device(device).type != "cpu":
+        return Llama(config, {name: weight.to(device) for name, weight in weights.items()})
     return Llama(config, weights | packed_weights(model_dir, weights) if packed else weights)
 
 

@@ -18,7 +18,7 @@ from cluster.planner import (
     weights_bytes,
 )
 from cluster.shapes import PUBLISHED
-from engine.kv.layout import DTYPE_BYTES, KVLayout
+from engine.kv.layout import KVLayout
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 K = 1024
@@ -44,9 +44,11 @@ def request_bytes(layers: int, kv_heads: int, tokens: int, kv_dtype: str = "bflo
 )
 def test_bytes_per_token(layers: int, kv_heads: int, per_token: int) -> None:
     """Guards the factors of the formula: two for key and value, every layer, KV heads instead of query heads."""
-    for kv_dtype, divisor in (("bfloat16", 1), ("float16", 1), ("fp8", 2)):
-        sizes = token_sizes(shape(layers, kv_heads), kv_dtype, 16)
-        assert sizes.token_bytes * divisor == per_token
+    for kv_dtype in ("bfloat16", "float16"):
+        assert token_sizes(shape(layers, kv_heads), kv_dtype, 16).token_bytes == per_token
+    for kv_dtype in ("fp8", "int8"):
+        half = token_sizes(shape(layers, kv_heads), kv_dtype, 16).token_bytes
+        assert half * 2 * 128 == per_token * 132
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_bytes_per_token(layers: int, kv_heads: int, per_token: int) -> None:
 )
 def test_bytes_per_request(layers: int, kv_heads: int, tokens: int, want: float) -> None:
     assert request_bytes(layers, kv_heads, tokens) == want
-    assert request_bytes(layers, kv_heads, tokens, "fp8") * 2 == want
+    assert request_bytes(layers, kv_heads, tokens, "fp8") * 2 * 128 == want * 132
 
 
 def test_one_head_at_4k_is_published_as_0_16_gib() -> None:
@@ -131,12 +133,11 @@ def test_the_tail_of_a_request(tokens: int, blocks: int, tail: int) -> None:
     assert one.rank_block_bytes == one.token_bytes + one.rank_tail_bytes
 
 
-@pytest.mark.parametrize("dtype", list(DTYPE_BYTES))
+@pytest.mark.parametrize("dtype", list(KV_FORMATS))
 def test_blocks_are_those_of_the_engine(dtype: str) -> None:
     """Guards against a second opinion on what a block takes."""
     layout = KVLayout(kv_heads=3, layers=30, block_size=16, head_dim=64, dtype=dtype)
     assert token_sizes(shape(30, 3, 64), dtype, 16).rank_block_bytes == layout.block_bytes
-    assert set(DTYPE_BYTES) < set(KV_FORMATS)
 
 
 def test_memory_is_shared_out_in_whole_blocks() -> None:

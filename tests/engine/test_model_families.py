@@ -285,20 +285,17 @@ def test_old_style_rope_fields(tmp_path: Path) -> None:
     compare(source, model, tmp_path / "cache")
 
 
-class _NoAttention:
+class _NoAttention(TorchAttention):
     """Hands the queries through, so that only the model's own products are looked at."""
 
-    def begin(self, batch: Any, kv: Any) -> None:
-        pass
-
-    def attend(self, layer: int, q: Any, k: Any, v: Any, batch: Any, kv: Any) -> torch.Tensor:
-        return q.reshape(q.shape[0], -1)
+    def attend(self, layer: int, qkv: Any, rotation: Any, batch: Any, kv: Any) -> torch.Tensor:
+        return qkv[:, : self._heads].reshape(len(qkv), -1)
 
 
 def _logits(model: Llama, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     batch = SimpleNamespace(tokens=tokens, positions=positions, logit_rows=torch.arange(4))
     forward: Callable[..., torch.Tensor] = model.forward
-    return forward(batch, None, _NoAttention())
+    return forward(batch, None, _NoAttention(model.config.heads))
 
 
 @pytest.mark.parametrize("case", ["mha", "gqa3"])

@@ -46,6 +46,26 @@ def test_the_estimate_is_what_a_step_takes(source: str, dtype: str, limits: Step
     assert estimated == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "float16"])
+def test_the_estimate_knows_how_kv_is_kept(source: str, kv_dtype: str) -> None:
+    folder = prepared(source, "float32")
+    measured = measure_workspace(folder, 16, LIMITS[2], kv_dtype)
+    shape = ModelConfig.load(folder)
+    estimated = estimate_workspace(shape, "float32", 16, LIMITS[2], kv_dtype=kv_dtype)
+    assert estimated == pytest.approx(measured, rel=0.01)
+
+
+def test_contexts_are_not_gathered_all_at_once(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a workspace that grows with the sum of contexts, which the second figure has."""
+    folder, peaks = prepared(source, "float32"), []
+    shape = ModelConfig.load(folder)
+    for most in (1 << 20, 1 << 40):
+        monkeypatch.setattr("kernels.paged_attention.GATHER_BYTES", most)
+        peaks.append(measure_workspace(folder, 16, StepLimits(chunk_tokens=4, batch=200)))
+    gathered = 201 * shape.context_tokens * 2 * shape.kv_heads * shape.head_dim * 4
+    assert peaks[1] - peaks[0] > 0.9 * gathered - (1 << 20) > 0
+
+
 def test_a_larger_step_takes_more(source: str) -> None:
     """Guards against a count that sees nothing: twice the batch must show, and so must twice the context."""
     folder = prepared(source, "float32")

@@ -1,13 +1,15 @@
 """Copying, digesting and converting blocks against their references."""
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import reference_blocks as reference
 from kernels.block_convert import convert_blocks
-from kernels.block_copy import BlockShape, as_words, copy_blocks
+from kernels.block_copy import as_words, copy_blocks
 from kernels.configs import KernelConfig
 from kernels.pool import KVPool, eight_bit_pool
+from kernels.wp64 import BlockShape, wp64
 from tests.kernels.cases import DEVICE, poisoned_pool
 
 CONFIG = KernelConfig(tile=64, warps=4, stages=1, rows=4)
@@ -53,6 +55,9 @@ def test_copies_and_digests(shape: BlockShape, programs: int) -> None:
         assert torch.equal(target[new], source[old])
         want = reference.wp64(source[old], shape, int(tokens[number]))
         assert torch.equal(digests[number], want)
+        raw = source[old].cpu().numpy().view(np.uint8)
+        on_cpu = wp64(raw, shape, int(tokens[number]))
+        assert on_cpu == [digest % 2**64 for digest in want.tolist()]
     assert torch.equal(target[[0, 2, 4]], before[[0, 2, 4]])
 
 

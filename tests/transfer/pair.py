@@ -28,6 +28,7 @@ from transfer.commands import (
     Settled,
 )
 from transfer.config import TransferConfig
+from transfer.digest import WP64, XXH3
 from transfer.loopback import LoopbackHub
 from transfer.mover import Mover
 from transfer.negotiation import Agreement
@@ -54,7 +55,8 @@ class Worker:
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float) -> None:
-        agreement = Agreement(other.pool.layout, digest_share)
+        digest = XXH3 if self.transport.device is None else WP64
+        agreement = Agreement(other.pool.layout, digest_share, digest)
         self.mover.submit(Connect(other.me, other.transport.describe(), agreement))
 
 

@@ -30,6 +30,7 @@ from transfer.loopback import Fault, FaultKind
 from transfer.migration import HandoffError
 from transfer.negotiation import unit
 from transfer.receiver import KVReceiver
+from transfer.rows import block_rows
 
 BASE = {"layers": 2, "head_dim": 4}
 POISON = 0xA5
@@ -47,8 +48,7 @@ def table(worker: Worker, tokens: int, first: int = 0) -> list[BlockId]:
 
 def rows_of(worker: Worker, blocks: Sequence[BlockId]) -> np.ndarray:
     """A view `[tokens, heads, layers, 2, row_bytes]` per block, in the order of the sequence."""
-    shape = worker.pool.layout.row_shape
-    views = [np.frombuffer(worker.pool.block(b), dtype=np.uint8).reshape(shape) for b in blocks]
+    views = [block_rows(worker.pool.block(b), worker.pool.layout)[0] for b in blocks]
     return np.concatenate([np.moveaxis(view, 3, 0) for view in views])
 
 
@@ -61,11 +61,11 @@ def truth(tokens: int, heads: range, total: int = 2) -> np.ndarray:
 
 def fill(worker: Worker, blocks: Sequence[BlockId], tokens: int) -> None:
     """The rows of the sequence into a sender's blocks; behind the last one stays what was there."""
-    size, shape = worker.pool.layout.block_size, worker.pool.layout.row_shape
+    size = worker.pool.layout.block_size
     rows = truth(tokens, worker.pool.layout.heads, worker.pool.layout.total_heads)
     for at in range(tokens):
-        view = np.frombuffer(worker.pool.block(blocks[at // size]), dtype=np.uint8)
-        view.reshape(shape)[:, :, :, at % size] = rows[at]
+        (view,) = block_rows(worker.pool.block(blocks[at // size]), worker.pool.layout)
+        view[:, :, :, at % size] = rows[at]
 
 
 def poison(worker: Worker) -> None:

@@ -11,7 +11,8 @@ from kernels.block_copy import copy_blocks
 from kernels.configs import ConfigKey, config_for
 from tests.transfer.fake_device import FakeDevice
 from transfer.config import TransferConfig
-from transfer.device import flat, shape_of, words_of
+from transfer.device import flat, words_of
+from transfer.digest import digest_shape
 from transfer.pulse import Pulse
 from transfer.registry import open_transport, open_transports
 from transfer.transport import Span, TransferError
@@ -44,7 +45,7 @@ def test_the_kernel_digests_what_lands_as_the_fake_does() -> None:
     whole = Span(0, LAYOUT.block_bytes, LAYOUT.block_bytes)
     there = words_of(pool(4), whole).unflatten(1, (3, -1))
     ours, theirs = (torch.zeros_like(there) for _ in range(2))
-    shape = shape_of(LAYOUT)
+    shape = digest_shape(LAYOUT)
     rows = torch.tensor([[3, 0], [1, 2], [4, 3]], dtype=torch.int32, device=DEVICE)
     made = copy_blocks(there, ours, rows[0], rows[1], shape, CONFIG, tokens=rows[2])
     told = FakeDevice().copy(there, theirs, [3, 0], [1, 2], shape, [4, 3])

@@ -4,12 +4,22 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
-from transfer.digest import binding, block_digest, is_sampled
+from kernels.reference_blocks import wp64 as reference_wp64
+from transfer.digest import (
+    ALGORITHMS,
+    WP64,
+    binding,
+    block_digest,
+    combine,
+    digest_shape,
+    is_sampled,
+)
 
 LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
 H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))
@@ -20,21 +30,38 @@ def random_block() -> bytearray:
     return bytearray(np.random.default_rng(0).bytes(LAYOUT.block_bytes))
 
 
-def valid_bytes(tokens: int) -> Iterator[bool]:
-    for byte in range(LAYOUT.block_bytes):
-        yield byte % (LAYOUT.block_size * LAYOUT.row_bytes) < tokens * LAYOUT.row_bytes
+def valid_bytes(layout: KVLayout, tokens: int) -> Iterator[bool]:
+    for byte in range(layout.block_bytes):
+        at = byte % layout.head_bytes
+        plane = [plane for plane in layout.planes if plane.offset <= at][-1]
+        at -= plane.offset
+        yield at % (layout.block_size * plane.row_bytes) < tokens * plane.row_bytes
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("tokens", [1, 3, 4])
-def test_exactly_the_valid_bytes_count(tokens: int) -> None:
-    """Guards against a digest that skips a layer, a head or the values, or that reads unused rows."""
-    block = random_block()
-    digest = block_digest(memoryview(block), LAYOUT, tokens, BOUND)
-    for byte, valid in enumerate(valid_bytes(tokens)):
+def test_exactly_the_valid_bytes_count(tokens: int, dtype: str, algorithm: str) -> None:
+    """Guards against a digest that skips a layer, a head, the values or the scales, or that reads unused rows."""
+    layout = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8, dtype=dtype)
+    block = random_block()[: layout.block_bytes]
+    digest = block_digest(memoryview(block), layout, tokens, BOUND, algorithm)
+    for byte, valid in enumerate(valid_bytes(layout, tokens)):
         block[byte] ^= 1
-        changed = block_digest(memoryview(block), LAYOUT, tokens, BOUND) != digest
+        changed = block_digest(memoryview(block), layout, tokens, BOUND, algorithm) != digest
         block[byte] ^= 1
         assert changed == valid, f"byte {byte}"
+
+
+def test_wp64_of_a_block_is_made_of_what_a_gpu_finds_in_its_heads() -> None:
+    """Guards a pair of which one worker digests on a GPU: the specification's 64 bits of each head, combined alike."""
+    block = random_block()
+    words = torch.frombuffer(block, dtype=torch.int64).view(LAYOUT.kv_heads, -1)
+    for tokens in (1, 4):
+        heads = reference_wp64(words, digest_shape(LAYOUT), tokens).tolist()
+        unsigned = [head % 2**64 for head in heads]
+        wanted = combine(unsigned, tokens, BOUND)
+        assert block_digest(memoryview(block), LAYOUT, tokens, BOUND, WP64) == wanted
 
 
 @pytest.mark.parametrize("tokens", [2, 4])

@@ -1,0 +1,99 @@
+"""Prefill attention (K7) and the copying of blocks (K6)."""
+
+from random import Random
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu.card import Card, Line
+from kernels.block_copy import as_words, copy_blocks
+from kernels.configs import ConfigKey, config_for
+from kernels.pool import KVPool
+from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.wp64 import BlockShape
+
+
+def prefill(card: Card) -> list[Line]:
+    """K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention."""
+    size = card.sizes
+    lines: list[Line] = []
+    for length in (size.tokens(4096), size.tokens(16384)):
+        chunk = size.tokens(2048)
+        for count in (length, chunk):
+            taken = _prefill_s(card, count, length)
+            lines.append(_prefill_line(card, f"{count} new of {length}", count, length, taken))
+        q = card.random(1, size.heads, length, size.head_dim)
+        k, v = (card.random(1, size.kv_heads, length, size.head_dim) for _ in range(2))
+        theirs = card.timer.seconds(
+            lambda q=q, k=k, v=v: scaled_dot_product_attention(  # type: ignore[misc]
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+        )
+        lines.append(_prefill_line(card, "torch, contiguous", length, length, theirs))
+    return lines
+
+
+def _prefill_s(card: Card, count: int, length: int) -> float:
+    size, block = card.sizes, 64
+    group = size.heads // size.kv_heads
+    dtype = str(card.dtype).removeprefix("torch.")
+    config = config_for(ConfigKey("prefill", size.head_dim, group, block, dtype, card.arch))
+    need = -(-length // block)
+    order = list(range(need))
+    Random(0).shuffle(order)
+    pool = KVPool(card.random(need, size.kv_heads, 1, 2, block, size.head_dim))
+    tables = torch.tensor([order], dtype=torch.int32).to(card.device)
+    planned = plan_prefill([count], [length], rows_per_tile(config, group))
+    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    q = card.random(count, size.heads, size.head_dim)
+    out = torch.empty_like(q)
+    return card.timer.seconds(
+        lambda: prefill_attention(q, pool, 0, tiles, tables, config, out=out)
+    )
+
+
+def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) -> Line:
+    """Operations of the pairs that a causal mask leaves: 4 x head_dim each."""
+    pairs = count * (length - count) + count * (count + 1) / 2
+    operations = 4 * card.sizes.head_dim * card.sizes.heads * pairs
+    return {"id": "K7", "what": what, "us": taken * 1e6, "tflop_per_s": operations / taken / 1e12}
+
+
+def copies(card: Card) -> list[Line]:
+    """K6: scattered blocks of 16 tokens into a row of them, on the programs of 16 SMs, with and without digests."""
+    size = card.sizes
+    shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
+    block_bytes = size.kv_heads * shape.words * 8
+    count = max(4, size.tokens(size.tokens(1 << 30)) // block_bytes)
+    source = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
+    target = torch.empty_like(source[:count])
+    order = list(range(2 * count))
+    Random(0).shuffle(order)
+    scattered, in_order = card.ids(order[:count]), card.ids(list(range(count)))
+    tokens = card.ids([16] * count)
+    key = ConfigKey("copy_blocks", size.head_dim, 0, 64, "bfloat16", card.arch)
+    config = config_for(key)
+    plain = card.timer.seconds(lambda: target.copy_(source[:count]))
+    lines: list[Line] = [_copy_line("torch, contiguous", target.nbytes, plain, plain)]
+    for programs in (64, 4 * card.sms):
+        for digest in (False, True):
+            taken = card.timer.seconds(
+                lambda programs=programs, digest=digest: copy_blocks(  # type: ignore[misc]
+                    source,
+                    target,
+                    scattered,
+                    in_order,
+                    shape,
+                    config,
+                    tokens=tokens if digest else None,
+                    programs=programs,
+                )
+            )
+            what = f"{programs} programs{', digests' if digest else ''}"
+            lines.append(_copy_line(what, target.nbytes, taken, plain))
+    return lines
+
+
+def _copy_line(what: str, nbytes: int, taken: float, plain: float) -> Line:
+    rate = 2 * nbytes / taken / 1e12
+    return {"id": "K6", "what": what, "us": taken * 1e6, "tb_per_s": rate, "of_copy": plain / taken}

@@ -1,0 +1,51 @@
+"""Sampling on a GPU: one launch for all rows of a step, with the CPU's random numbers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.sampling import Draw, adjusted, is_adjusted
+from kernels.configs import KernelConfig
+from kernels.sample import SamplingRows, sample
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], config: KernelConfig) -> Tensor:
+    """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
+    logits = logits[: len(draws)]
+    if any(map(is_adjusted, draws)):
+        logits = torch.stack([adjusted(row, want) for row, want in zip(logits, draws, strict=True)])
+    if all(want.record.sampling.temperature == 0.0 for want in draws):
+        return logits.argmax(-1)
+    return sample(logits.contiguous(), _rows(draws, logits.device), config)
+
+
+def _rows(draws: Sequence[Draw], device: torch.device) -> SamplingRows:
+    params = [want.record.sampling for want in draws]
+    records = [want.record for want in draws]
+    floats = torch.tensor(
+        [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]],
+        dtype=torch.float64,
+    ).to(device)
+    longs = torch.tensor(
+        [
+            [p.top_k for p in params],
+            [_signed(record.seed) for record in records],
+            [record.sample_index for record in records],
+            [len(want.tokens) for want in draws],
+        ],
+        dtype=torch.int64,
+    ).to(device)
+    return SamplingRows(
+        temperature=floats[0],
+        top_k=longs[0].clamp(max=2**31 - 1).int(),
+        top_p=floats[1],
+        min_p=floats[2],
+        seed=longs[1],
+        sample_index=longs[2],
+        position=longs[3],
+    )
+
+
+def _signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
