@@ -5,6 +5,7 @@ copy kernel, carried out at once; so what these tests show is the order of calls
 nothing about speed.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -46,6 +47,7 @@ def library_path() -> Path:
     if compiler is None:
         pytest.skip("the fake libnccl needs a C compiler")
     folder = Path(tempfile.mkdtemp(prefix="fake-nccl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "libnccl-fake.so"
     command = [compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", str(path), str(SOURCE)]
     subprocess.run(command, check=True)
