@@ -25,7 +25,7 @@ from cluster.child import (
     decode_report,
     encode_line,
 )
-from cluster.spec import ChildReady, ChildSpec, LaunchError, child_environment
+from cluster.spec import ChildReady, ChildSpec, LaunchError, environment_of
 from engine.messages import PeerAddress
 from router.escalation import Verdict
 
@@ -51,7 +51,7 @@ class ProcessChild:
             [sys.executable, "-P", "-m", "cluster.child", spec.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **child_environment(spec.threads, os.environ)},
+            env={**os.environ, **environment_of(spec, os.environ)},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name=spec.name, daemon=True)

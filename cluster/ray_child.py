@@ -6,7 +6,7 @@ import signal
 from typing import Any, Protocol
 
 from cluster.actors import ACTORS
-from cluster.spec import ChildReady, ChildSpec, LaunchError, child_environment
+from cluster.spec import ChildReady, ChildSpec, LaunchError, environment_of
 from engine.messages import PeerAddress
 from router.escalation import Verdict
 from transfer.liveness import ProcessWatch
@@ -53,7 +53,7 @@ class RayChild:
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,
-            runtime_env={"env_vars": child_environment(spec.threads, os.environ)},
+            runtime_env={"env_vars": environment_of(spec, os.environ)},
             **options,
         ).remote(spec)
         self._start = self._actor.start.remote()

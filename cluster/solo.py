@@ -7,7 +7,7 @@ import msgspec
 from cluster.config import ClusterConfig
 from cluster.launch import prepare_model, specs
 from cluster.signals import Interrupted
-from cluster.spec import LaunchError, child_environment
+from cluster.spec import LaunchError, environment_of
 
 
 def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
@@ -18,7 +18,7 @@ def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
     spec = next(spec for spec in specs(config, model_dir) if spec.kind == role)
     spec = msgspec.structs.replace(spec, name=name, port=port)
     # Before torch is imported, which `hosting` leaves to the moment it builds the worker.
-    os.environ.update(child_environment(spec.threads, os.environ))
+    os.environ.update(environment_of(spec, os.environ))
     from cluster.hosting import Hosted, one_line
 
     try:

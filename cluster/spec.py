@@ -11,6 +11,8 @@ from engine.messages import PeerAddress
 from engine.types import Incarnation
 from router.escalation import Verdict
 from telemetry.tracing import TracingConfig
+from transfer.config import TransferConfig
+from transfer.nccl_environment import nccl_environment
 
 Kind = Literal["prefill", "decode", "router"]
 
@@ -118,6 +120,16 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Stop whatever `open` started and prove that nothing of it is left. Raises LaunchError if something is."""
+
+
+def environment_of(spec: ChildSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """All that a process needs beside `environ`. Of NCCL's variables, those that are not set there."""
+    found = child_environment(spec.threads, environ)
+    if spec.kind == "router":
+        return found
+    transfer = msgspec.convert(spec.config.get("transfer", {}), TransferConfig)
+    wanted = nccl_environment(transfer.nccl, spec.name)
+    return {name: value for name, value in wanted.items() if name not in environ} | found
 
 
 def child_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:

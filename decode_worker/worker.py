@@ -165,9 +165,7 @@ class DecodeWorker:
             self._mover.submit,
             lambda: self._scheduler.receiver.unfinished,
         )
-        self._readers = Readers(
-            hello, self._config.transfer, self._transports, self._mover.submit
-        )
+        self._readers = Readers(hello, self._transports, self._mover.submit)
         self._mover.start()
         self._thread.start()
         return self.info

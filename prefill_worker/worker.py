@@ -143,9 +143,7 @@ class PrefillWorker:
             digest=self._config.transfer.digest_algorithm,
             digest_share=self._config.transfer.digest_share,
         )
-        self._readers = Readers(
-            hello, self._config.transfer, self._transports, self._mover.submit
-        )
+        self._readers = Readers(hello, self._transports, self._mover.submit)
         self._mover.start()
         self._thread.start()
         return self.info

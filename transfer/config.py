@@ -5,9 +5,30 @@ from typing import Literal
 import msgspec
 
 
+class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the `nccl` transport. Peers may differ in all but `share_gpu`."""
+
+    communicators: int = 16
+    """At most this many at once; of more peers, the pair that was used least recently loses its own."""
+    channels: int = 2
+    """Thread blocks, and sets of buffers, of a communicator."""
+    buffer_bytes: int = 1 << 20
+    """Of each buffer of a channel (`NCCL_BUFFSIZE`)."""
+    piece_bytes: int = 32 << 20
+    """Blocks travel packed in pieces of about this size. A worker keeps three of them, whatever the number of peers."""
+    limit_s: float = 2.0
+    """An operation that both ends have begun and that takes longer costs its communicator."""
+    join_s: float = 20.0
+    """Within this a communicator must be made and warmed up."""
+    share_gpu: Literal["no", "multi_rank", "two_hosts"] = "no"
+    """Whether two workers of one GPU may speak over NCCL, which is slow and for tests: as two ranks of a device (NCCL
+    2.30 and later), or as if they were on two hosts (earlier, over sockets). Both must say the same."""
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
-    """`auto` takes `shm` where both workers share a host and `tcp` elsewhere; or a name from `transfer.registry`."""
+    """`auto` takes `shm` where both workers share a host and `tcp` elsewhere, `cuda_ipc` and `nccl` where blocks are on
+    a GPU; or a name from `transfer.registry`."""
     digests: Literal["all", "sampled", "off"] = "all"
     """Of which blocks the sender makes a digest and the receiver checks it: of two workers, the stricter decides."""
     digest_sample: float = 1 / 16
@@ -24,6 +45,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: float = 10.0
     """A worker ends itself when its transfer thread has not come back from one call for this long. A call moves at most
     one chunk or 16 MiB."""
+
+    nccl: NcclConfig = NcclConfig()
 
     @property
     def digest_share(self) -> float:

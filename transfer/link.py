@@ -32,6 +32,11 @@ def header(move: Move, blocks: int, block_bytes: int) -> bytes:
     return HEADER.pack(MAGIC, move.seq, key, blocks, blocks * block_bytes)
 
 
+def chunk_key(move: Move, blocks: int, block_bytes: int) -> int:
+    """The same in 64 bits."""
+    return xxhash.xxh3_64_intdigest(header(move, blocks, block_bytes))
+
+
 class _Send:
     __slots__ = ("left", "parts", "size", "ticket")
 

@@ -130,6 +130,7 @@ class LoopbackTransport:
     """`transfer.transport.Transport` inside one process."""
 
     name = "loopback"
+    device = None
     reads_remotely = True
     scrapped_bytes = 0  # what nobody wants is not read
 

@@ -34,8 +34,7 @@ from transfer.commands import (
     Unreachable,
 )
 from transfer.digest import Tally
-from transfer.landing import InPlace, Repacked
-from transfer.route import Route
+from transfer.route import Checked, Route, open_route
 from transfer.transport import (
     Completion,
     KVMemory,
@@ -72,7 +71,7 @@ class Mover:
         self._calls = 0
         self._routes: dict[Incarnation, Route] = {}
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
-        self._recvs: dict[_Key, tuple[PostRecv, InPlace | Repacked, int, float]] = {}
+        self._recvs: dict[_Key, tuple[PostRecv, Checked, int, float]] = {}
         self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
@@ -185,7 +184,9 @@ class Mover:
         name = command.endpoint.transport
         try:
             transport = self._transports[name]
-            route = Route(transport, self._memory, self._layout, command.agreement, self.digests)
+            route = open_route(
+                transport, self._memory, self._layout, command.agreement, self.digests
+            )
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))

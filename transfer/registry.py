@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -12,6 +13,7 @@ from transfer.config import TransferConfig
 from transfer.transport import KVMemory, TransferError, Transport
 
 if TYPE_CHECKING:
+    from transfer.device import DeviceMemory
     from transfer.loopback import LoopbackHub
 
 AUTO = "auto"
@@ -44,8 +46,48 @@ def _tcp(
     return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK, config.stall_s)
 
 
+def _cuda_ipc(
+    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
+) -> Transport:
+    pool = _on_device(memory)
+    from transfer.cuda import CudaDevice
+    from transfer.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport(pool, CudaDevice(memory.device))
+
+
+def _nccl(
+    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
+) -> Transport:
+    pool = _on_device(memory)
+    from transfer.cuda import CudaDevice, loaded_nccl
+    from transfer.nccl import NcclTransport
+    from transfer.nccl_library import NcclLibrary
+
+    device = CudaDevice(memory.device)
+    library = NcclLibrary(loaded_nccl())
+    host = config.tcp_host or LOOPBACK
+    return NcclTransport(pool, incarnation, host, config.stall_s, config.nccl, device, library)
+
+
+def _on_device(memory: KVMemory) -> DeviceMemory:
+    if memory.device == "cpu":
+        raise TransferError("cuda_ipc and nccl move blocks that are on a GPU")
+    if find_spec("cupy") is None:
+        raise TransferError("cuda_ipc and nccl need CuPy: install headrace[cuda12] or headrace[cuda13]")
+    return cast("DeviceMemory", memory)
+
+
 Factory = Callable[[KVMemory, Incarnation, TransferConfig, "LoopbackHub | None"], Transport]
-FACTORIES: dict[str, Factory] = {"loopback": _loopback, "shm": _shm, "tcp": _tcp}
+FACTORIES: dict[str, Factory] = {
+    "cuda_ipc": _cuda_ipc,
+    "loopback": _loopback,
+    "nccl": _nccl,
+    "shm": _shm,
+    "tcp": _tcp,
+}
+WAYS = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nccl")}
+"""What `auto` may take, by where the blocks are: within a host, and beyond."""
 
 
 def open_transport(
@@ -64,15 +106,17 @@ def open_transports(
 ) -> dict[str, Transport]:
     """Every transport that `choose` may pick for a worker of this config, by name. `host` is the worker's own."""
     config = msgspec.structs.replace(config, tcp_host=config.tcp_host or host)
-    names = ("shm", "tcp") if config.transport == AUTO else (config.transport,)
+    ways = WAYS[memory.device.partition(":")[0]]
+    names = ways if config.transport == AUTO else (config.transport,)
     return {name: open_transport(name, memory, incarnation, config) for name in names}
 
 
-def choose(config: TransferConfig, my_host: str, peer_host: str) -> str:
-    """The name of the transport between two workers: as configured, or by where they run."""
-    if config.transport != AUTO:
-        return _known(config.transport)
-    return "shm" if my_host == peer_host else "tcp"
+def choose(names: Collection[str], my_host: str, peer_host: str) -> str:
+    """The name of the transport between two workers, of those open here: the only one, or by where they run."""
+    if len(names) == 1:
+        return next(iter(names))
+    within, beyond = next(way for way in WAYS.values() if set(way) == set(names))
+    return within if my_host == peer_host else beyond
 
 
 def _known(name: str) -> str:

@@ -1,5 +1,7 @@
 """What a worker has settled with one peer: over which transport blocks go, in which form, and with which digests."""
 
+from typing import Protocol
+
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from transfer.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
@@ -7,6 +9,13 @@ from transfer.digest import Tally, binding, block_digest, is_sampled
 from transfer.landing import InPlace, Repacked
 from transfer.negotiation import Agreement, unit
 from transfer.transport import KVMemory, Span, Transport
+
+
+class Checked(Protocol):
+    """A landing that compares digests."""
+
+    wrong: int
+    """Blocks that are not what was offered."""
 
 
 class Route:
@@ -36,7 +45,7 @@ class Route:
         """Of each block to be sent; 0 for one that has none by the agreement."""
         return tuple(self._digest(block, command.move.handoff) for block in command.blocks)
 
-    def landing(self, command: PostRecv) -> InPlace | Repacked:
+    def landing(self, command: PostRecv) -> Checked:
         """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""
         handoff = command.move.handoff
 
@@ -71,3 +80,18 @@ def _span(form: KVLayout, layout: KVLayout) -> Span:
     """The bytes of a block of `layout` that hold the heads of `form`."""
     offset = (form.first_head - layout.first_head) * layout.head_bytes
     return Span(offset, form.block_bytes, layout.block_bytes)
+
+
+def open_route(
+    transport: Transport,
+    memory: KVMemory,
+    layout: KVLayout,
+    agreement: Agreement,
+    tally: Tally,
+) -> Route:
+    """The route for the memory that `transport` moves. Raises ValueError, as `Route` does."""
+    if transport.device is None:
+        return Route(transport, memory, layout, agreement, tally)
+    from transfer.device_route import DeviceRoute
+
+    return DeviceRoute(transport, memory, layout, agreement, tally)

@@ -20,7 +20,6 @@ from transfer.commands import (
     ReaderLost,
     ReaderUp,
 )
-from transfer.config import TransferConfig
 from transfer.liveness import ProcessWatch
 from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose
@@ -81,13 +80,11 @@ class Readers:
     def __init__(
         self,
         hello: Hello,
-        config: TransferConfig,
         transports: Mapping[str, Transport],
         submit: Callable[[Connect], None],
     ) -> None:
         """`hello` is this worker's own, whose endpoints are filled in by who asks."""
         self._hello = hello
-        self._config = config
         self._transports = transports
         self._submit = submit
         self._links: dict[Incarnation, Link] = {}
@@ -127,7 +124,7 @@ class Readers:
         if known is not None and known.stream > hello.stream:
             link.send(None)
             return
-        name = choose(self._config, host, hello.info.host)
+        name = choose(self._transports, host, hello.info.host)
         transport = self._transports[name]
         answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
         try:

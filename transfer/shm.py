@@ -78,6 +78,7 @@ class ShmTransport:
     """`transfer.transport.Transport` over shared memory."""
 
     name = "shm"
+    device = None
     reads_remotely = True
     scrapped_bytes = 0  # what nobody wants is not read
 

@@ -82,6 +82,7 @@ class TcpTransport:
     """`transfer.transport.Transport` over TCP."""
 
     name = "tcp"
+    device = None
     reads_remotely = False
 
     def __init__(

@@ -7,13 +7,18 @@ retries and chunking live above it, in `transfer.migration`; digests in `transfe
 `transfer.mover`. A transport is used by that one thread alone and owns no thread of its own.
 """
 
+from __future__ import annotations
+
 from enum import Enum
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol, TypeVar
 
 import msgspec
 
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation
+
+if TYPE_CHECKING:
+    from transfer.device import Device
 
 Ticket = NewType("Ticket", int)
 """Names one posted send or receive until `poll` reports its end."""
@@ -81,25 +86,41 @@ class KVMemory(Protocol):
     def blocks(self) -> int: ...
 
     @property
+    def device(self) -> str:
+        """Where the blocks are: `cpu`, or a device as torch names it, such as `cuda:0`."""
+
+    @property
     def fd(self) -> int:
         """The memfd that backs the pool, or -1. Its file layout is told in `engine.kv.paged`."""
 
     def block(self, block: BlockId) -> memoryview:
-        """A writable flat byte view of one block."""
+        """A writable flat byte view of one block. Not on a device."""
 
     def generation(self, block: BlockId) -> int:
         """How often the block has been handed out; advanced by the owner before each reuse."""
 
 
-class Transport(Protocol):
+LandingT = TypeVar("LandingT", contravariant=True)
+
+
+class Transport(Protocol[LandingT]):
+    """`LandingT`: `Landing` where blocks are in host memory, `transfer.device_landing.DeviceLanding` on a device."""
+
     name: str
+
+    @property
+    def device(self) -> Device | None:
+        """Whose memory it moves; None stands for the host's."""
+
     reads_remotely: bool
     """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the
     receiver says `Landed` or `Stop`, or its process is proven dead. False where the sender's own completion is the
     proof."""
 
-    scrapped_bytes: int
-    """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only grows."""
+    @property
+    def scrapped_bytes(self) -> int:
+        """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only
+        grows."""
 
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
@@ -111,7 +132,7 @@ class Transport(Protocol):
     def send(self, peer: Incarnation, move: Move) -> Ticket:
         """Post a send; never blocks."""
 
-    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
+    def recv(self, peer: Incarnation, move: Move, landing: LandingT | None) -> Ticket:
         """Post a receive; never blocks. None is scrap: if the wire carries bytes for it, they land nowhere."""
 
     def fileno(self) -> int:

@@ -32,6 +32,7 @@ PARTS = {
     "prefill": "benchmarks.gpu.others:prefill",
     "copies": "benchmarks.gpu.others:copies",
     "steps": "benchmarks.gpu.steps:steps",
+    "transport": "benchmarks.gpu.transport:transport",
 }
 """Imported when they run, so that a package which only one of them needs is missed by that one alone."""
 

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from tests.transfer.wire import Into, whole
-from transfer.config import TransferConfig
+from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
 from transfer.loopback import LoopbackHub
-from transfer.registry import open_transport
 from transfer.transport import Completion, Move, Outcome, Span, Ticket, Transport
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +37,8 @@ class LocalPeer:
         self, kind: str, me: Incarnation, layout: KVLayout, blocks: int, hub: LoopbackHub
     ) -> None:
         self.me = me
-        self.pool = PagedKV(layout, blocks)
-        self.transport = open_transport(kind, self.pool, me, TransferConfig(), hub)
+        self.pool = open_pool(layout, blocks, "cpu")
+        self.transport = open_any(kind, self.pool, me, hub)
         self.details = self.transport.describe().details
         self.kind = kind
         self.completions: list[Completion] = []
@@ -56,7 +53,7 @@ class LocalPeer:
 
     def fill(self, seeds: dict[int, int]) -> None:
         for block, seed in seeds.items():
-            self.pool.block(BlockId(block))[:] = content(seed, self.pool.block_bytes)
+            put(self.pool, block, content(seed, self.pool.block_bytes))
 
     def send(self, peer: Incarnation, request: str, seq: int, sources: list[int]) -> None:
         handoff = Handoff(RequestId(request), 1, 1, peer, self.me)
@@ -78,7 +75,7 @@ Process = subprocess.Popen[bytes]
 
 def spawn() -> Process:
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("peer_process.py"))],
+        [sys.executable, str(ROOT / "tests" / "transfer" / "peer_process.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -101,13 +98,19 @@ class ProcessPeer:
     """
 
     def __init__(
-        self, kind: str, me: Incarnation, layout: KVLayout, blocks: int, spares: list[Process]
+        self,
+        kind: str,
+        me: Incarnation,
+        layout: KVLayout,
+        blocks: int,
+        spares: list[Process],
+        device: str,
     ) -> None:
         self.me = me
         self._spares = spares
         self.process = spares.pop() if spares else spawn()
         self.pid = self.process.pid
-        self.details = self._ask("setup", kind, me, layout.describe(), blocks)
+        self.details = self._ask("setup", kind, me, layout.describe(), blocks, device)
 
     def _ask(self, *command: object) -> dict[str, object]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -150,18 +153,23 @@ class Rig:
     """The receiving worker with its transport, and the peers it is connected to."""
 
     def __init__(
-        self, kind: str, layout: KVLayout, blocks: int, in_process: bool, spares: list[Process]
+        self,
+        kind: str,
+        layout: KVLayout,
+        blocks: int,
+        in_process: bool,
+        spares: list[Process],
+        device: str,
     ) -> None:
         self.spares = spares
+        self.device = device
         self.kind = kind
         self.layout = layout
         self.blocks = blocks
         self.in_process = in_process
         self.hub = LoopbackHub()
-        self.pool = PagedKV(layout, blocks)
-        self.transport: Transport = open_transport(
-            kind, self.pool, RECEIVER, TransferConfig(), self.hub
-        )
+        self.pool = open_pool(layout, blocks, device)
+        self.transport: Transport = open_any(kind, self.pool, RECEIVER, self.hub)
         self.peers: list[Peer] = []
         self.ended: dict[Ticket, Completion] = {}
 
@@ -173,7 +181,7 @@ class Rig:
         if self.in_process:
             peer = LocalPeer(self.kind, me, layout, self.blocks, self.hub)
         else:
-            peer = ProcessPeer(self.kind, me, layout, self.blocks, self.spares)
+            peer = ProcessPeer(self.kind, me, layout, self.blocks, self.spares, self.device)
         self.peers.append(peer)
         span = span or whole(layout)
         self.connect(me, Endpoint(transport=self.kind, details=peer.details), span)
@@ -199,15 +207,15 @@ class Rig:
         """`sources` are (block, generation) pairs; no `targets` means scrap. What comes goes to `span` of each."""
         remote = tuple((BlockId(block), generation) for block, generation in sources)
         move = Move(self.handoff(peer, request), seq, remote=remote)
-        landing = Into(self.pool, targets, span) if targets else None
+        landing = into(self.transport, self.pool, targets, span) if targets else None
         return self.transport.recv(peer.me, move, landing)
 
     def poison(self) -> None:
         for block in range(self.blocks):
-            self.pool.block(BlockId(block))[:] = bytes([POISON]) * self.layout.block_bytes
+            put(self.pool, block, bytes([POISON]) * self.layout.block_bytes)
 
     def bytes_of(self, block: int) -> bytes:
-        return bytes(self.pool.block(BlockId(block)))
+        return get(self.pool, block)
 
     def is_poisoned(self, block: int) -> bool:
         return self.bytes_of(block) == bytes([POISON]) * self.layout.block_bytes
@@ -238,14 +246,15 @@ class Rig:
 
 
 class RigFactory:
-    def __init__(self, spares: list[Process]) -> None:
+    def __init__(self, spares: list[Process], device: str = "cpu") -> None:
         self.spares = spares
+        self.device = device
         self.rigs: list[Rig] = []
 
     def __call__(
         self, kind: str, layout: KVLayout = SMALL, blocks: int = 64, in_process: bool = True
     ) -> Rig:
-        rig = Rig(kind, layout, blocks, in_process, self.spares)
+        rig = Rig(kind, layout, blocks, in_process, self.spares, self.device)
         self.rigs.append(rig)
         return rig
 
@@ -266,7 +275,10 @@ def make_rig(spare_processes: list[Process]) -> Iterator[RigFactory]:
         rig.close()
 
 
-@pytest.fixture(params=["loopback", "shm", "tcp", "shm-process", "tcp-process"])
+APART = [f"{kind}-process" for kind in WAYS[1:]]
+
+
+@pytest.fixture(params=[*WAYS, *APART])
 def rig(request: pytest.FixtureRequest, make_rig: RigFactory) -> Rig:
     kind, _, apart = request.param.partition("-")
     return make_rig(kind, in_process=not apart)

@@ -10,6 +10,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.wire import open_any
 from transfer.commands import (
     Arrived,
     Broken,
@@ -27,11 +28,11 @@ from transfer.commands import (
     Settled,
 )
 from transfer.config import TransferConfig
+from transfer.digest import WP64, XXH3
 from transfer.loopback import LoopbackHub
 from transfer.mover import Mover
 from transfer.negotiation import Agreement
 from transfer.receiver import KVReceiver
-from transfer.registry import open_transport
 from transfer.sender import KVSender
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
@@ -50,11 +51,12 @@ class Worker:
         self.pool = PagedKV(layout, BLOCKS)
         self.inbox: list[MoverEvent] = []
         config = TransferConfig(stall_s=stall_s)
-        self.transport = open_transport(kind, self.pool, me, config, hub)
+        self.transport = open_any(kind, self.pool, me, hub, config)
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
     def connect(self, other: "Worker", digest_share: float) -> None:
-        agreement = Agreement(other.pool.layout, digest_share)
+        digest = XXH3 if self.transport.device is None else WP64
+        agreement = Agreement(other.pool.layout, digest_share, digest)
         self.mover.submit(Connect(other.me, other.transport.describe(), agreement))
 
 

@@ -8,23 +8,22 @@ from typing import Any
 import numpy as np
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from tests.transfer.wire import whole
-from transfer.config import TransferConfig
-from transfer.registry import open_transport
+from tests.transfer.wire import open_any, open_pool, put, whole
 from transfer.transport import Move, Span
 
 
 class Worker:
     """One life: a pool and its transport."""
 
-    def __init__(self, kind: str, incarnation: int, layout: dict[str, Any], blocks: int) -> None:
+    def __init__(
+        self, kind: str, incarnation: int, layout: dict[str, Any], blocks: int, device: str
+    ) -> None:
         self.kind = kind
         self.me = Incarnation(incarnation)
-        self.pool = PagedKV(KVLayout(**layout), blocks)
-        self.transport = open_transport(kind, self.pool, self.me, TransferConfig())
+        self.pool = open_pool(KVLayout(**layout), blocks, device)
+        self.transport = open_any(kind, self.pool, self.me)
 
     def connect(self, peer: int, details: dict[str, Any], spans: list[list[int]]) -> None:
         endpoint = Endpoint(transport=self.kind, details=details)
@@ -34,7 +33,7 @@ class Worker:
     def fill(self, seeds: list[tuple[BlockId, int]]) -> None:
         for block, seed in seeds:
             content = np.random.default_rng(seed).bytes(self.pool.block_bytes)
-            self.pool.block(block)[:] = content
+            put(self.pool, block, content)
 
     def send(self, peer: int, request: str, seq: int, sources: list[BlockId]) -> None:
         handoff = Handoff(RequestId(request), 1, 1, Incarnation(peer), self.me)
@@ -42,6 +41,12 @@ class Worker:
 
     def advance(self, blocks: list[BlockId]) -> None:
         self.pool.advance(blocks)
+
+    def script(self, verb: str, action: int, rank: int, skip: int) -> None:
+        """The fake libnccl shall fail here."""
+        from tests.transfer.fake_device import Fault
+
+        Fault(verb, action, rank=rank, skip=skip)
 
     def close(self) -> None:
         self.transport.close()

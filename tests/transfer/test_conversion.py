@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,10 @@ from engine.fake import kv_pattern
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer import fake_device
 from tests.transfer.pair import DECODE, PREFILL, H, Pair, Worker
-from transfer import link, pull
+from tests.transfer.wire import WAYS
+from transfer import cuda_ipc, link, pull
 from transfer.commands import (
     Arrived,
     Broken,
@@ -125,7 +128,7 @@ class Sequences:
 SIZES = [(8, 4), (4, 8), (4, 6), (6, 4), (16, 24), (24, 16), (5, 3), (1, 7)]
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_another_block_size_arrives_row_by_row(kind: str, sizes: tuple[int, int]) -> None:
     """Guards against a row in the wrong block, and against writes into blocks that others share."""
@@ -225,13 +228,17 @@ def test_nothing_is_scattered_behind_the_fence(kind: FaultKind) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_a_stop_in_the_middle_of_a_chunk_is_a_fence(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against rows of a chunk's later blocks that are written when its targets are somebody else's by now."""
     monkeypatch.setattr(pull, "BLOCKS_PER_RUN", 2)
     monkeypatch.setattr(link, "BYTES_PER_TURN", 2 * layout(4).block_bytes)
+    monkeypatch.setattr(cuda_ipc, "BLOCKS_PER_COPY", 2)
+    monkeypatch.setattr(cuda_ipc, "COPIES", 1)
+    pieces = msgspec.structs.replace(fake_device.TESTS, piece_bytes=2 * layout(4).block_bytes)
+    monkeypatch.setattr(fake_device, "TESTS", pieces)
     pair = Pair(kind, layouts=(layout(4), layout(8)))
     case = Sequences(pair, tokens=32, have=0)
     case.begin()
@@ -250,7 +257,7 @@ def test_a_stop_in_the_middle_of_a_chunk_is_a_fence(
     pair.close()
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_two_senders_with_half_the_heads_fill_one_receiver(kind: str) -> None:
     """The head split, with another block size on top: what a tensor-parallel prefill pool will need."""
     both = Pair(kind, layouts=(layout(4, range(1)), layout(6)))
@@ -277,7 +284,7 @@ def test_two_senders_with_half_the_heads_fill_one_receiver(kind: str) -> None:
     both.close()
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("held", [range(1), range(1, 3), range(2, 3)], ids=str)
 def test_one_sender_with_all_heads_fills_receivers_with_some(kind: str, held: range) -> None:
     """Guards against heads that are taken from the wrong place, and against bytes that nobody asked for."""

@@ -9,6 +9,7 @@ import pytest
 from engine.messages import Endpoint, Handoff
 from engine.types import Incarnation, RequestId
 from tests.transfer.pair import DECODE, LAYOUT, PREFILL, H, Pair
+from tests.transfer.wire import WAYS
 from transfer.commands import (
     Arrived,
     Broken,
@@ -37,7 +38,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_a_whole_handoff(make_pair: Callable[..., Pair], kind: str, threaded: bool) -> None:
     """Chunks in flight at once, a partial last block; both sides let go in the end."""
     pair = make_pair(kind, threaded)
@@ -56,7 +57,7 @@ def test_a_whole_handoff(make_pair: Callable[..., Pair], kind: str, threaded: bo
     assert pair.prefill.mover.outstanding == pair.decode.mover.outstanding == 0
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_stop_in_the_middle(make_pair: Callable[..., Pair], kind: str) -> None:
     """Later chunks of a stopped handoff are drained, and the next handoff over the same pair is whole."""
     pair = make_pair(kind)
@@ -185,7 +186,7 @@ def test_a_scripted_failure_breaks_the_attempt(make_pair: Callable[..., Pair]) -
     assert isinstance(pair.told[0], Broken) and "scripted" in pair.told[0].why
 
 
-@pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_a_lost_peer_ends_what_is_outstanding(make_pair: Callable[..., Pair], kind: str) -> None:
     """Guards against blocks that wait for a peer that is gone."""
     pair = make_pair(kind)
@@ -239,7 +240,7 @@ def test_the_death_of_the_thread_is_told(make_pair: Callable[..., Pair]) -> None
 
 def test_an_idle_thread_sleeps(make_pair: Callable[..., Pair]) -> None:
     """Guards against busy polling, which would take the engine's core."""
-    for kind in ("loopback", "shm", "tcp"):
+    for kind in WAYS:
         pair = make_pair(kind, threaded=True)
         pair.start(1)
         pair.offer(0)

@@ -13,17 +13,18 @@ from transfer.transport import TransferError
 
 
 def test_auto_goes_by_host() -> None:
-    config = TransferConfig()
-    assert choose(config, "a", "a") == "shm"
-    assert choose(config, "a", "b") == "tcp"
-    assert choose(TransferConfig(transport="tcp"), "a", "a") == "tcp"
+    assert choose(["shm", "tcp"], "a", "a") == "shm"
+    assert choose(["shm", "tcp"], "a", "b") == "tcp"
+    assert choose(["nccl", "cuda_ipc"], "a", "a") == "cuda_ipc"
+    assert choose(["nccl", "cuda_ipc"], "a", "b") == "nccl"
+    assert choose(["tcp"], "a", "a") == "tcp"
 
 
 def test_an_unknown_name_is_refused() -> None:
     """The message must name what there is: it answers a line of somebody's configuration."""
-    with pytest.raises(TransferError, match="loopback, shm, tcp"):
-        choose(TransferConfig(transport="pigeon"), "a", "a")
     pool = PagedKV(KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=8), 2)
+    with pytest.raises(TransferError, match="cuda_ipc, loopback, nccl, shm, tcp"):
+        open_transport("pigeon", pool, Incarnation(1), TransferConfig())
     with pytest.raises(TransferError, match="hub"):
         open_transport("loopback", pool, Incarnation(1), TransferConfig())
     pool.close()

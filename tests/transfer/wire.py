@@ -1,11 +1,29 @@
 """What tests need in order to drive a transport by hand: whole blocks, landed where the test says."""
 
+import os
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
-from engine.types import BlockId
-from transfer.transport import Span
+from engine.types import BlockId, Incarnation
+from transfer.config import NcclConfig, TransferConfig
+from transfer.device import flat, words_of
+from transfer.loopback import LoopbackHub
+from transfer.nccl_environment import nccl_environment
+from transfer.registry import open_transport
+from transfer.transport import Landing, Span, Transport
+
+WAYS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl")
+ON_DEVICE = ("cuda_ipc", "nccl")
+GPU_VARIABLE = "HEADRACE_TEST_SHARE_GPU"
+"""How two processes of a test share the one GPU over NCCL (`NcclConfig.share_gpu`); processes of a test inherit it."""
+Pool = PagedKV | DeviceKV
 
 
 def whole(layout: KVLayout) -> Span:
@@ -28,3 +46,74 @@ class Into:
 
     def landed(self, at: int) -> None:
         self.order.append(at)
+
+
+class IntoDevice:
+    """The same for transports of a device."""
+
+    wrong = 0
+
+    def __init__(
+        self, transport: Transport, pool: Pool, targets: Sequence[int], span: Span | None = None
+    ) -> None:
+        assert transport.device is not None
+        self.order: list[int] = []
+        self._device = transport.device
+        self._targets = targets
+        self._words = words_of(pool.memory, span or whole(pool.layout))
+        self._landing: list[range] = []
+
+    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
+        some = range(first, first + len(blocks))
+        (words, shape), (pool, _) = flat(source), flat(self._words)
+        targets = [self._targets[at] for at in some]
+        self._device.copy(words, pool, blocks, targets, shape)
+        self._landing.append(some)
+
+    def landed(self) -> None:
+        self.order += self._landing.pop(0)
+
+
+def into(
+    transport: Transport, pool: Pool, targets: Sequence[int], span: Span | None = None
+) -> Landing | IntoDevice:
+    if transport.device is not None:
+        return IntoDevice(transport, pool, targets, span)
+    assert isinstance(pool, PagedKV)
+    return Into(pool, targets, span)
+
+
+def open_pool(layout: KVLayout, blocks: int, device: str) -> Pool:
+    return PagedKV(layout, blocks) if device == "cpu" else DeviceKV(layout, blocks, device)
+
+
+def open_any(
+    kind: str,
+    pool: Pool,
+    me: Incarnation,
+    hub: LoopbackHub | None = None,
+    config: TransferConfig | None = None,
+) -> Transport:
+    """A GPU's transport over memory of this host runs on the fake device."""
+    config = config or TransferConfig()
+    if kind in ON_DEVICE and pool.device == "cpu":
+        from tests.transfer.fake_device import open_fake
+
+        return open_fake(kind, pool, me, config)
+    if kind in ON_DEVICE:
+        from tests.transfer.fake_device import TESTS
+
+        share = os.environ.get(GPU_VARIABLE, TESTS.share_gpu)
+        nccl = msgspec.convert({**msgspec.structs.asdict(TESTS), "share_gpu": share}, NcclConfig)
+        os.environ.update(nccl_environment(nccl, str(os.getpid())))
+        config = msgspec.structs.replace(config, nccl=nccl)
+    return open_transport(kind, pool, me, config, hub)
+
+
+def put(pool: Pool, block: int, content: bytes) -> None:
+    pool.memory[block].copy_(torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()))
+
+
+def get(pool: Pool, block: int) -> bytes:
+    found: bytes = pool.memory[block].cpu().numpy().tobytes()
+    return found

@@ -1,0 +1,29 @@
+"""The transport part of the GPU benchmark, run on the fake device: it measures nothing here, but it runs."""
+
+import pytest
+
+from benchmarks.gpu.transport import CHUNKS, measure
+from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
+from engine.types import Incarnation
+from tests.transfer.fake_device import library_path
+from tests.transfer.wire import open_any
+from transfer.transport import Transport
+
+SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
+
+
+def on_host(kind: str, pool: PagedKV, me: Incarnation) -> Transport:
+    return open_any(kind, pool, me)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+def test_every_line_is_there(kind: str) -> None:
+    """Guards against a benchmark that fails on the day when there is a GPU."""
+    library_path()
+    first, *lines = measure(kind, 2, layout=SMALL, pool_of=PagedKV, opener=on_host)
+    assert [line["blocks"] for line in lines] == list(CHUNKS)
+    assert all(float(line["ms"]) > 0 for line in lines)
+    assert float(first["freed_after_kill_s"]) < 5
+    assert ("pair_mib" in first) == (kind == "nccl")

@@ -1,0 +1,187 @@
+"""A device of host memory, and a libnccl for it (`fake_nccl.c`, built once): what the GPU transports run on in tests.
+
+Streams and events are the C file's: operations run in their own thread, in order. Copies are the specification of the
+copy kernel, carried out at once; so what these tests show is the order of calls, the bytes, and the state machines, and
+nothing about speed.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kv.paged import header_bytes
+from engine.types import Incarnation
+from kernels.reference_blocks import wp64
+from kernels.wp64 import BlockShape
+from transfer.config import NcclConfig, TransferConfig
+from transfer.cuda_ipc import CudaIpcTransport
+from transfer.device import DeviceMemory, Event
+from transfer.nccl import NcclTransport
+from transfer.nccl_library import NcclLibrary
+from transfer.transport import TransferError, Transport
+
+SOURCE = Path(__file__).with_name("fake_nccl.c")
+FAIL, HANG, DIE, STALL, ASYNC = range(1, 6)
+LIBRARY_VARIABLE = "FAKE_NCCL_LIBRARY"
+
+
+@functools.cache
+def library_path() -> Path:
+    """Compiled once per session, and passed on to the processes that it starts."""
+    if LIBRARY_VARIABLE in os.environ:
+        return Path(os.environ[LIBRARY_VARIABLE])
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("the fake libnccl needs a C compiler")
+    folder = Path(tempfile.mkdtemp(prefix="fake-nccl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "libnccl-fake.so"
+    command = [compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", str(path), str(SOURCE)]
+    subprocess.run(command, check=True)
+    os.environ[LIBRARY_VARIABLE] = str(path)
+    os.environ["FAKE_NCCL_DIR"] = str(folder)
+    return path
+
+
+@functools.cache
+def fake() -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(library_path()))
+    for name in ("fake_stream", "fake_record"):
+        getattr(lib, name).restype = ctypes.c_void_p
+    for name in ("fake_record", "fake_done"):
+        getattr(lib, name).argtypes = (ctypes.c_void_p,)
+    lib.fake_stall_stream.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    return lib
+
+
+class Fault:
+    """The next call of `verb` by `rank` (-1: any), after `skip` more, does `action`."""
+
+    def __init__(self, verb: str, action: int, code: int = 6, rank: int = -1, skip: int = 0) -> None:
+        self._number = fake().fake_script(verb.encode(), rank, skip, action, code)
+
+    @property
+    def taken(self) -> bool:
+        return bool(fake().fake_taken(self._number))
+
+
+def count(what: str) -> int:
+    """`made`, `live`, `aborts`: communicators of this process; `running`: operations."""
+    return int(fake().fake_count(what.encode()))
+
+
+class FakeEvent:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def done(self) -> bool:
+        return bool(fake().fake_done(self.handle))
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.handle = int(fake().fake_stream())
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        yield
+
+    def record(self) -> FakeEvent:
+        return FakeEvent(int(fake().fake_record(self.handle)))
+
+    def wait(self, event: Event) -> None:
+        """Copies are carried out when they are enqueued: there is nothing to wait for."""
+
+
+class FakeDevice:
+    """`transfer.device.Device`."""
+
+    def __init__(self, name: str = "fake") -> None:
+        self.name = name
+        self.streams: list[FakeStream] = []
+
+    def stream(self) -> FakeStream:
+        self.streams.append(FakeStream())
+        return self.streams[-1]
+
+    def words(self, count: int) -> Tensor:
+        return torch.full((count,), -1, dtype=torch.int64)
+
+    def copy(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        shape: BlockShape,
+        tokens: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        assert source.shape[2] == shape.words
+        digests = []
+        for at, (old, new) in enumerate(zip(source_blocks, target_blocks, strict=True)):
+            if target is not None:
+                target[new].copy_(source[old])
+            if tokens is not None:
+                digests.append(wp64(source[old], shape, tokens[at]))
+        return torch.stack(digests) if tokens is not None else None
+
+    def export(self, memory: DeviceMemory) -> bytes:
+        return json.dumps([os.getpid(), memory.fd, memory.blocks]).encode()
+
+    def open(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        try:
+            pid, fd, _ = json.loads(name)
+            with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+                size = header_bytes(blocks) + blocks * block_bytes
+                view = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot map the peer's pool: {error}") from error
+        raw = torch.frombuffer(view, dtype=torch.uint8, offset=header_bytes(blocks))
+        return raw.view(blocks, block_bytes)
+
+    def shut(self, name: bytes) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def unique_id(self) -> bytes:
+        found = ctypes.create_string_buffer(128)
+        status = fake().ncclGetUniqueId(found)
+        if status:
+            raise TransferError(f"no id for a communicator: {status}")
+        return found.raw
+
+
+TESTS = NcclConfig(share_gpu="two_hosts", piece_bytes=1 << 20, limit_s=2.0, join_s=30.0)
+
+
+def open_fake(
+    kind: str,
+    memory: DeviceMemory,
+    incarnation: Incarnation,
+    config: TransferConfig,
+    device: FakeDevice | None = None,
+) -> Transport:
+    """`cuda_ipc` or `nccl` on the fake device."""
+    device = device or FakeDevice()
+    if kind == "cuda_ipc":
+        return CudaIpcTransport(memory, device)
+    library = NcclLibrary(library_path())
+    nccl = config.nccl if config.nccl != NcclConfig() else TESTS
+    return NcclTransport(
+        memory, incarnation, "127.0.0.1", config.stall_s, nccl, device, library
+    )

@@ -1,0 +1,70 @@
+"""The route of a peer whose blocks go from device to device: `transfer.route`, with digests that the device makes."""
+
+from typing import cast
+
+from engine.kv.layout import KVLayout
+from transfer.commands import PostRecv, PostSend
+from transfer.device import DeviceMemory, words_of
+from transfer.device_landing import (
+    DeviceInPlace,
+    DeviceRepacked,
+    Verifier,
+    unsigned,
+)
+from transfer.digest import WP64, Tally, binding, combine, digest_shape, is_sampled
+from transfer.negotiation import Agreement
+from transfer.route import Checked, Route
+from transfer.transport import KVMemory, Transport
+
+
+class DeviceRoute(Route):
+    """To and from a peer. Raises ValueError where blocks are not whole 64-bit words per head, and for an agreement on
+    digests that a device does not make."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: KVMemory,
+        layout: KVLayout,
+        agreement: Agreement,
+        tally: Tally,
+    ) -> None:
+        super().__init__(transport, memory, layout, agreement, tally)
+        assert transport.device is not None
+        if agreement.digest != WP64 and agreement.digest_share:
+            raise ValueError(f"transfer.digest_algorithm is {agreement.digest}: on a device it must be {WP64}")
+        self._device = transport.device
+        self._pool = cast(DeviceMemory, memory)
+        self._stream = self._device.stream()
+        words = words_of(self._pool.memory, self.sent)
+        self._source = words.unflatten(1, (self.outgoing.kv_heads, -1))
+        self._shape = digest_shape(self.outgoing)
+
+    def digests(self, command: PostSend) -> tuple[int, ...]:
+        """Waits for the kernel that makes them: it reads the chunk once."""
+        handoff = command.move.handoff
+        bounds = [binding(b.identity, b.generation, handoff) for b in command.blocks]
+        chosen = [at for at, bound in enumerate(bounds) if is_sampled(bound, self._share)]
+        found = [0] * len(bounds)
+        if chosen:
+            blocks = [command.blocks[at] for at in chosen]
+            sources = [block.source for block in blocks]
+            tokens = [block.tokens for block in blocks]
+            with self._stream.use():
+                made = self._device.copy(self._source, None, sources, sources, self._shape, tokens)
+                assert made is not None
+                heads = unsigned(made)
+            for at, block, of_heads in zip(chosen, blocks, heads, strict=True):
+                found[at] = combine(of_heads, block.tokens, bounds[at])
+        self._tally.made += len(chosen)
+        return tuple(found)
+
+    def landing(self, command: PostRecv) -> Checked:
+        verifier = Verifier(command.move.handoff, self._share, self._tally)
+        if self.incoming == self._layout:
+            return DeviceInPlace(
+                self._device, self._pool, self._layout, command.blocks, verifier
+            )
+        return DeviceRepacked(
+            self._device, self._pool, self._layout, self.incoming, command.blocks, verifier
+        )

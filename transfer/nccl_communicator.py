@@ -1,0 +1,61 @@
+"""One communicator of two ranks, from its first call to its abort.
+
+    joining --(both ranks are there)--> joined --(warmed up)--> warm
+       |________________|__________________|___ abort: gone
+
+A communicator is never destroyed in peace: what a clean end would wait for is what a dead peer never does. `Drop` and
+`Dropped` see to it that nobody aborts while the other end is still reading.
+"""
+
+from enum import Enum
+
+from transfer.nccl_library import Comm, NcclError, NcclLibrary
+
+
+class Stage(Enum):
+    JOINING = "joining"
+    JOINED = "joined"
+    WARM = "warm"
+    DROPPING = "dropping"  # leader: the follower has been told, and has not answered
+
+
+class Communicator:
+    """Raises NcclError where the library refuses. `rank` is 0 for the leader."""
+
+    # Mutable state: the stage, and when it was last used.
+
+    def __init__(
+        self,
+        library: NcclLibrary,
+        epoch: int,
+        unique_id: bytes,
+        rank: int,
+        channels: int,
+        name: str,
+        now: float,
+    ) -> None:
+        self._library = library
+        self.epoch = epoch
+        self.rank = rank
+        self.stage = Stage.JOINING
+        self.peer_joined = False
+        self.began_s = self.used_s = now
+        self.comm: Comm = library.join(unique_id, rank, channels, name)
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.epoch}, rank {self.rank}, {self.stage.value})"
+
+    def poll(self, now: float, limit_s: float) -> bool:
+        """True once, when this rank has joined. Raises NcclError, also if warming up takes longer than `limit_s`."""
+        if self.stage not in (Stage.WARM, Stage.DROPPING) and now - self.began_s > limit_s:
+            raise NcclError(f"no communicator within {limit_s:g} s: {self!r}")
+        if self.stage is Stage.JOINING and self._library.async_state(self.comm):
+            self.stage = Stage.JOINED
+            return True
+        return False
+
+    def memory_bytes(self) -> int | None:
+        return self._library.memory_bytes(self.comm)
+
+    def abort(self) -> None:
+        self._library.abort(self.comm)

@@ -1,0 +1,195 @@
+"""Which pairs have a communicator. Each holds device memory at both ends, so there is a limit at each end.
+
+A pair is given one when its workers meet, as long as there is room, and later when both ends have posted a chunk. Who
+needs room takes it from the pair that was used least recently: a leader drops its communicator, a follower asks for
+that. Neither end aborts in peace before the other has ended its part: hence `Drop` and `Dropped`.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from engine.types import Incarnation
+from transfer.config import NcclConfig
+from transfer.device import Device
+from transfer.nccl_communicator import Communicator, Stage
+from transfer.nccl_dispatch import Dispatch
+from transfer.nccl_library import NcclError, NcclLibrary
+from transfer.nccl_peer import Peer
+from transfer.nccl_wire import Build, Drop, Dropped, Joined, Said, Spare
+from transfer.transport import TransferError
+
+log = logging.getLogger(__name__)
+
+
+class NcclReport(msgspec.Struct):
+    """Counts since the start, and bytes of device memory: of the communicator made last, and of all slots."""
+
+    built: int = 0
+    dropped: int = 0
+    lost: int = 0
+    pair_bytes: int = 0
+    slot_bytes: int = 0
+
+
+class Room:
+    """Makes communicators and lets them go. Used by the transfer thread alone."""
+
+    def __init__(
+        self,
+        config: NcclConfig,
+        device: Device,
+        library: NcclLibrary,
+        peers: Mapping[Incarnation, Peer],
+        report: NcclReport,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._library = library
+        self._peers = peers
+        self._report = report
+        self._stream = device.stream()
+        self._free_bytes = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Is a communicator on its way, in or out?"""
+        return any(
+            peer.invited
+            or (peer.communicator is not None and peer.communicator.stage is not Stage.WARM)
+            for peer in self._peers.values()
+        )
+
+    def tend(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
+        """Whatever is due with the communicator of one pair. Raises TransferError when the pair is to be given up."""
+        communicator = peer.communicator
+        if communicator is not None:
+            if communicator.poll(now, self._config.join_s) and not peer.pair.leads:
+                peer.say(Joined(communicator.epoch))
+            if dispatch.busy is not peer:
+                self._part(peer, communicator, dispatch, now)
+        count = sum(other.communicator is not None for other in self._peers.values())
+        has_room = count < self._config.communicators
+        if peer.invited or is_due(peer, has_room):
+            if has_room:
+                self._make(peer, now)
+            else:
+                self._take_room(dispatch, now)
+
+    def heard(self, peer: Peer, said: Said, dispatch: Dispatch, now: float) -> None:
+        """Raises TransferError for what makes no sense."""
+        communicator = peer.communicator
+        leads = peer.pair.leads
+        if isinstance(said, Build) and not leads and communicator is None:
+            peer.epoch, peer.invited = said.epoch, said.unique_id
+            return
+        if isinstance(said, Spare) and leads:
+            # It may have been dropped meanwhile.
+            peer.spare_asked = communicator is not None and communicator.epoch == said.epoch
+            return
+        if communicator is None or getattr(said, "epoch", None) != communicator.epoch:
+            raise TransferError(f"{said} makes no sense to {peer!r}")
+        match said:
+            case Joined() if leads:
+                communicator.peer_joined = True
+            case Drop() if not leads:
+                communicator.stage, communicator.began_s = Stage.DROPPING, now
+            case Dropped() if leads and communicator.stage is Stage.DROPPING:
+                self._report.dropped += 1
+                self.abort(peer, dispatch, now)
+            case _:
+                raise TransferError(f"{said} makes no sense to {peer!r}")
+
+    def warmed(self, peer: Peer, now: float) -> None:
+        """The first operation of a pair has ended."""
+        communicator = peer.communicator
+        assert communicator is not None
+        took_s = now - communicator.began_s
+        communicator.stage = Stage.WARM
+        communicator.began_s = communicator.used_s = now
+        found = communicator.memory_bytes()
+        if found is None:
+            found = max(0, self._free_bytes - self._device.free_bytes())
+        self._report.pair_bytes = found
+        self._report.built += 1
+        log.info(
+            "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
+        )
+
+    def abort(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
+        """End a pair's communicator at this end, if it has one."""
+        communicator, peer.communicator = peer.communicator, None
+        peer.spare_asked = False
+        peer.invited = b""
+        if communicator is not None:
+            try:
+                dispatch.abort(peer, communicator, now)
+            except NcclError as error:
+                log.error("abort of the communicator with %x: %s", peer.incarnation, error)
+
+    def _make(self, peer: Peer, now: float) -> None:
+        if peer.pair.leads:
+            peer.epoch += 1
+            unique_id = self._device.unique_id()
+            peer.say(Build(peer.epoch, unique_id))
+        else:
+            unique_id, peer.invited = peer.invited, b""
+        self._free_bytes = self._device.free_bytes()
+        rank, name = 0 if peer.pair.leads else 1, f"headrace-{peer.incarnation:x}"
+        with self._stream.use():
+            peer.communicator = Communicator(
+                self._library, peer.epoch, unique_id, rank, self._config.channels, name, now
+            )
+
+    def _take_room(self, dispatch: Dispatch, now: float) -> None:
+        victim = spare(self._peers.values(), dispatch.busy)
+        if victim is None or victim.communicator is None:
+            return
+        if victim.pair.leads:
+            self._drop(victim, victim.communicator, now)
+        else:
+            victim.spare_asked = True
+            victim.say(Spare(victim.communicator.epoch))
+
+    def _part(
+        self, peer: Peer, communicator: Communicator, dispatch: Dispatch, now: float
+    ) -> None:
+        """Nothing is under way on it: let it go, if somebody wants to be rid of it."""
+        leads = peer.pair.leads
+        if leads and peer.spare_asked and communicator.stage is Stage.WARM:
+            self._drop(peer, communicator, now)
+        dropped = communicator.stage is Stage.DROPPING and not leads
+        if dropped and not dispatch.is_called_by(peer):
+            self._report.dropped += 1
+            self.abort(peer, dispatch, now)
+            peer.say(Dropped(communicator.epoch))
+
+    @staticmethod
+    def _drop(peer: Peer, communicator: Communicator, now: float) -> None:
+        communicator.stage, communicator.began_s = Stage.DROPPING, now
+        peer.say(Drop(communicator.epoch))
+
+
+def is_due(peer: Peer, has_room: bool) -> bool:
+    """Leader: shall this pair's communicator be made now, or room for it?"""
+    if peer.communicator is not None or not peer.is_met or peer.lost or not peer.pair.leads:
+        return False
+    return peer.pair.is_wanted or (has_room and not peer.epoch)
+
+
+def spare(peers: Iterable[Peer], busy: Peer | None) -> Peer | None:
+    """Whose communicator shall go: one that nothing waits for, if there is such a one, else one that has served since
+    it was made. None while one is on its way out already, or none can be missed."""
+    found: list[tuple[bool, float, Peer]] = []
+    for peer in peers:
+        communicator = peer.communicator
+        if communicator is None:
+            continue
+        if communicator.stage is Stage.DROPPING or peer.spare_asked:
+            return None
+        has_served = communicator.used_s > communicator.began_s
+        may_go = peer.pair.is_idle or has_served
+        if communicator.stage is Stage.WARM and may_go and peer is not busy:
+            found.append((not peer.pair.is_idle, communicator.used_s, peer))
+    return min(found, key=lambda entry: entry[:2])[2] if found else None

@@ -1,0 +1,145 @@
+"""What the two ends of a pair say to each other beside the bytes, and the socket on which they say it.
+
+Of two workers the one with the smaller incarnation *leads*: it makes and drops the pair's communicator, and it alone
+decides which operation comes next. Both launch the same operations in the same order, so neither waits in a kernel for
+an operation that the other has queued behind another. The loss of the socket is the loss of the pair.
+"""
+
+import socket
+from collections import deque
+
+import msgspec
+
+from transfer.transport import TransferError
+
+MAX_MESSAGE_BYTES = 4096
+_HEAD_BYTES = 4
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Welcome(_Said, frozen=True):
+    """Follower: it knows the leader, which may speak."""
+
+
+class Build(_Said, frozen=True):
+    """Leader: join communicator number `epoch`, as rank 1."""
+
+    epoch: int
+    unique_id: bytes
+
+
+class Joined(_Said, frozen=True):
+    """Follower: it has joined."""
+
+    epoch: int
+
+
+class Spare(_Said, frozen=True):
+    """Follower: it needs room; drop the communicator, if it is idle."""
+
+    epoch: int
+
+
+class Drop(_Said, frozen=True):
+    """Leader: no operation will come on it any more."""
+
+    epoch: int
+
+
+class Dropped(_Said, frozen=True):
+    """Follower: its part is gone."""
+
+    epoch: int
+
+
+class Ready(_Said, frozen=True):
+    """Follower: its send (or receive) number `number` is posted. `key` names the chunk, as both ends compute it."""
+
+    sends: bool
+    number: int
+    key: int
+
+
+class Gone(_Said, frozen=True):
+    """Either: its send (or receive) number `number` will not be carried out, or not to the end."""
+
+    sends: bool
+    number: int
+
+
+class Go(_Said, frozen=True):
+    """Leader: it has launched this operation. It must be answered in kind, whatever has become of the chunk."""
+
+    epoch: int
+    leader_sends: bool
+    number: int
+    first: int
+    nbytes: int
+    """0 is the warm-up: both send and receive one word."""
+
+
+Said = Welcome | Build | Joined | Spare | Drop | Dropped | Ready | Gone | Go
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+
+
+class Wire:
+    """Messages in order over one connected, non-blocking socket."""
+
+    def __init__(self, sock: socket.socket, said: bytes = b"") -> None:
+        """`said` goes out before all else."""
+        self.sock = sock
+        self._out = deque([memoryview(said)] if said else [])
+        self._heard = bytearray()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._out)
+
+    def say(self, message: Said) -> None:
+        """Queue a message; `write` sends it."""
+        data = _encoder.encode(message)
+        self._out.append(memoryview(len(data).to_bytes(_HEAD_BYTES, "little") + data))
+
+    def write(self) -> None:
+        """Raises OSError when the connection is lost."""
+        while self._out:
+            try:
+                sent = self.sock.send(self._out[0])
+            except BlockingIOError:
+                return
+            if sent == len(self._out[0]):
+                self._out.popleft()
+            else:
+                self._out[0] = self._out[0][sent:]
+
+    def read(self) -> list[Said]:
+        """What has come. Raises OSError when the connection is lost, TransferError for what is no message."""
+        while True:
+            try:
+                data = self.sock.recv(65536)
+            except BlockingIOError:
+                break
+            if not data:
+                raise ConnectionResetError("the peer closed the connection")
+            self._heard += data
+        found: list[Said] = []
+        while len(self._heard) >= _HEAD_BYTES:
+            end = _HEAD_BYTES + int.from_bytes(self._heard[:_HEAD_BYTES], "little")
+            if end > _HEAD_BYTES + MAX_MESSAGE_BYTES:
+                raise TransferError(f"a message of {end} bytes: not this protocol")
+            if len(self._heard) < end:
+                break
+            try:
+                found.append(_decoder.decode(self._heard[_HEAD_BYTES:end]))
+            except msgspec.MsgspecError as error:
+                raise TransferError(f"not a message of this protocol: {error}") from error
+            del self._heard[:end]
+        return found
+
+    def close(self) -> None:
+        self.sock.close()
