@@ -155,7 +155,7 @@ class DecodeWorker:
             info=self.info,
             layout=device.layout.describe(),
             endpoints=[transport.describe() for transport in self._transports.values()],
-            digest=self._config.transfer.digest_algorithm,
+            digest=self._config.transfer.digest_on(device.kv.device),
             digest_share=self._config.transfer.digest_share,
         )
         self._peers = Peers(

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_shape import BlockShape
 from kernels.configs import KernelConfig
-from kernels.wp64 import BlockShape
 
 
 @triton.jit

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.block_shape import BlockShape
 from kernels.pool import KVPool
 from kernels.reference_rows import quantize
-from kernels.wp64 import GOLDEN, MULTIPLIER, BlockShape
+from kernels.wp64 import GOLDEN, MULTIPLIER
 
 
 def wp64(words: Tensor, shape: BlockShape, tokens: int) -> Tensor:

@@ -2,37 +2,14 @@
 `kernels.block_copy`, which has the formula and what it is good for; specification: `kernels.reference_blocks.wp64`.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
+
+from kernels.block_shape import BlockShape
 
 ALGORITHM = "wp64"
 GOLDEN = 0x1E3779B97F4A7C15
 MULTIPLIER = 0x2545F4914F6CDD1D
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """What a head's slice of a block is made of: rows of `row_bytes` `[layers, 2, block_size]`, then, for 8-bit rows,
-    a float32 scale per row. Raises ValueError where that is not whole 64-bit words."""
-
-    layers: int
-    block_size: int
-    row_bytes: int
-    scaled: bool = False
-
-    def __post_init__(self) -> None:
-        if self.row_bytes % 8 or (self.layers * 2 * self.block_size * 4) % 8:
-            raise ValueError(f"{self} is not whole 64-bit words")
-
-    @property
-    def payload_words(self) -> int:
-        return self.layers * 2 * self.block_size * self.row_bytes // 8
-
-    @property
-    def words(self) -> int:
-        return self.payload_words + (self.layers * self.block_size if self.scaled else 0)
 
 
 def wp64(heads: npt.NDArray[np.uint8], shape: BlockShape, tokens: int) -> list[int]:

@@ -140,7 +140,7 @@ class PrefillWorker:
             info=self.info,
             layout=device.layout.describe(),
             endpoints=[],
-            digest=self._config.transfer.digest_algorithm,
+            digest=self._config.transfer.digest_on(device.kv.device),
             digest_share=self._config.transfer.digest_share,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)

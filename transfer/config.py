@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from transfer.algorithms import WP64, XXH3
+
 
 class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the `nccl` transport. Peers may differ in all but `share_gpu`."""
@@ -33,8 +35,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of which blocks the sender makes a digest and the receiver checks it: of two workers, the stricter decides."""
     digest_sample: float = 1 / 16
     """The share of blocks, above 0 and up to 1, that `sampled` covers."""
-    digest_algorithm: Literal["xxh3-64", "wp64"] = "xxh3-64"
-    """Two workers must name the same. `wp64` is the one that a GPU makes in its copy kernel; on a CPU it is slower."""
+    digest_algorithm: Literal["auto", "xxh3-64", "wp64"] = "auto"
+    """Two workers must come to the same. `wp64` is the one that a GPU makes in its copy kernel; on a CPU it is slower.
+    `auto` takes it for a pool on a GPU, and `xxh3-64` elsewhere."""
     tcp_host: str = ""
     """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
     escalate_s: float = 5.0
@@ -52,3 +55,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     def digest_share(self) -> float:
         """The share of blocks that have a digest, as it is told in `Hello`."""
         return {"all": 1.0, "sampled": self.digest_sample, "off": 0.0}[self.digests]
+
+    def digest_on(self, device: str) -> str:
+        """The algorithm of a worker whose pool is on `device`, as it is told in `Hello`."""
+        if self.digest_algorithm != "auto":
+            return self.digest_algorithm
+        return XXH3 if device == "cpu" else WP64

@@ -19,8 +19,8 @@ from cupy.cuda import nccl, runtime
 from torch import Tensor
 
 from kernels.block_copy import copy_blocks
+from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, config_for
-from kernels.wp64 import BlockShape
 from transfer.device import DeviceMemory, Event
 from transfer.transport import TransferError
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.wp64 import BlockShape
+from kernels.block_shape import BlockShape
 from transfer.transport import KVMemory, Span, TransferError
 
 

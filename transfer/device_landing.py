@@ -13,9 +13,10 @@ from torch import Tensor
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
+from transfer.algorithms import digest_shape
 from transfer.commands import IncomingBlock, Rows
 from transfer.device import Device, DeviceMemory, words_of
-from transfer.digest import Tally, binding, combine, digest_shape, is_sampled
+from transfer.digest import Tally, binding, combine, is_sampled
 from transfer.transport import Span
 
 

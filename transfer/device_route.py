@@ -3,6 +3,7 @@
 from typing import cast
 
 from engine.kv.layout import KVLayout
+from transfer.algorithms import WP64, digest_shape
 from transfer.commands import PostRecv, PostSend
 from transfer.device import DeviceMemory, words_of
 from transfer.device_landing import (
@@ -11,7 +12,7 @@ from transfer.device_landing import (
     Verifier,
     unsigned,
 )
-from transfer.digest import WP64, Tally, binding, combine, digest_shape, is_sampled
+from transfer.digest import Tally, binding, combine, is_sampled
 from transfer.negotiation import Agreement
 from transfer.route import Checked, Route
 from transfer.transport import KVMemory, Transport

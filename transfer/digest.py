@@ -19,11 +19,10 @@ import xxhash
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
-from kernels.wp64 import BlockShape, wp64
+from kernels.wp64 import wp64
+from transfer.algorithms import WP64, XXH3, digest_shape
 from transfer.rows import block_rows
 
-XXH3, WP64 = "xxh3-64", "wp64"
-ALGORITHMS = (XXH3, WP64)
 _SAMPLING = 0x6865616472616365
 """Seed of the draw, so that a block's share in it tells nothing about its digest."""
 
@@ -76,11 +75,6 @@ def combine(heads: Sequence[int], tokens: int, binding: bytes) -> int:
     """A block's digest from those of its KV heads, unsigned; for heads that a GPU has digested."""
     summary = struct.pack(f"<I{len(heads)}Q", tokens, *heads)
     return xxhash.xxh3_64_intdigest(summary + binding)
-
-
-def digest_shape(layout: KVLayout) -> BlockShape:
-    """A head's slice as `wp64` sees it. Raises ValueError where it is not whole 64-bit words."""
-    return BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
 
 
 def _xxh3(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:

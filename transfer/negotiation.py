@@ -10,7 +10,7 @@ import msgspec
 
 from engine.kv.layout import KVLayout
 from engine.messages import Hello
-from transfer.digest import ALGORITHMS, WP64, XXH3, digest_shape
+from transfer.algorithms import ALGORITHMS, WP64, XXH3, digest_shape
 
 
 class NegotiationError(Exception):

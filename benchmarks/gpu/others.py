@@ -7,10 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
 from kernels.block_copy import as_words, copy_blocks
+from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, config_for
 from kernels.pool import KVPool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
-from kernels.wp64 import BlockShape
 
 
 def prefill(card: Card) -> list[Line]:

@@ -29,6 +29,7 @@ from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from transfer.algorithms import WP64
 from transfer.commands import (
     Connect,
     IncomingBlock,
@@ -42,7 +43,6 @@ from transfer.commands import (
     Unreachable,
 )
 from transfer.config import NcclConfig, TransferConfig
-from transfer.digest import WP64
 from transfer.mover import Mover
 from transfer.nccl_environment import nccl_environment
 from transfer.negotiation import Agreement

@@ -11,8 +11,8 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import KVTensors
 from engine.types import BlockId
 from kernels.block_copy import as_words, copy_blocks
+from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, config_for
-from kernels.wp64 import BlockShape
 
 Pair = tuple[BlockId, BlockId]
 

@@ -28,8 +28,8 @@ def test_copies_equal_their_reference() -> None:
     """Guards the border that the fake device stands in for."""
     import torch
 
+    from kernels.block_shape import BlockShape
     from kernels.reference_blocks import wp64
-    from kernels.wp64 import BlockShape
     from transfer.cuda import CudaDevice
 
     device = CudaDevice("cuda:0")

@@ -7,9 +7,10 @@ import torch
 from kernels import reference_blocks as reference
 from kernels.block_convert import convert_blocks
 from kernels.block_copy import as_words, copy_blocks
+from kernels.block_shape import BlockShape
 from kernels.configs import KernelConfig
 from kernels.pool import KVPool, eight_bit_pool
-from kernels.wp64 import BlockShape, wp64
+from kernels.wp64 import wp64
 from tests.kernels.cases import DEVICE, poisoned_pool
 
 CONFIG = KernelConfig(tile=64, warps=4, stages=1, rows=4)

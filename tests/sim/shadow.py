@@ -67,6 +67,8 @@ def block_digest(
 class ShadowKV:
     """What `engine.kv.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
 
+    device = "cpu"
+
     def __init__(self, process: Process, blocks: int, block_size: int) -> None:
         self.process = process
         self.blocks = blocks

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from engine.kv.paged import header_bytes
 from engine.types import Incarnation
+from kernels.block_shape import BlockShape
 from kernels.reference_blocks import wp64
-from kernels.wp64 import BlockShape
 from transfer.config import NcclConfig, TransferConfig
 from transfer.cuda_ipc import CudaIpcTransport
 from transfer.device import DeviceMemory, Event

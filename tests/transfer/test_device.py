@@ -10,9 +10,9 @@ from engine.types import Incarnation
 from kernels.block_copy import copy_blocks
 from kernels.configs import ConfigKey, config_for
 from tests.transfer.fake_device import FakeDevice
+from transfer.algorithms import digest_shape
 from transfer.config import TransferConfig
 from transfer.device import flat, words_of
-from transfer.digest import digest_shape
 from transfer.pulse import Pulse
 from transfer.registry import open_transport, open_transports
 from transfer.transport import Span, TransferError

@@ -11,15 +11,8 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
 from kernels.reference_blocks import wp64 as reference_wp64
-from transfer.digest import (
-    ALGORITHMS,
-    WP64,
-    binding,
-    block_digest,
-    combine,
-    digest_shape,
-    is_sampled,
-)
+from transfer.algorithms import ALGORITHMS, WP64, digest_shape
+from transfer.digest import binding, block_digest, combine, is_sampled
 
 LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
 H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))

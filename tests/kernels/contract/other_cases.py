@@ -11,7 +11,7 @@ from kernels import (
     sample,
     silu_mul,
 )
-from kernels.wp64 import BlockShape
+from kernels.block_shape import BlockShape
 from tests.kernels.contract.measure import Case
 from tests.kernels.contract.shapes import (
     FORMAT,
