@@ -68,6 +68,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: int = 0
     group: str = ""
     """What the samples of one call have in common; empty where there is but one."""
+    priority: int = 0
+    """Who gives its blocks away when a decode worker's pool is exhausted: the lowest first."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False

@@ -72,18 +72,20 @@ class KVCacheManager:
         room_tokens: int,
         grow_tokens: int = 0,
         migrating: bool = False,
+        spare: int = 0,
     ) -> Lease | None:
         """A lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
 
         At most `match_limit` leading tokens are taken from the cache. `migrating`: only whole blocks are reused, and
-        new blocks are RESERVED until `landed`. None when there is no room; then nothing has changed.
+        new blocks are RESERVED until `landed`. None when there is no room that leaves `spare` blocks to others; then
+        nothing has changed.
         """
         match = self.cache.match(namespace, tokens, match_limit)
         partial = None if migrating else match.partial
         shared = [node.block for node in match.nodes]
         new = self.blocks_for(room_tokens) - len(shared)
         promised = max(0, self.blocks_for(grow_tokens) - self.blocks_for(room_tokens))
-        room = self.available - sum(map(self._is_idle, shared)) - new - promised
+        room = self.available - sum(map(self._is_idle, shared)) - new - promised - spare
         if partial is not None and room < self._is_idle(partial.block):
             partial = None  # the copy's source is the very block that is needed
         if room < 0:
@@ -108,10 +110,17 @@ class KVCacheManager:
             path=match.nodes,
         )
 
-    def promise(self, namespace: bytes, blocks: int) -> Lease | None:
-        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room."""
-        grow_tokens = blocks * self.block_size
-        return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=grow_tokens)
+    def promise(self, namespace: bytes, blocks: int, spare: int = 0) -> Lease | None:
+        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room, or fewer than
+        `spare` blocks would be left to others."""
+        return self.acquire(
+            namespace,
+            (),
+            match_limit=0,
+            room_tokens=0,
+            grow_tokens=blocks * self.block_size,
+            spare=spare,
+        )
 
     def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
@@ -155,6 +164,18 @@ class KVCacheManager:
         self._promised -= missing
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
         lease.blocks += self._allocate(missing, state)
+
+    def shortage(self, lease: Lease, tokens: int) -> int:
+        """Blocks that the lease neither has nor is promised, of those that `tokens` tokens need."""
+        return max(0, self.blocks_for(tokens) - len(lease.blocks) - lease.promised)
+
+    def grow(self, lease: Lease, blocks: int) -> bool:
+        """Promise the lease `blocks` more; False, and nothing changed, where so many are not there."""
+        if blocks > self.available:
+            return False
+        lease.promised += blocks
+        self._promised += blocks
+        return True
 
     def copied(self, lease: Lease) -> None:
         """The lease's copies have been made: their sources are let go."""

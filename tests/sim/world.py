@@ -320,7 +320,7 @@ class World:
         counts = scheduler.kv.pool.counts()
         if counts["quarantined"]:
             self.notes["blocks quarantined"] += 1
-        if any(not request.record.group for request in getattr(scheduler, "_local", ())):
+        if any(not request.record.group for request in getattr(getattr(scheduler, "batch", None), "local", ())):
             self.notes["prefilled by the decode worker"] += 1
         if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
             self.notes["prompt waits for blocks"] += 1
