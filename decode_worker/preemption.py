@@ -50,7 +50,9 @@ class Preemption:
     def __init__(self) -> None:
         self.line: list[Request] = []
         self.preempted: Counter[str] = Counter()
-        """Requests by the state in which they were preempted, since the shell last looked."""
+        """By the state in which they were."""
+        self.ways: Counter[str] = Counter()
+        """By how they came back."""
         self.resumed: list[Resumed] = []
 
     def bars(self, record: RequestRecord) -> bool:
@@ -79,7 +81,7 @@ class Preemption:
 
     def add(self, request: Request, now: float) -> None:
         """It has given its blocks away."""
-        self.preempted[request.state] += 1
+        self.preempted[request.state.value] += 1
         if request.clock.stage == "prefill":
             request.close_prefill(now)
         request.clock.enter("decode_queue", now)
@@ -99,6 +101,7 @@ class Preemption:
         """All of its KV is here."""
         if request.preempted_at is not None:
             seconds = now - request.preempted_at
+            self.ways[request.way] += 1
             self.resumed.append(Resumed(request.way, request.lost_tokens, seconds))
             request.preempted_at = None
 

@@ -105,7 +105,7 @@ class Request:
     def is_recovering(self) -> bool:
         """What it computes was computed before, or begun: it came with output, or its prefill worker failed it."""
         return len(self.record.tokens) > self.record.prompt_tokens or (
-            self.local_since is not None and self.attempt > 0
+            self.local_since is not None and self.tries > 0
         )
 
     @property

@@ -293,6 +293,10 @@ class World:
         if process.role == "decode":
             self.notes["orphan expired"] += scheduler.orphans.expired
             self.notes["sample forked"] += scheduler.forks.forked
+            for state, count in scheduler.preemption.preempted.items():
+                self.notes[f"preempted: {state}"] += count
+            for way, count in scheduler.preemption.ways.items():
+                self.notes[f"resumed after preemption: {way}"] += count
             self.notes["parent gone before fork"] += scheduler.forks.inherited
             self.notes["boundary block copied"] += self.memories[process.pid].runner.copies
         self.notes["copy on write"] += self.memories[process.pid].runner.copies
