@@ -24,7 +24,7 @@ class Admission:
         self._context_tokens = context_tokens
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
         growth = max(config.growth_tokens, MAX_ATTEMPTS)
-        self._growth_tokens = context_tokens if config.preemption == "off" else growth
+        self.growth_tokens = context_tokens if config.preemption == "off" else growth
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Why `record` could never be taken, if so."""
@@ -41,7 +41,7 @@ class Admission:
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
         """How many tokens a request that has `tokens` is taken with room for."""
-        return min(record.prompt_tokens + record.max_tokens, tokens + self._growth_tokens)
+        return min(record.prompt_tokens + record.max_tokens, tokens + self.growth_tokens)
 
     def blocks(self, record: RequestRecord) -> int:
         """As `room_tokens`, in blocks."""

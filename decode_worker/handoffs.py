@@ -204,7 +204,9 @@ class Handoffs:
         if request.state is not State.HANDOFF:
             self.dropped["prefill failed: stopped"] += 1
             return []
-        if message.fault.code in CALLERS_FAULT:
+        # What was preempted may have outgrown the prefill worker's pool: that is not the caller's fault.
+        is_late = message.fault.code == "DEADLINE_EXCEEDED"
+        if is_late or (message.fault.code in CALLERS_FAULT and request.preempted_at is None):
             return [Hopeless(request, message.fault)]
         return self._retreat(request, now, elsewhere=True)
 

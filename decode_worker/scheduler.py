@@ -559,8 +559,10 @@ class DecodeScheduler:
 
     # when the pool is exhausted
 
-    def _make_room(self, now: float) -> None:
-        """A block for the next token of everybody in the step, as long as somebody can give way."""
+    def _make_room(self, now: float) -> bool:
+        """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
+        anybody has: others that are ready may take their rows."""
+        before = self.preemption.preempted.total()
         for request in sorted(self.batch.running, key=order):
             if request.state is not State.RUNNING:
                 continue  # it has given way to one before it
@@ -572,6 +574,7 @@ class DecodeScheduler:
                 self._preempt(victims, now)
                 if not victims or request in victims:
                     break
+        return self.preemption.preempted.total() > before
 
     def _preempt(self, victims: list[Request], now: float) -> None:
         """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed."""
@@ -646,7 +649,8 @@ class DecodeScheduler:
         nothing to compute), and commands to carry out."""
         commands = self._resume(now)
         self.batch.fill(len(self.departures.incomplete), now)
-        self._make_room(now)
+        while self._make_room(now):
+            self.batch.fill(len(self.departures.incomplete), now)
         for request in [*self.batch.running, *self.batch.ready]:
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
                 commands.append(self._depart(request, now))

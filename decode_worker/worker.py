@@ -146,6 +146,7 @@ class DecodeWorker:
             block_size=device.layout.block_size,
             blocks=device.blocks,
             context_tokens=device.context_tokens,
+            growth_tokens=self._scheduler.admission.growth_tokens,
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),

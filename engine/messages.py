@@ -39,6 +39,7 @@ class WorkerInfo(Record, kw_only=True):
     block_size: int
     blocks: int
     context_tokens: int
+    growth_tokens: int | None = None  # room for an answer that is promised when a request is taken; None: all of it
     pid: int
     host: str
     metrics_address: str = ""
