@@ -22,6 +22,7 @@ class Admission:
         self._kv = kv
         self._vocab = vocab
         self._context_tokens = context_tokens
+        self._max_rows = config.max_batch
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
         growth = max(config.growth_tokens, MAX_ATTEMPTS)
         self.growth_tokens = context_tokens if config.preemption == "off" else growth
@@ -34,10 +35,21 @@ class Admission:
             return Fault("OUT_OF_RANGE", str(error), error.field)
         except FieldError as error:
             return Fault("INVALID_ARGUMENT", str(error), error.field)
-        if self._kv.blocks_for(record.prompt_tokens + record.max_tokens) > self._kv.pool.total:
+        if self._most_blocks(record) > self._kv.pool.total:
             why = "prompt and answer do not fit the decode worker's pool"
             return Fault("OUT_OF_RANGE", why, "max_tokens")
+        if record.beams is not None and record.beams.width > self._max_rows:
+            why = f"a decode worker's step has {self._max_rows} rows"
+            return Fault("INVALID_ARGUMENT", why, "beam_width")
         return None
+
+    def _most_blocks(self, record: RequestRecord) -> int:
+        """All that it may hold at one time: of hypotheses, what is the prompt's once, and the rest for each."""
+        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        if record.beams is None:
+            return total
+        shared = (record.prompt_tokens - 1) // self._kv.block_size
+        return shared + record.beams.width * (total - shared)
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
         """How many tokens a request that has `tokens` is taken with room for."""

@@ -7,10 +7,11 @@ A request without a block for its next token has no row in the step; it has one 
 
 from collections.abc import Iterator, Sequence
 
+from decode_worker.beams import Beams
 from decode_worker.request import Request, State
 from engine.kv.manager import KVCacheManager
 from engine.plan import banned_tokens, share_budget
-from engine.step import Row, StepPlan
+from engine.step import Drawn, Row, StepPlan
 
 
 class Batch:
@@ -18,12 +19,18 @@ class Batch:
     steps. Owner: the scheduler."""
 
     def __init__(
-        self, kv: KVCacheManager, max_rows: int, chunk_tokens: int, stop_ids: frozenset[int]
+        self,
+        kv: KVCacheManager,
+        beams: Beams,
+        max_rows: int,
+        chunk_tokens: int,
+        stop_ids: frozenset[int],
     ) -> None:
         self.ready: list[Request] = []
         self.running: list[Request] = []
         self.local: list[Request] = []
         self._kv = kv
+        self._beams = beams
         self._max_rows = max_rows
         self._chunk_tokens = chunk_tokens
         self._stop_ids = stop_ids
@@ -48,7 +55,8 @@ class Batch:
 
     def fill(self, others: int, now: float) -> None:
         """Requests that are ready run from now on, as far as a step has rows for them beside `others`."""
-        while self.ready and len(self.running) + others < self._max_rows:
+        rows = others + sum(map(_rows, self.running))
+        while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
             request.state = State.RUNNING
             request.clock.enter("decode_run", now)
@@ -56,12 +64,20 @@ class Batch:
 
     def plan(self, departing: Sequence[Request]) -> StepPlan | None:
         """The next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
-        rows = []
+        rows: list[Row] = []
         # In the first step after a fork, before its parent writes on in the block that they share.
         copies = [pair for request in self.local for pair in request.lease.copies]
         self._stepping = []
         for request in (*self.running, *departing):
-            if not self._kv.shortage(request.lease, len(request.tokens)):
+            if any(short for _, short in self._beams.wants(request)):
+                continue
+            if request.record.beams is not None:
+                self._beams.prepare(request)
+                copies += self._beams.copies(request)
+                more = list(self._beams.rows(request))
+                self._stepping += [request] * len(more)
+                rows += more
+            else:
                 self._kv.extend(request.lease, len(request.tokens))
                 rows.append(self._row(request, len(request.tokens)))
         if self.local:
@@ -90,14 +106,17 @@ class Batch:
             banned=banned_tokens(request.record, request.output_tokens, self._stop_ids),
         )
 
-    def complete(self, plan: StepPlan, drawn: list[int]) -> Iterator[tuple[Request, Row, int | None]]:
-        """The step has run: each row with its request, and the token that follows where one was drawn."""
+    def complete(
+        self, plan: StepPlan, drawn: Sequence[Drawn]
+    ) -> Iterator[tuple[Request, Row, Drawn | None]]:
+        """The step has run: each row with its request, and what follows where that was wanted."""
         for request in self.local:
             self._kv.copied(request.lease)
         tokens = iter(drawn)
         stepped, self._stepping = self._stepping, []
         for row, request in zip(plan.rows, stepped, strict=True):
-            request.known = row.end
+            if not row.candidates:
+                request.known = row.end
             yield request, row, next(tokens) if row.draw else None
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -106,3 +125,8 @@ class Batch:
         for state, line in lines.items():
             assert all(request.state is state for request in line)
             assert sum(request.state is state for request in requests) == len(line)
+
+
+def _rows(request: Request) -> int:
+    """How many rows of a step it may take."""
+    return 1 if request.record.beams is None else request.record.beams.width

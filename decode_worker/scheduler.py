@@ -16,11 +16,12 @@ inter-token latency. The end of a request is told at once; its blocks follow whe
 outlives its router for a while (`decode_worker.orphans`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch
+from decode_worker.beams import Beams
 from decode_worker.config import DecodeConfig
 from decode_worker.departures import Departure, Departures
 from decode_worker.events import (
@@ -68,8 +69,8 @@ from engine.messages import (
     Yielded,
 )
 from engine.plan import StageClock, finish_reason
-from engine.step import StepPlan
-from engine.types import FinishReason, Incarnation, RequestId
+from engine.step import Candidates, Drawn, StepPlan
+from engine.types import Beam, FinishReason, Incarnation, RequestId
 from transfer.commands import Command as TransferCommand
 from transfer.commands import (
     FromReader,
@@ -97,7 +98,7 @@ Command = TransferCommand | Tell | ConnectPeer
 @dataclass(slots=True)
 class DecodeScheduler:
     """Mutable state, all of it: `_requests`, `_accepted`, `leaving`, what is counted, and what `kv`, `batch`,
-    `handoffs`, `departures`, `forks`, `preemption` and `orphans` own. Owner: the engine thread."""
+    `beams`, `handoffs`, `departures`, `forks`, `preemption` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -111,6 +112,7 @@ class DecodeScheduler:
     block_bytes: int
     admission: Admission = field(init=False)
     batch: Batch = field(init=False)
+    beams: Beams = field(init=False)
     preemption: Preemption = field(init=False)
     handoffs: Handoffs = field(init=False)
     departures: Departures = field(init=False)
@@ -128,7 +130,10 @@ class DecodeScheduler:
     def __post_init__(self) -> None:
         config = self.config
         self.admission = Admission(config, self.kv, self.vocab, self.context_tokens)
-        self.batch = Batch(self.kv, config.max_batch, config.local_chunk_tokens, self.stop_ids)
+        self.beams = Beams(self.kv, self.stop_ids)
+        self.batch = Batch(
+            self.kv, self.beams, config.max_batch, config.local_chunk_tokens, self.stop_ids
+        )
         self.preemption = Preemption()
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
         self.departures = Departures(self.kv, self.fingerprint)
@@ -187,7 +192,8 @@ class DecodeScheduler:
             case FromRouter(_, Yield(name, placement)):
                 request = self._requests.get(name)
                 if request is not None and request.placement == placement:
-                    request.yielding = self.leaving
+                    # A search has no KV that one row at a time could go on from.
+                    request.yielding = self.leaving and request.record.beams is None
                 return []
             case FromRouter(_, Release(name, placement)):
                 self.departures.release(name, placement, now)
@@ -389,7 +395,9 @@ class DecodeScheduler:
             request.prefill_cached_tokens = message.cached_tokens
         if request.arrived:
             request.known = len(request.tokens)
-        commands = self._drawn(request, message.token, now)
+        commands: list[Command] = []
+        if request.record.beams is None:
+            commands = self._drawn(request, message.token, now)
         if request.arrived and request.state is not State.ENDING:
             self._admit(request, now)
         return commands
@@ -406,6 +414,10 @@ class DecodeScheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Blocks and first token are both here: from now on others may share the prompt's blocks."""
         self.handoffs.done(request)
+        if request.record.beams is not None:
+            # The prompt's last token is computed again: what follows it is not drawn, but searched.
+            request.known = len(request.tokens) - 1
+            self.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
@@ -501,6 +513,7 @@ class DecodeScheduler:
         now: float,
         fault: Fault | None = None,
         kept: int | None = None,
+        beams: Sequence[Beam] = (),
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. A request that
         ended with its first token lets its blocks land first: they are worth caching."""
@@ -511,12 +524,14 @@ class DecodeScheduler:
             reason=reason,
             stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
+            beams=list(beams),
         )
         if request.record.context and reason is not FinishReason.CANCELLED:
             self.orphans.remember(request, ended, request.output[:kept], now)
         commands: list[Command] = [Tell(request.link, ended)]
         state = request.state
         self.batch.remove(request)
+        self.beams.drop(request)
         self.preemption.remove(request)
         under_way = state in (State.CONNECTING, State.HANDOFF, State.FENCING)
         if under_way and not request.arrived:
@@ -566,14 +581,17 @@ class DecodeScheduler:
         for request in sorted(self.batch.running, key=order):
             if request.state is not State.RUNNING:
                 continue  # it has given way to one before it
-            short = self.kv.shortage(request.lease, len(request.tokens))
-            while short and not self.kv.grow(request.lease, short):
+            wants = self.beams.wants(request)
+            while sum(short for _, short in wants) > self.kv.available:
                 victims = self.preemption.victims(
                     request, self._requests.values(), self.forks.waiting
                 )
                 self._preempt(victims, now)
                 if not victims or request in victims:
                     break
+            else:
+                for lease, short in wants:
+                    self.kv.grow(lease, short)
         return self.preemption.preempted.total() > before
 
     def _preempt(self, victims: list[Request], now: float) -> None:
@@ -582,6 +600,7 @@ class DecodeScheduler:
             if request.state is State.FORKING:
                 self.forks.leave(request)
             self.batch.remove(request)
+            self.beams.drop(request)
             if request.arrived:
                 self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
             self.kv.release(request.lease)
@@ -667,26 +686,40 @@ class DecodeScheduler:
         yielded = Yielded(request=name, placement=request.placement, stats=stats)
         return Tell(request.link, yielded)
 
-    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
+    def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """The step has run: send the tokens on, end what is over."""
         commands: list[Command] = []
         for request, row, token in self.batch.complete(plan, drawn):
-            if request.state is State.LOCAL:
-                if request.is_recovering:
-                    self.recomputed_tokens += row.end - row.start
-                else:
-                    self.prefilled_tokens += row.end - row.start
+            is_local = request.state is State.LOCAL
+            if is_local and request.is_recovering:
+                self.recomputed_tokens += row.end - row.start
+            elif is_local:
+                self.prefilled_tokens += row.end - row.start
             if token is None:
+                continue
+            if not isinstance(token, int):
+                commands += self._searched(request, token, now)
                 continue
             if request.state is State.DEPARTED:
                 commands += self.departures.complete(request, token, now)
                 continue
-            is_local = request.state is State.LOCAL
-            commands += self._drawn(request, token, now)
+            if request.record.beams is None:
+                commands += self._drawn(request, token, now)
             if is_local and request.state is State.LOCAL:
                 self.batch.remove(request)
                 self._admit(request, now)
         return commands
+
+    def _searched(
+        self, request: Request, candidates: Candidates, now: float
+    ) -> list[Command]:
+        """What may follow one hypothesis is known; the last one's may end the search."""
+        self.generated_tokens += 1
+        answers = self.beams.complete(request, candidates)
+        if answers is None:
+            return []
+        kept = sum(len(beam.ids) for beam in answers)
+        return self._end(request, answers[0].reason, now, kept=kept, beams=answers)
 
     def _drawn(self, request: Request, token: int, now: float) -> list[Command]:
         """The next token of a request is known: send it on, and end what is over."""
@@ -706,6 +739,7 @@ class DecodeScheduler:
         self.forks.check({r for r in self._requests.values() if r.state is State.FORKING})
         self.orphans.check()
         self.batch.check(list(self._requests.values()))
+        self.beams.check(list(self._requests.values()))
         self.preemption.check(list(self._requests.values()))
         for request in self._requests.values():
             assert not request.lease.released and request.state is not State.ENDING

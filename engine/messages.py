@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import BlockId, FinishReason, Incarnation, RequestId, RequestRecord
+from engine.types import Beam, BlockId, FinishReason, Incarnation, RequestId, RequestRecord
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -208,6 +208,8 @@ class Ended(Record, kw_only=True):
     reason: FinishReason
     stats: RequestStats
     fault: Fault | None = None
+    beams: list[Beam] = []
+    """The answers of a beam search, best first, as many as were asked for."""
 
 
 class Orphan(Record, kw_only=True):

@@ -1,5 +1,6 @@
 """Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.paged import PagedKV
 from engine.model.llama import Llama
 from engine.sampling import Draw, sample
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 
 
 class Runner(Protocol):
@@ -17,8 +18,8 @@ class Runner(Protocol):
 
     kv: PagedKV
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Carry out one step. Returns one token per row with `draw`, in the order of the rows."""
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+        """Carry out one step. Returns a token, or candidates, for each row with `draw`, in the order of the rows."""
 
 
 class ModelRunner:
@@ -30,7 +31,7 @@ class ModelRunner:
         self._attention = attention
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
         self.kv.copy(list(plan.copies))
         if not plan.rows:
             return []
@@ -41,4 +42,5 @@ class ModelRunner:
         batch = ForwardBatch.build(slices, self.kv.layout.block_size)
         self._attention.begin(batch, self.kv)
         logits = self._model.forward(batch, self.kv, self._attention)
-        return sample(logits, [Draw(r.record, r.tokens, r.banned) for r in plan.rows if r.draw])
+        wanted = [Draw(r.record, r.tokens, r.banned, r.candidates) for r in plan.rows if r.draw]
+        return sample(logits, wanted)
