@@ -31,7 +31,7 @@ class Lease:
     promised: int
     namespace: bytes
     path: list[Node]
-    """Committed nodes, one per leading block; a node of another block is held as well."""
+    """Committed nodes, one per leading block."""
     released: bool = field(default=False)
 
 
@@ -190,7 +190,8 @@ class KVCacheManager:
                 self.pool.landed(block)
 
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
-        """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far. `tail`
+        """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
+        content is indexed already gives way to that block. Nobody may be reading it for this lease. `tail`
         also indexes a partly filled last block: only when the sequence will not be written again."""
         size, path = self.block_size, lease.path
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
@@ -206,7 +207,10 @@ class KVCacheManager:
             if node.block != block and self._is_idle(node.block):
                 self.pool.recycle(self.cache.rebind(node, block))
             elif node.block != block:
+                # Somebody has the same content: to keep both would be more than was counted for this lease.
                 self._hold(node.block)
+                lease.blocks[start // size] = node.block
+                self._let_go(block)
             path.append(node)
 
     def quarantine(self, lease: Lease) -> None:
@@ -224,11 +228,8 @@ class KVCacheManager:
         self.copied(lease)
         self._promised -= lease.promised
         lease.promised = 0
-        for at in range(len(lease.blocks) - 1, -1, -1):
-            block = lease.blocks[at]
+        for block in reversed(lease.blocks):
             self._let_go(block)
-            if at < len(lease.path) and lease.path[at].block != block:
-                self._let_go(lease.path[at].block)
 
     # what the shell must know
 
