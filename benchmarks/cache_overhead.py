@@ -6,7 +6,7 @@ that the runner computed, both as processor time of the one thread that does bot
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager
 from engine.model.cache import prepare
 from engine.runner import Runner
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 from engine.types import RequestId, RequestRecord, SamplingParams
 
 TIMED = ("acquire", "extend", "copied", "landed", "commit", "quarantine", "release", "matched_tokens")
@@ -67,7 +67,7 @@ class TimedRunner:
         self.spent_ns = 0
         self.steps = 0
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
         begin_ns = time.thread_time_ns()
         drawn = self._runner.run(plan)
         self.spent_ns += time.thread_time_ns() - begin_ns

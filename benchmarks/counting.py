@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import prefill_worker.worker
 import transfer.route
 from decode_worker.worker import DecodeWorker
 from engine.runner import Runner
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 from prefill_worker.worker import PrefillWorker
 
 FOLDER = "WORKER_COUNTS"
@@ -80,7 +81,7 @@ class _CountingRunner:
         self.kv = inner.kv
         self._inner, self._ledger = inner, ledger
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
         drawn = self._inner.run(plan)
         self._ledger.counts.computed_tokens += plan.computed_tokens
         self._ledger.write()

@@ -162,7 +162,7 @@ class Colocated:
         if self._check:
             self.prefill.check()
             self.decode.check()
-        return worked
+        return worked or bool(self._to_prefill or self._to_decode)
 
     def run(self, records: Sequence[RequestRecord]) -> list[Answer]:
         """All of them at once, to the end. Raises RuntimeError if they can never end."""

@@ -10,7 +10,7 @@ that token to the router: the request's tokens are those of its new decode worke
 another may ask, until the router says `Release`. The source blocks obey the fence of every sender (`transfer.sender`).
 
 No cycle of waits can arise among workers that leave at the same time: a departure has all the blocks that it will ever
-want, promised with its lease, and a leaving worker takes no request, so nobody waits for it but readers for bytes.
+want (without them it does not depart), and a leaving worker takes no request: only readers wait for it, for bytes.
 """
 
 from dataclasses import dataclass, field

@@ -3,8 +3,9 @@
     FORKING --the parent's prompt is here--> LOCAL, which computes the prompt's last token again
     FORKING --the parent is gone before--> the first of them takes its place, and room; the others wait for it
 
-A fork is taken with the promise of every block that it will not share, and holds none while it waits. So it can always
-go on: beside its parent out of its promise, or alone, since a parent's room is at least what one fork alone needs.
+A fork is taken with the promise of room that it will not share, and holds no blocks while it waits. It goes on beside
+its parent out of its promise, or alone in the room of a parent that is gone; where that is too little, it is preempted
+(`decode_worker.preemption`).
 """
 
 from decode_worker.request import Request, State
@@ -23,20 +24,25 @@ class Forks:
         self._kv = kv
         self._waiting: dict[Request, list[Request]] = {}
 
-    def parent(self, record: RequestRecord, other: Request | None) -> Request | None:
+    def parent(self, record: RequestRecord, other: Request) -> Request | None:
         """Whom a fork of `other` waits for; None where the two cannot share, and `record` is a request like any."""
         other = next((p for p, forks in self._waiting.items() if other in forks), other)
-        if other is None or other.record.namespace != record.namespace:
+        if other.record.namespace != record.namespace:
             return None
         theirs, prompt = other.record, record.prompt_tokens
         same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
         return other if same and record.max_tokens <= theirs.max_tokens else None
 
-    def promise(self, record: RequestRecord) -> Lease | None:
-        """Room for all that a fork will not share; None if there is none."""
+    def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
+        """Room for what a fork will not share of `room_tokens` tokens, and `spare` blocks left to others; None if there
+        is none."""
         whole = shared_tokens(record) // self._kv.block_size
-        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
-        return self._kv.promise(record.namespace, total - whole)
+        wanted = self._kv.blocks_for(room_tokens) - whole
+        return self._kv.promise(record.namespace, wanted, spare)
+
+    def waiting(self, parent: Request) -> list[Request]:
+        """Those that wait for the prompt of `parent`."""
+        return list(self._waiting.get(parent, ()))
 
     def wait(self, fork: Request, parent: Request) -> None:
         """`fork` begins as soon as the prompt of `parent` is here."""
@@ -85,7 +91,7 @@ class Forks:
         assert len(waiting) == len(forking) and set(waiting) == forking
         for parent, forks in self._waiting.items():
             assert forks and parent not in forking and not parent.lease.released, parent
-            assert all(not fork.lease.blocks and fork.lease.promised for fork in forks)
+            assert all(not fork.lease.blocks for fork in forks)
 
 
 def shared_tokens(record: RequestRecord) -> int:

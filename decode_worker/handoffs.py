@@ -26,7 +26,7 @@ from transfer.conversion import landed_tokens, rows_by_block
 from transfer.receiver import KVReceiver
 
 MAX_ATTEMPTS = 4
-"""Handoffs tried for one placement; then the decode worker prefills by itself."""
+"""Handoffs tried for one placement, or for what was preempted; then the decode worker prefills by itself."""
 CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 """What another prefill worker would answer as well."""
 
@@ -204,7 +204,9 @@ class Handoffs:
         if request.state is not State.HANDOFF:
             self.dropped["prefill failed: stopped"] += 1
             return []
-        if message.fault.code in CALLERS_FAULT:
+        # What was preempted may have outgrown the prefill worker's pool: that is not the caller's fault.
+        is_late = message.fault.code == "DEADLINE_EXCEEDED"
+        if is_late or (message.fault.code in CALLERS_FAULT and request.preempted_at is None):
             return [Hopeless(request, message.fault)]
         return self._retreat(request, now, elsewhere=True)
 
@@ -259,7 +261,7 @@ class Handoffs:
         request.migrated_blocks += landed_blocks
         request.attempt += 1
         elsewhere, request.elsewhere = request.elsewhere, False
-        if elsewhere or request.attempt >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
+        if elsewhere or request.tries >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
             self.note("failed", request, 0.0, landed_blocks)
             return [Unserved(request)]
         self.note("retry", request, 0.0, landed_blocks)

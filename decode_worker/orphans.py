@@ -142,7 +142,7 @@ def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
     return Orphan(
         record=request.record,
         placement=request.placement,
-        prefill="" if request.local_since is not None else request.prefill.name,
+        prefill=request.prefill.name,
         tokens=tokens,
         age_s=now - request.accepted,
         remaining_s=remaining_s,

@@ -8,6 +8,8 @@ from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
 from engine.types import Incarnation, RequestRecord
 
+NO_PREFILL = PeerAddress("", "")
+"""In the place of a prefill worker: this worker prefills by itself."""
 NO_ROUTER = Incarnation(0)
 """One that has not said who it is."""
 
@@ -25,6 +27,8 @@ class State(StrEnum):
     """Prefilled here, in chunks."""
     READY = "ready"
     RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Its blocks were taken for others; it waits for room (`decode_worker.preemption`)."""
     DEPARTED = "departed"
     """Yielded: it goes on elsewhere, from the KV that is kept here (`decode_worker.departures`)."""
     ENDING = "ending"
@@ -45,8 +49,16 @@ class Request:
     deadline: float
     have_blocks: int
     """Leading blocks whose content is here: cached, or landed and verified."""
+    number: int
+    """Counts the requests that this worker has accepted."""
+    era: int
+    """The `number` of the first request of its group here; its own, where it has none."""
+    sought: float
+    """Since when its KV is being fetched or computed."""
     state: State = State.CONNECTING
     attempt: int = 0
+    first_attempt: int = 0
+    """Of those that the present tokens have had; more than one where it was preempted."""
     handoff: Handoff | None = None
     sender_block_size: int = 0
     """Tokens in a block of the prefill worker that serves `handoff`."""
@@ -65,6 +77,11 @@ class Request:
     orphan_until: float = float("inf")
     """Finite while it has no router: see `decode_worker.orphans`."""
     local_since: float | None = None
+    prefilled_by: str = ""
+    """Who has prefilled its prompt, once that is here."""
+    preempted_at: float | None = None
+    way: str = ""
+    lost_tokens: int = 0
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
     migrated_blocks: int = 0
@@ -88,13 +105,27 @@ class Request:
     def is_recovering(self) -> bool:
         """What it computes was computed before, or begun: it came with output, or its prefill worker failed it."""
         return len(self.record.tokens) > self.record.prompt_tokens or (
-            self.local_since is not None and self.attempt > 0
+            self.local_since is not None and self.tries > 0
         )
+
+    @property
+    def tries(self) -> int:
+        """Handoffs that were tried for its present tokens, and have failed."""
+        return self.attempt - self.first_attempt
+
+    def seek(self, lease: Lease, way: str, now: float) -> None:
+        """It was preempted, and begins to get its KV back, into `lease`."""
+        self.lease, self.way = lease, way
+        self.lost_tokens = len(self.tokens) - 1 - lease.cached_tokens
+        self.clock.enter("prefill", now)
+        self.sought, self.local_since = now, None
+        self.attempt += 1
+        self.first_attempt = self.attempt
 
     def close_prefill(self, now: float) -> None:
         """The wait for the first token is over, or given up: say where it went."""
         if self.local_since is not None:
-            self.clock.split(self.local_since - self.accepted, now - self.local_since, now)
+            self.clock.split(self.local_since - self.sought, now - self.local_since, now)
         elif self.first is not None:
             self.clock.split(self.first.queue_s, self.first.run_s, now)
         else:
@@ -107,6 +138,7 @@ class Request:
         if self.clock.stage == "prefill":
             self.close_prefill(now)
         self.clock.enter("over", now)
+        here = decode_worker if self.local_since is not None else self.prefill.name
         return RequestStats(
             stages={name: s for name, s in self.clock.seconds.items() if name != "prefill"},
             prompt_tokens=self.record.prompt_tokens,
@@ -117,7 +149,7 @@ class Request:
             migrated_bytes=self.migrated_blocks * block_bytes,
             migration_s=self.migration_s,
             transport=self.transport,
-            prefill_worker=decode_worker if self.local_since is not None else self.prefill.name,
+            prefill_worker=self.prefilled_by or here,
             decode_worker=decode_worker,
         )
 

@@ -6,17 +6,22 @@
     a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
     a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
+    the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL or FORKING again
 
-A request is taken only with a lease for its whole prompt and the promise of room to grow to `max_tokens`; otherwise the
-answer is no, at once, and the router keeps it. So a running request can always go on, and nothing here ever waits for
-blocks. How blocks get here is the business of `decode_worker.handoffs`. The first token is sent on as soon as the
-prefill worker names it; the gap until the second is inter-token latency. The end of a request is told at once; its
-blocks follow when they are fenced. A resumable request outlives its router for a while (`decode_worker.orphans`).
+A request is taken only with a lease for its whole prompt and the promise of some room to grow; otherwise the answer is
+no, at once, and the router keeps it. Who needs more room gets it from those that stand behind it
+(`decode_worker.preemption`). How blocks get here is the business of `decode_worker.handoffs`, what a step holds that of
+`decode_worker.batch`. The first token is sent on as soon as the prefill worker names it; the gap until the second is
+inter-token latency. The end of a request is told at once; its blocks follow when they are fenced. A resumable request
+outlives its router for a while (`decode_worker.orphans`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from decode_worker.admission import Admission
+from decode_worker.batch import Batch
+from decode_worker.beams import Beams
 from decode_worker.config import DecodeConfig
 from decode_worker.departures import Departure, Departures
 from decode_worker.events import (
@@ -39,7 +44,8 @@ from decode_worker.handoffs import (
     Unserved,
 )
 from decode_worker.orphans import NOBODY, Orphans, orphan
-from decode_worker.request import Migrated, Request, State
+from decode_worker.preemption import Preemption, Resumed, order
+from decode_worker.request import NO_PREFILL, Migrated, Request, State
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import (
     Accepted,
@@ -62,16 +68,9 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.plan import StageClock, banned_tokens, check_record, finish_reason, share_budget
-from engine.step import Row, StepPlan
-from engine.types import (
-    FieldError,
-    FinishReason,
-    Incarnation,
-    RequestId,
-    RequestRecord,
-    TooLongError,
-)
+from engine.plan import StageClock, finish_reason
+from engine.step import Candidates, Drawn, StepPlan
+from engine.types import Beam, FinishReason, Incarnation, RequestId
 from transfer.commands import Command as TransferCommand
 from transfer.commands import (
     FromReader,
@@ -87,6 +86,9 @@ from transfer.commands import (
 from transfer.receiver import KVReceiver
 from transfer.sender import KVSender
 
+FETCHING = frozenset({State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING})
+"""A prefill worker has the request's prompt, or is looked for."""
+
 OfSource = PeerUp | PeerDown | FromPeer | Received
 OfReader = ReaderEvent | Posted | Sent
 Event = FromRouter | RouterLost | OfSource | OfReader | Leave
@@ -95,8 +97,8 @@ Command = TransferCommand | Tell | ConnectPeer
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests` with the lines `_ready`, `_running` and `_local` over it, `leaving`, and
-    what `kv`, `handoffs`, `departures`, `forks` and `orphans` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests`, `_accepted`, `leaving`, what is counted, and what `kv`, `batch`,
+    `beams`, `handoffs`, `departures`, `forks`, `preemption` and `orphans` own. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -108,6 +110,10 @@ class DecodeScheduler:
     context_tokens: int
     stop_ids: frozenset[int]
     block_bytes: int
+    admission: Admission = field(init=False)
+    batch: Batch = field(init=False)
+    beams: Beams = field(init=False)
+    preemption: Preemption = field(init=False)
     handoffs: Handoffs = field(init=False)
     departures: Departures = field(init=False)
     forks: Forks = field(init=False)
@@ -119,17 +125,20 @@ class DecodeScheduler:
     recomputed_tokens: int = 0
     """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
     _requests: dict[RequestId, Request] = field(default_factory=dict)
-    _ready: list[Request] = field(default_factory=list)
-    _running: list[Request] = field(default_factory=list)
-    _local: list[Request] = field(default_factory=list)
-    _stepping: list[Request] = field(default_factory=list)
-    _steps: int = 0
+    _accepted: int = 0
 
     def __post_init__(self) -> None:
+        config = self.config
+        self.admission = Admission(config, self.kv, self.vocab, self.context_tokens)
+        self.beams = Beams(self.kv, self.stop_ids)
+        self.batch = Batch(
+            self.kv, self.beams, config.max_batch, config.local_chunk_tokens, self.stop_ids
+        )
+        self.preemption = Preemption()
         self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
         self.departures = Departures(self.kv, self.fingerprint)
         self.forks = Forks(self.kv)
-        self.orphans = Orphans(self.config.orphan_s)
+        self.orphans = Orphans(config.orphan_s)
 
     @property
     def sender(self) -> KVSender:
@@ -143,12 +152,12 @@ class DecodeScheduler:
 
     @property
     def running_requests(self) -> int:
-        return len(self._running)
+        return len(self.batch.running)
 
     @property
     def waiting_requests(self) -> int:
         """Accepted, and not yet in the batch."""
-        return len(self._requests) - len(self._running)
+        return len(self._requests) - len(self.batch.running)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -160,6 +169,11 @@ class DecodeScheduler:
     def take_migrated(self) -> list[Migrated]:
         """Migrations that ended since the last call."""
         taken, self.handoffs.migrated = self.handoffs.migrated, []
+        return taken
+
+    def take_resumed(self) -> list[Resumed]:
+        """Preempted requests that have come back since the last call."""
+        taken, self.preemption.resumed = self.preemption.resumed, []
         return taken
 
     # events
@@ -178,7 +192,8 @@ class DecodeScheduler:
             case FromRouter(_, Yield(name, placement)):
                 request = self._requests.get(name)
                 if request is not None and request.placement == placement:
-                    request.yielding = self.leaving
+                    # A search has no KV that one row at a time could go on from.
+                    request.yielding = self.leaving and request.record.beams is None
                 return []
             case FromRouter(_, Release(name, placement)):
                 self.departures.release(name, placement, now)
@@ -259,8 +274,7 @@ class DecodeScheduler:
         self.orphans.leave(request, now)
         request.yielding = False
         request.clock.resume("decode_queue", now)
-        request.state = State.READY
-        self._ready.append(request)
+        self.batch.add_ready(request, now)
         return [] if departure.token is None else self._drawn(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
@@ -289,7 +303,7 @@ class DecodeScheduler:
         if known is not None:
             commands += self._end(known, FinishReason.CANCELLED, now)
         self.orphans.forget(name)
-        fault = self._refusal(record)
+        fault = self.admission.refusal(record)
         if fault is not None:
             stats = RequestStats(decode_worker=self.name)
             ended = Ended(
@@ -301,15 +315,19 @@ class DecodeScheduler:
             )
             return [*commands, Tell(link, ended)]
         other = None if message.fork_of is None else self._requests.get(message.fork_of)
-        parent = self.forks.parent(record, other)
+        parent = None
+        if other is not None and other.state is not State.PREEMPTED:
+            parent = self.forks.parent(record, other)
         lease = None
-        if not self.leaving and parent is not None:
-            lease = self.forks.promise(record)
-        elif not self.leaving and len(self.handoffs) < self.config.max_handoffs:
-            lease = self._acquire(record)
+        open_to_it = not (self.leaving or self.preemption.bars(record))
+        if open_to_it and parent is not None:
+            lease = self.forks.promise(record, self.admission.room_tokens(record, len(record.tokens)))
+        elif open_to_it and len(self.handoffs) < self.config.max_handoffs:
+            lease = self.admission.acquire(record, record.tokens)
         if lease is None:
-            refused = Refused(name, message.placement, self._blocks_wanted(record))
+            refused = Refused(name, message.placement, self.admission.blocks(record))
             return [*commands, Tell(link, refused)]
+        self._accepted += 1
         request = Request(
             link=link,
             record=record,
@@ -323,6 +341,9 @@ class DecodeScheduler:
             have_blocks=lease.cached_tokens // self.kv.block_size,
             losses=message.losses,
             router=self.orphans.router(link),
+            number=self._accepted,
+            era=self._era(message),
+            sought=now,
         )
         self._requests[name] = request
         cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
@@ -342,30 +363,10 @@ class DecodeScheduler:
             return []
         return self._settle(self.handoffs.begin(request, now), now)
 
-    def _refusal(self, record: RequestRecord) -> Fault | None:
-        try:
-            check_record(record, self.vocab, self.context_tokens)
-        except TooLongError as error:
-            return Fault("OUT_OF_RANGE", str(error), error.field)
-        except FieldError as error:
-            return Fault("INVALID_ARGUMENT", str(error), error.field)
-        if self._blocks_wanted(record) > self.kv.pool.total:
-            why = "prompt and answer do not fit the decode worker's pool"
-            return Fault("OUT_OF_RANGE", why, "max_tokens")
-        return None
-
-    def _blocks_wanted(self, record: RequestRecord) -> int:
-        return self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
-
-    def _acquire(self, record: RequestRecord) -> Lease | None:
-        return self.kv.acquire(
-            record.namespace,
-            record.tokens,
-            match_limit=len(record.tokens) - 1,
-            room_tokens=len(record.tokens),
-            grow_tokens=record.prompt_tokens + record.max_tokens,
-            migrating=True,
-        )
+    def _era(self, message: Place) -> int:
+        group = message.record.group
+        eras = [r.era for r in self._requests.values() if group and r.record.group == group]
+        return min(eras, default=self._accepted)
 
     # until the prompt's blocks and the first token are here
 
@@ -394,7 +395,9 @@ class DecodeScheduler:
             request.prefill_cached_tokens = message.cached_tokens
         if request.arrived:
             request.known = len(request.tokens)
-        commands = self._drawn(request, message.token, now)
+        commands: list[Command] = []
+        if request.record.beams is None:
+            commands = self._drawn(request, message.token, now)
         if request.arrived and request.state is not State.ENDING:
             self._admit(request, now)
         return commands
@@ -411,17 +414,23 @@ class DecodeScheduler:
     def _admit(self, request: Request, now: float) -> None:
         """Blocks and first token are both here: from now on others may share the prompt's blocks."""
         self.handoffs.done(request)
+        if request.record.beams is not None:
+            # The prompt's last token is computed again: what follows it is not drawn, but searched.
+            request.known = len(request.tokens) - 1
+            self.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
-        request.state = State.READY
-        self._ready.append(request)
+        here = self.name if request.local_since is not None else request.prefill.name
+        request.prefilled_by = request.prefilled_by or here
+        self.preemption.back(request, now)
+        self.batch.add_ready(request, now)
         self._fork(request, now)
 
     def _fork(self, parent: Request, now: float) -> None:
         """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
         for request in self.forks.fork(parent):
-            self._compute_here(request, now)
+            self.batch.add_local(request, now)
 
     def _unserved(self, request: Request, now: float) -> list[Command]:
         """Keep what has landed, and ask the router for another prefill worker."""
@@ -444,7 +453,7 @@ class DecodeScheduler:
             or request.state is not State.ASKING
         ):
             return []
-        if answer.prefill is None or request.arrived or request.attempt >= MAX_ATTEMPTS:
+        if answer.prefill is None or request.arrived or request.tries >= MAX_ATTEMPTS:
             self._prefill_here(request, now)
             return []
         request.prefill = answer.prefill
@@ -459,13 +468,8 @@ class DecodeScheduler:
         request.known = len(request.tokens) - 1 if request.arrived else here
         if request.output_tokens == 0:
             request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
-        request.arrived = True
-        self._compute_here(request, now)
-
-    def _compute_here(self, request: Request, now: float) -> None:
-        self.kv.extend(request.lease, len(request.tokens))
-        request.state, request.local_since = State.LOCAL, now
-        self._local.append(request)
+        request.arrived, request.prefill = True, NO_PREFILL
+        self.batch.add_local(request, now)
 
     def _hopeless(self, request: Request, fault: Fault, now: float) -> list[Command]:
         late = fault.code == "DEADLINE_EXCEEDED"
@@ -509,6 +513,7 @@ class DecodeScheduler:
         now: float,
         fault: Fault | None = None,
         kept: int | None = None,
+        beams: Sequence[Beam] = (),
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. A request that
         ended with its first token lets its blocks land first: they are worth caching."""
@@ -519,14 +524,15 @@ class DecodeScheduler:
             reason=reason,
             stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
+            beams=list(beams),
         )
         if request.record.context and reason is not FinishReason.CANCELLED:
             self.orphans.remember(request, ended, request.output[:kept], now)
         commands: list[Command] = [Tell(request.link, ended)]
         state = request.state
-        for line in (self._ready, self._running, self._local):
-            if request in line:
-                line.remove(request)
+        self.batch.remove(request)
+        self.beams.drop(request)
+        self.preemption.remove(request)
         under_way = state in (State.CONNECTING, State.HANDOFF, State.FENCING)
         if under_way and not request.arrived:
             well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
@@ -556,97 +562,164 @@ class DecodeScheduler:
         if heir is None:
             return []
         self.kv.release(heir.lease)
-        lease = self._acquire(heir.record)
-        assert lease is not None, f"no room for {heir} in the place of {request}"
+        lease = self.admission.acquire(heir.record, heir.tokens)
+        if lease is None:
+            heir.lease = self._nothing(heir)
+            self._preempt([heir, *self.forks.waiting(heir)], now)
+            return []
         heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
-        heir.decode_cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
+        if heir.preempted_at is None:
+            heir.decode_cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
         return self._begin(heir, now)
+
+    # when the pool is exhausted
+
+    def _make_room(self, now: float) -> bool:
+        """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
+        anybody has: others that are ready may take their rows."""
+        before = self.preemption.preempted.total()
+        for request in sorted(self.batch.running, key=order):
+            if request.state is not State.RUNNING:
+                continue  # it has given way to one before it
+            wants = self.beams.wants(request)
+            while sum(short for _, short in wants) > self.kv.available:
+                victims = self.preemption.victims(
+                    request, self._requests.values(), self.forks.waiting
+                )
+                self._preempt(victims, now)
+                if not victims or request in victims:
+                    break
+            else:
+                for lease, short in wants:
+                    self.kv.grow(lease, short)
+        return self.preemption.preempted.total() > before
+
+    def _preempt(self, victims: list[Request], now: float) -> None:
+        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed."""
+        for request in victims:
+            if request.state is State.FORKING:
+                self.forks.leave(request)
+            self.batch.remove(request)
+            self.beams.drop(request)
+            if request.arrived:
+                self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+            self.kv.release(request.lease)
+            request.lease = self._nothing(request)
+            self.preemption.add(request, now)
+
+    def _nothing(self, request: Request) -> Lease:
+        lease = self.kv.promise(request.record.namespace, 0)
+        assert lease is not None
+        return lease
+
+    def _resume(self, now: float) -> list[Command]:
+        """Those that were preempted come back in their order, as far as there is room beside the running ones."""
+        commands: list[Command] = []
+        for request in list(self.preemption.line):
+            begun = self._seek(request, now)
+            if begun is None:
+                break
+            commands += begun
+        return commands
+
+    def _seek(self, request: Request, now: float) -> list[Command] | None:
+        """Get the KV of a preempted request back; None where there is no room for it yet."""
+        record, tokens = request.record, request.tokens
+        # Who runs wants its next block soon: to take it away would preempt this request again.
+        spare = len(self.batch.running)
+        parent = self._fetched_sample(request)
+        if parent is not None:
+            room_tokens = self.admission.room_tokens(record, len(tokens))
+            lease = self.forks.promise(record, room_tokens, spare)
+            if lease is None:
+                return None
+            self.preemption.remove(request)
+            request.seek(lease, "shared", now)
+            self.forks.wait(request, parent)
+            return []
+        missing = len(tokens) - self.kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
+        here = not request.prefill.name or missing <= self.config.local_chunk_tokens
+        if not here and len(self.handoffs) >= self.config.max_handoffs:
+            return None
+        lease = self.admission.acquire(record, tokens, migrating=not here, spare=spare)
+        if lease is None:
+            return None
+        self.preemption.remove(request)
+        request.seek(lease, "here" if here else "pool", now)
+        request.have_blocks = lease.cached_tokens // self.kv.block_size
+        if not here:
+            return self._begin(request, now)
+        request.known, request.arrived = lease.cached_tokens, True
+        self.batch.add_local(request, now)
+        return []
+
+    def _fetched_sample(self, request: Request) -> Request | None:
+        """Another sample of its prompt that is being fetched now, which it can share."""
+        group = request.record.group
+        for other in self._requests.values():
+            if group and other.record.group == group and other.state in FETCHING:
+                return self.forks.parent(request.record, other)
+        return None
 
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
         nothing to compute), and commands to carry out."""
-        yielding = [r for line in (self._running, self._ready) for r in line if r.yielding]
-        commands = [self._depart(request, now) for request in yielding]
-        departing = self.departures.incomplete
-        while self._ready and len(self._running) + len(departing) < self.config.max_batch:
-            request = self._ready.pop(0)
-            request.state = State.RUNNING
-            request.clock.enter("decode_run", now)
-            self._running.append(request)
-        rows = []
-        # In the first step after a fork, before its parent writes on in the block that they share.
-        copies = [pair for request in self._local for pair in request.lease.copies]
-        self._stepping = []
-        for request in self._running:
-            self.kv.extend(request.lease, len(request.tokens))
-            rows.append(self._row(request, len(request.tokens)))
-        for request in departing:
-            self.kv.extend(request.lease, len(request.tokens))
-            rows.append(self._row(request, len(request.tokens)))
-        if self._local:
-            # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            local = self._local[: max(1, self.config.max_batch - len(rows))]
-            missing = [len(request.tokens) - request.known for request in local]
-            shares = share_budget(missing, self.config.local_chunk_tokens)
-            for request, share in zip(local, shares, strict=True):
-                if share:
-                    rows.append(self._row(request, request.known + share))
-        if not rows:
-            return None, commands
-        self._steps += 1
-        return StepPlan(tuple(rows), tuple(copies), self._steps), commands
+        commands = self._resume(now)
+        self.batch.fill(len(self.departures.incomplete), now)
+        while self._make_room(now):
+            self.batch.fill(len(self.departures.incomplete), now)
+        for request in [*self.batch.running, *self.batch.ready]:
+            if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
+                commands.append(self._depart(request, now))
+        return self.batch.plan(self.departures.incomplete), commands
 
     def _depart(self, request: Request, now: float) -> Command:
         """Out of the batch: all KV but the newest token's is here, for whoever goes on."""
         name = request.record.request
         del self._requests[name]
-        (self._running if request.state is State.RUNNING else self._ready).remove(request)
+        self.batch.remove(request)
         request.state = State.DEPARTED
         self.departures.add(request)
         stats = request.stats(now, self.name, self.block_bytes, None)
         yielded = Yielded(request=name, placement=request.placement, stats=stats)
         return Tell(request.link, yielded)
 
-    def _row(self, request: Request, end: int) -> Row:
-        self._stepping.append(request)
-        return Row(
-            request=request.record.request,
-            record=request.record,
-            tokens=request.tokens,
-            start=request.known,
-            end=end,
-            blocks=request.lease.blocks,
-            draw=end == len(request.tokens),
-            banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
-        )
-
-    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
+    def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """The step has run: send the tokens on, end what is over."""
         commands: list[Command] = []
-        for request in self._local:
-            self.kv.copied(request.lease)
-        tokens = iter(drawn)
-        for row, request in zip(plan.rows, self._stepping, strict=True):
-            request.known = row.end
-            if request.state is State.LOCAL:
-                if request.is_recovering:
-                    self.recomputed_tokens += row.end - row.start
-                else:
-                    self.prefilled_tokens += row.end - row.start
-            if not row.draw:
+        for request, row, token in self.batch.complete(plan, drawn):
+            is_local = request.state is State.LOCAL
+            if is_local and request.is_recovering:
+                self.recomputed_tokens += row.end - row.start
+            elif is_local:
+                self.prefilled_tokens += row.end - row.start
+            if token is None:
                 continue
-            token = next(tokens)
+            if not isinstance(token, int):
+                commands += self._searched(request, token, now)
+                continue
             if request.state is State.DEPARTED:
                 commands += self.departures.complete(request, token, now)
                 continue
-            commands += self._drawn(request, token, now)
-            if request.state is State.LOCAL:
-                self._local.remove(request)
+            if request.record.beams is None:
+                commands += self._drawn(request, token, now)
+            if is_local and request.state is State.LOCAL:
+                self.batch.remove(request)
                 self._admit(request, now)
-        self._stepping = []
         return commands
+
+    def _searched(
+        self, request: Request, candidates: Candidates, now: float
+    ) -> list[Command]:
+        """What may follow one hypothesis is known; the last one's may end the search."""
+        self.generated_tokens += 1
+        answers = self.beams.complete(request, candidates)
+        if answers is None:
+            return []
+        kept = sum(len(beam.ids) for beam in answers)
+        return self._end(request, answers[0].reason, now, kept=kept, beams=answers)
 
     def _drawn(self, request: Request, token: int, now: float) -> list[Command]:
         """The next token of a request is known: send it on, and end what is over."""
@@ -665,18 +738,18 @@ class DecodeScheduler:
         self.departures.check()
         self.forks.check({r for r in self._requests.values() if r.state is State.FORKING})
         self.orphans.check()
-        lines = {State.READY: self._ready, State.RUNNING: self._running, State.LOCAL: self._local}
-        for state, line in lines.items():
-            assert all(request.state is state for request in line)
-            assert sum(r.state is state for r in self._requests.values()) == len(line)
+        self.batch.check(list(self._requests.values()))
+        self.beams.check(list(self._requests.values()))
+        self.preemption.check(list(self._requests.values()))
         for request in self._requests.values():
             assert not request.lease.released and request.state is not State.ENDING
             assert (request.link == NOBODY) == (request.orphan_until < float("inf"))
             assert request.link != NOBODY or request.state is not State.ASKING
 
     def __repr__(self) -> str:
+        batch = self.batch
         return (
-            f"DecodeScheduler({len(self._running)} running, {len(self._ready)} ready, "
-            f"{len(self._local)} local, {len(self.handoffs)} handoffs, "
-            f"{len(self.departures)} departures, {self.kv!r})"
+            f"DecodeScheduler({len(batch.running)} running, {len(batch.ready)} ready, "
+            f"{len(batch.local)} local, {len(self.preemption.line)} preempted, "
+            f"{len(self.handoffs)} handoffs, {len(self.departures)} departures, {self.kv!r})"
         )

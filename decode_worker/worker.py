@@ -146,6 +146,7 @@ class DecodeWorker:
             block_size=device.layout.block_size,
             blocks=device.blocks,
             context_tokens=device.context_tokens,
+            growth_tokens=self._scheduler.admission.growth_tokens,
             pid=os.getpid(),
             host=host_id(),
             metrics_address=host_port(self._host, self._metrics.serve(self._host)),
@@ -323,6 +324,8 @@ class DecodeWorker:
             computed, again = scheduler.prefilled_tokens, scheduler.recomputed_tokens
             self._metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
             scheduler.prefilled_tokens = scheduler.recomputed_tokens = 0
+        for back in scheduler.take_resumed():
+            self._metrics.resumed(back.way, back.lost_tokens, back.seconds)
         for one in scheduler.take_migrated():
             nbytes = one.blocks * self._device.layout.block_bytes
             self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
@@ -352,6 +355,7 @@ class DecodeWorker:
             self._mover.outstanding,
         )
         metrics.forks(scheduler.forks.forked, scheduler.forks.inherited)
+        metrics.preempted(scheduler.preemption.preempted)
         metrics.orphans_expired(scheduler.orphans.expired)
         for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)

@@ -1,5 +1,6 @@
 """The seam between a model and the kernels that its step runs on: five calls, everything passed in."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from torch.nn.functional import rms_norm, silu
 from engine.batch import ForwardBatch
 from engine.kv.paged import KVTensors
 from engine.sampling import Draw, sample
+from engine.step import Drawn
 from kernels.kv_write import plan_kv_write, write_kv
 from kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 
@@ -48,8 +50,9 @@ class AttentionBackend(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> list[int]:
-        """A token for each draw, row i of `logits` for draw i. All work of the step has ended when it returns."""
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+        """A token, or candidates, for each draw, row i of `logits` for draw i. All work of the step has ended when it
+        returns."""
 
 
 class TorchAttention:
@@ -102,5 +105,5 @@ class TorchAttention:
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> list[int]:
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
         return sample(logits, draws)

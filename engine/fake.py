@@ -13,7 +13,7 @@ import xxhash
 
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
-from engine.step import StepPlan
+from engine.step import Candidates, Drawn, StepPlan
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
@@ -38,6 +38,24 @@ def fake_next(tokens: Sequence[int], layout: KVLayout, vocab: int) -> int:
     return _hash(rows, vocab)
 
 
+def fake_candidates(
+    tokens: Sequence[int], layout: KVLayout, vocab: int, count: int, banned: Sequence[int] = ()
+) -> Candidates:
+    """The likeliest tokens after `tokens`, computed without any KV memory."""
+    rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
+    return _candidates(rows, vocab, count, banned)
+
+
+def _candidates(rows: np.ndarray, vocab: int, count: int, banned: Sequence[int]) -> Candidates:
+    seed = xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).tobytes())
+    words = (np.arange(vocab, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ np.uint64(seed)) * np.uint64(0xD6E8FEB86659FD93)
+    logits = (words >> np.uint64(40)).astype(np.float64) / (1 << 22)
+    log_probs = logits - np.log(np.exp(logits).sum())
+    order = [int(token) for token in np.argsort(-log_probs, kind="stable") if token not in banned]
+    return tuple((token, float(log_probs[token])) for token in order[:count])
+
+
 def _hash(rows: np.ndarray, vocab: int) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).tobytes()) % vocab
 
@@ -51,10 +69,10 @@ class FakeRunner:
         planes = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales.unsqueeze(-1)]
         self._planes = [plane.view(torch.uint8).numpy() for plane in planes]
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
         self.kv.copy(list(plan.copies))
         size = self.kv.layout.block_size
-        drawn = []
+        drawn: list[Drawn] = []
         for row in plan.rows:
             for at in range(row.start, row.end):
                 pattern = kv_pattern(row.tokens[at], at, self.kv.layout)
@@ -64,6 +82,10 @@ class FakeRunner:
             if row.draw:
                 table = [row.blocks[at // size] for at in range(row.end)]
                 offsets = [at % size for at in range(row.end)]
-                rows = [plane[table, :, :, :, offsets] for plane in self._planes]
-                drawn.append(_hash(np.concatenate(rows, axis=-1), self._vocab))
+                planes = [plane[table, :, :, :, offsets] for plane in self._planes]
+                there = np.concatenate(planes, axis=-1)
+                if row.candidates:
+                    drawn.append(_candidates(there, self._vocab, row.candidates, row.banned))
+                else:
+                    drawn.append(_hash(there, self._vocab))
         return drawn

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
 from engine.runner import Runner
-from engine.step import StepPlan
+from engine.step import Drawn, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Scheduler(Protocol[E_in, C_out]):
 
     def plan(self, now: float) -> tuple[StepPlan | None, Sequence[C_out]]: ...
 
-    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> Sequence[C_out]: ...
+    def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> Sequence[C_out]: ...
 
 
 class Engine(Generic[E, C]):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import BlockId, FinishReason, Incarnation, RequestId, RequestRecord
+from engine.types import Beam, BlockId, FinishReason, Incarnation, RequestId, RequestRecord
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +39,7 @@ class WorkerInfo(Record, kw_only=True):
     block_size: int
     blocks: int
     context_tokens: int
+    growth_tokens: int | None = None  # room for an answer that is promised when a request is taken; None: all of it
     pid: int
     host: str
     metrics_address: str = ""
@@ -207,6 +208,8 @@ class Ended(Record, kw_only=True):
     reason: FinishReason
     stats: RequestStats
     fault: Fault | None = None
+    beams: list[Beam] = []
+    """The answers of a beam search, best first, as many as were asked for."""
 
 
 class Orphan(Record, kw_only=True):

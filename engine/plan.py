@@ -4,7 +4,7 @@ and where did its time go. Pure: no torch, no clock; time is an argument."""
 import math
 from collections.abc import Sequence
 
-from engine.types import FieldError, FinishReason, RequestRecord, TooLongError
+from engine.types import BeamParams, FieldError, FinishReason, RequestRecord, TooLongError
 
 STAGES = (
     "admit",
@@ -28,6 +28,11 @@ SAMPLING_RANGES = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """What a sampling value may be, ends included: at the router's border and at the worker's."""
+
+
+MAX_PRIORITY = 100
+MAX_BEAM_WIDTH = 16
+LENGTH_PENALTIES = (-10.0, 10.0)
 
 
 def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None:
@@ -64,6 +69,21 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
             raise FieldError(name, f"must be a number in {low:g} .. {high:g}")
     if params.top_k < 0:
         raise FieldError("top_k", "must not be negative")
+    if not -MAX_PRIORITY <= record.priority <= MAX_PRIORITY:
+        raise FieldError("priority", f"must lie in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
+    if record.beams is not None:
+        check_beams(record.beams)
+
+
+def check_beams(beams: BeamParams) -> None:
+    """Raise FieldError unless a beam search can be made of it."""
+    if not 1 <= beams.width <= MAX_BEAM_WIDTH:
+        raise FieldError("beam_width", f"must lie in 1 .. {MAX_BEAM_WIDTH}")
+    if not 1 <= beams.answers <= beams.width:
+        raise FieldError("n", f"must not exceed beam_width, which is {beams.width}")
+    low, high = LENGTH_PENALTIES
+    if not low <= beams.length_penalty <= high:
+        raise FieldError("length_penalty", f"must be a number in {low:g} .. {high:g}")
 
 
 def finish_reason(
@@ -78,16 +98,18 @@ def finish_reason(
     return FinishReason.LENGTH if output_tokens >= record.max_tokens else None
 
 
+def end_tokens(record: RequestRecord, stop_ids: frozenset[int]) -> frozenset[int]:
+    """The ids that end its text."""
+    return frozenset(record.stop_token_ids) | (frozenset() if record.ignore_eos else stop_ids)
+
+
 def banned_tokens(
     record: RequestRecord, output_tokens: int, stop_ids: frozenset[int]
 ) -> tuple[int, ...]:
     """Which ids may not follow `output_tokens` output tokens: those that would end the text before `min_tokens`."""
     if output_tokens >= record.min_tokens:
         return ()
-    ends = set(record.stop_token_ids)
-    if not record.ignore_eos:
-        ends |= stop_ids
-    return tuple(sorted(ends))
+    return tuple(sorted(end_tokens(record, stop_ids)))
 
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:

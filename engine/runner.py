@@ -1,5 +1,6 @@
 """Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from engine.graphs import DecodeGraphs
 from engine.kv.paged import KVTensors
 from engine.model.llama import Llama
 from engine.sampling import Draw
-from engine.step import Row, StepPlan
+from engine.step import Drawn, Row, StepPlan
 
 
 class Runner(Protocol):
@@ -19,8 +20,8 @@ class Runner(Protocol):
 
     kv: KVTensors
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Carry out one step. Returns one token per row with `draw`, in the order of the rows."""
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+        """Carry out one step. Returns a token, or candidates, for each row with `draw`, in the order of the rows."""
 
 
 class ModelRunner:
@@ -40,7 +41,7 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
         self.kv.copy(list(plan.copies))
         if not plan.rows:
             return []
@@ -50,7 +51,7 @@ class ModelRunner:
             logits = self._graphs.run(rows)
         else:
             logits = self._forward(rows)
-        draws = [Draw(row.record, row.tokens, row.banned) for row in rows if row.draw]
+        draws = [Draw(row.record, row.tokens, row.banned, row.candidates) for row in rows if row.draw]
         drawn = self._attention.sample(logits, draws)
         drawing = [at for at in order if plan.rows[at].draw]
         return [token for _, token in sorted(zip(drawing, drawn, strict=True))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.step import Candidates, Drawn
 from engine.types import RequestRecord
 from kernels.sampling import draw, penalize, philox_uniform, probabilities
 
@@ -18,15 +19,31 @@ class Draw:
     record: RequestRecord
     tokens: Sequence[int]
     banned: tuple[int, ...] = ()
+    candidates: int = 0
+    """Where not 0: so many of the likeliest tokens are wanted, and none is drawn."""
 
 
-def sample(logits: Tensor, draws: list[Draw]) -> list[int]:
+def sample(logits: Tensor, draws: list[Draw]) -> list[Drawn]:
     """`logits` float32 `[>= draws, vocab]`, row i for draw i. Greedy rows are taken together."""
     best = logits[: len(draws)].argmax(-1).tolist()
     return [
-        token if _is_plain_greedy(want) else _draw_one(logits[row], want)
+        _likeliest(logits[row], want)
+        if want.candidates
+        else token
+        if _is_plain_greedy(want)
+        else _draw_one(logits[row], want)
         for row, (token, want) in enumerate(zip(best, draws, strict=True))
     ]
+
+
+def _likeliest(logits: Tensor, want: Draw) -> Candidates:
+    """Log probabilities are the model's own: what is banned leaves its share to nobody."""
+    log_probs = logits.log_softmax(-1)
+    if want.banned:
+        log_probs[list(want.banned)] = float("-inf")
+    top = log_probs.topk(min(want.candidates, log_probs.numel()))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return tuple((token, value) for token, value in pairs if value > float("-inf"))
 
 
 def _is_plain_greedy(want: Draw) -> bool:

@@ -22,6 +22,14 @@ class Row(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockId]
     draw: bool
     banned: tuple[int, ...] = ()
+    candidates: int = 0
+    """Where not 0, so many of the likeliest next tokens are wanted with their log probabilities, and none is drawn."""
+
+
+Candidates = tuple[tuple[int, float], ...]
+"""Tokens with their log probabilities, likeliest first."""
+Drawn = int | Candidates
+"""What a step makes of a row with `draw`."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

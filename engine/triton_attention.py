@@ -17,7 +17,8 @@ from engine.batch import ForwardBatch
 from engine.kv.layout import KVLayout
 from engine.kv.paged import TORCH_DTYPES, KVTensors
 from engine.model.config import ModelConfig
-from engine.sampling import Draw
+from engine.sampling import Draw, sample
+from engine.step import Drawn
 from engine.triton_sampling import draw_tokens
 from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.decode_attention import decode_attention
@@ -182,7 +183,11 @@ class TritonAttention:
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, self._configs["silu_mul"])
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> list[int]:
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+        if any(draw.candidates for draw in draws):
+            # A beam search is among them: the kernel draws tokens only.
+            self._plan_ahead()
+            return sample(logits.cpu(), draws)
         tokens = draw_tokens(logits, draws, self._configs["sample"]) if draws else None
         self._plan_ahead()
         if tokens is not None:

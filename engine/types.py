@@ -51,6 +51,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
 
 
+class EarlyStopping(StrEnum):
+    """When a beam search that has as many answers as it is wide stops looking for better ones."""
+
+    FULL = "full"
+    """At once."""
+    HEURISTIC = "heuristic"
+    """When the best hypothesis, were it to end as it is, would be no better than the worst answer."""
+    NEVER = "never"
+    """When no hypothesis can become better any more, whatever its length."""
+
+
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Search `width` hypotheses side by side instead of drawing, and return the best `answers` of them. A positive
+    `length_penalty` favours long answers: scores are log probabilities / length ** length_penalty."""
+
+    width: int
+    answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
+class Beam(msgspec.Struct, frozen=True):
+    """One answer of a beam search."""
+
+    ids: list[int]
+    score: float
+    reason: FinishReason
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that any worker needs to run, or to resume, a request. It travels whole in every placement.
 
@@ -68,6 +97,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: int = 0
     group: str = ""
     """What the samples of one call have in common; empty where there is but one."""
+    priority: int = 0
+    """Who gives its blocks away when a decode worker's pool is exhausted: the lowest first."""
+    beams: BeamParams | None = None
+    """Beam search, in place of `sampling`. Its answers come with the request's end, no token before."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False

@@ -14,6 +14,7 @@ chunk's finished blocks are offered at once, all layers together, while the next
 offered before anything is computed. The lease is released when the sender says that nobody can still read the blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,7 +30,7 @@ from engine.messages import (
     Stop,
 )
 from engine.plan import banned_tokens, check_record, share_budget
-from engine.step import Row, StepPlan
+from engine.step import Drawn, Row, StepPlan
 from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
 from prefill_worker.config import PrefillConfig
 from prefill_worker.order import Order
@@ -327,7 +328,7 @@ class PrefillScheduler:
         self._planned_at = now
         return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
-    def complete(self, plan: StepPlan, drawn: list[int], now: float) -> list[Command]:
+    def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
         commands: list[Command] = []
         self._order.ran(plan.computed_tokens, now - self._planned_at)
@@ -338,7 +339,9 @@ class PrefillScheduler:
             self.kv.commit(job.lease, job.record.tokens[: row.end], tail=row.draw)
             commands += self._offer(job)
             if row.draw:
-                commands += self._finish(job, next(tokens), now)
+                token = next(tokens)
+                assert isinstance(token, int)
+                commands += self._finish(job, token, now)
         return commands
 
     def _admit(self, now: float) -> list[Command]:

@@ -3,7 +3,7 @@
 import msgspec
 
 from engine.messages import RequestStats
-from engine.types import FinishReason, SamplingParams
+from engine.types import EarlyStopping, FinishReason, SamplingParams
 from router.form import HttpForm
 
 
@@ -29,6 +29,11 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     tenant: str = ""
     timeout_s: float | None = None
+    priority: int = 0
+    beam_width: int | None = None
+    """Beam search in place of drawing: the `n` best answers of so many hypotheses."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
     form: HttpForm | None = None
@@ -72,6 +77,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float
     stop_matched: str = ""
     sample: int = 0
+    beam_score: float | None = None
 
 
 class Position(msgspec.Struct, frozen=True):

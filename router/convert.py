@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.messages import RequestStats
-from engine.types import FieldError, FinishReason, SamplingParams
+from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
 from protos import headrace_pb2 as pb
 from router.api import (
     ChatMessage,
@@ -35,7 +35,15 @@ _SCALARS = (
     "timeout_s",
     "resumable",
     "n",
+    "priority",
+    "beam_width",
+    "length_penalty",
 )
+_STOPPING = {
+    EarlyStopping.FULL: pb.EARLY_STOPPING_FULL,
+    EarlyStopping.HEURISTIC: pb.EARLY_STOPPING_HEURISTIC,
+    EarlyStopping.NEVER: pb.EARLY_STOPPING_NEVER,
+}
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -56,8 +64,10 @@ def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
         raise FieldError("prompt", "one of prompt, chat and token_ids must be set")
     given = {name: getattr(request, name) for name in _SCALARS if request.HasField(name)}
     drawn = {n: getattr(request.sampling, n) for n in _SAMPLING if request.sampling.HasField(n)}
+    stopping = {number: name for name, number in _STOPPING.items()}
     return GenerateCall(
         prompt=prompt,
+        early_stopping=stopping.get(request.early_stopping, EarlyStopping.HEURISTIC),
         sampling=SamplingParams(**drawn),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -82,6 +92,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         value = getattr(call, name)
         if value is not None:
             setattr(request, name, value)
+    request.early_stopping = _STOPPING[call.early_stopping]
     for name in _SAMPLING:
         setattr(request.sampling, name, getattr(call.sampling, name))
     return request
@@ -128,6 +139,7 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
             decode_cached_tokens=stats.decode_cached_tokens,
             stop_matched=event.stop_matched,
             sample=event.sample,
+            beam_score=event.beam_score,
         )
     )
 
@@ -172,6 +184,7 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
         e2e_s=end.timings.e2e_s,
         stop_matched=end.stop_matched,
         sample=end.sample,
+        beam_score=end.beam_score if end.HasField("beam_score") else None,
     )
 
 

@@ -18,9 +18,10 @@ def ending(call: Call, record: Ended) -> Complete | Fail:
     if call.state is State.FINISHING:
         return complete(call, reason, stats)
     if record.fault is None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-        problem = _contradiction(call, stats)
+        problem = _contradiction(call, record)
         if not problem:
-            return complete(call, reason, stats)
+            end = complete(call, reason, stats)
+            return msgspec.structs.replace(end, beams=tuple(record.beams))
         return Fail(request, Fault("INTERNAL", problem), FinishReason.ERROR)
     if reason is FinishReason.DEADLINE:
         return Fail(request, DEADLINE, reason)
@@ -53,13 +54,16 @@ def unreported(call: Call) -> RequestStats:
     )
 
 
-def _contradiction(call: Call, stats: RequestStats) -> str:
+def _contradiction(call: Call, record: Ended) -> str:
     """Why the worker's good end cannot be believed; empty if it can."""
     if call.state is State.OFFERED:
         return f"worker {call.decode} ended a request that it had not accepted"
-    if stats.output_tokens != len(call.emitted):
+    wanted = 0 if call.record.beams is None else call.record.beams.answers
+    if len(record.beams) != wanted:
+        return f"worker {call.decode} found {len(record.beams)} answers of {wanted}"
+    if not wanted and record.stats.output_tokens != len(call.emitted):
         return (
-            f"worker {call.decode} counts {stats.output_tokens} output tokens, "
+            f"worker {call.decode} counts {record.stats.output_tokens} output tokens, "
             f"{len(call.emitted)} arrived"
         )
     return ""

@@ -23,7 +23,7 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord
 from router.escalation import Verdict
 
 
@@ -166,6 +166,7 @@ class Complete(msgspec.Struct, frozen=True):
     reason: FinishReason
     stats: RequestStats
     expected_tokens: int
+    beams: tuple[Beam, ...] = ()
 
 
 class Fail(msgspec.Struct, frozen=True):

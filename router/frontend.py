@@ -19,6 +19,7 @@ import msgspec
 from engine.messages import Orphan
 from engine.types import FieldError, FinishReason, RequestId, RequestRecord, TooLongError
 from router.api import ApiError, Delta, GenerateCall, GenerateEvent, Position, Started
+from router.beams import BeamSink
 from router.config import RouterConfig
 from router.context import Context, pack, unpack
 from router.conversation import Conversations, Prompt
@@ -114,8 +115,9 @@ class Frontend:
         )
         chat = _chat(call)
         kept = Kept(samples, lambda stream: self._remember(chat, record, prompt, stream))
-        records = _samples(record, call.n)
-        for one in records:
+        if record.beams is not None:
+            self._search(samples, record, call, timeline, submitted_s, deadline_s)
+        for one in _samples(record, call.n) if record.beams is None else ():
             line = Timeline(timeline.received_s)
             line.submitted(submitted_s)
             trace = self._journal.received(one.request, call.traceparent, timeline.received_s)
@@ -126,6 +128,22 @@ class Frontend:
         async with aclosing(self._serve(token, kept, samples.read())) as events:
             async for event in events:
                 yield event
+
+    def _search(
+        self,
+        samples: Samples,
+        record: RequestRecord,
+        call: GenerateCall,
+        timeline: Timeline,
+        submitted_s: float,
+        deadline_s: float,
+    ) -> None:
+        """One request, whose answers are the samples."""
+        for index in range(call.n):
+            line = Timeline(timeline.received_s)
+            line.submitted(submitted_s)
+            samples.put(index, self._stream(samples, record, (), line))
+        self._hub.submit(record, deadline_s, BeamSink(samples.streams))
 
     async def resume(
         self, token: str, positions: Sequence[Position] = ()

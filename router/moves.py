@@ -44,8 +44,7 @@ class Moves:
         return due
 
     def _has_room(self, call: Call, home: Worker, pending: list[Call], now: float) -> bool:
-        size = home.info.block_size
-        promised = sum(demand(other.record, size).blocks for other in pending)
+        promised = sum(demand(other.record, home.info).blocks for other in pending)
         return self._placer.has_room_elsewhere(call.record, call.chain, home, promised, now)
 
 

@@ -13,11 +13,11 @@ A duplicate key counts once, with its last value, as in every common JSON reader
 
 import math
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from engine.types import SamplingParams
+from engine.types import EarlyStopping, SamplingParams
 from router.api import ApiError, ChatMessage, GenerateCall
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
@@ -30,6 +30,12 @@ _ROLES = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+}
+_STOPPING = {
+    None: EarlyStopping.HEURISTIC,
+    False: EarlyStopping.HEURISTIC,
+    True: EarlyStopping.FULL,
+    "never": EarlyStopping.NEVER,
 }
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -87,6 +93,10 @@ class Request(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     timeout: float | None = None
     resumable: bool | None = None
+    priority: Int | None = None
+    beam_width: Int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     best_of: object = None
     echo: object = None
     suffix: object = None
@@ -234,6 +244,10 @@ def _parsed(
         request_id=label,
         timeout_s=min(timeouts, default=None),
         resumable=bool(request.resumable),
+        priority=request.priority or 0,
+        beam_width=request.beam_width,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=_STOPPING[request.early_stopping],
     )
     return Parsed(
         call=call,

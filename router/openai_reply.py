@@ -91,6 +91,7 @@ class Choice(msgspec.Struct, kw_only=True):
     logprobs: None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    beam_score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -121,7 +122,7 @@ class Writer:
         return msgspec.json.encode(self.reply(kind, choices, usage(ends), self.headrace(ends[0])))
 
     def _choice(self, deltas: Sequence[Delta], end: Finished) -> Choice:
-        choice = Choice(index=end.sample, finish_reason=end.reason.value)
+        choice = last_choice(end)
         text = "".join(delta.text for delta in deltas)
         if self._form.chat:
             choice.message = ChatText(text, refusal=None)
@@ -160,6 +161,14 @@ class Writer:
             timing=Timing(end.ttft_s, end.itl_mean_s, end.itl_p99_s, end.e2e_s, stats.stages),
             stop_matched=end.stop_matched,
         )
+
+
+def last_choice(end: Finished) -> Choice:
+    """The choice that says how a sample ended, without its text."""
+    choice = Choice(index=end.sample, finish_reason=end.reason.value)
+    if end.beam_score is not None:
+        choice.beam_score = end.beam_score
+    return choice
 
 
 def usage(ends: Sequence[Finished]) -> Usage:

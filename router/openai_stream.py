@@ -13,7 +13,7 @@ import msgspec
 from router.api import Delta, Finished, Started
 from router.event_ids import At, bad_id, event_id
 from router.form import HttpForm
-from router.openai_reply import ChatText, Choice, Headrace, Usage, Writer, usage
+from router.openai_reply import ChatText, Choice, Headrace, Usage, Writer, last_choice, usage
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
@@ -84,7 +84,7 @@ class StreamWriter:
         return events
 
     def _finish(self, end: Finished) -> Choice:
-        choice = Choice(index=end.sample, finish_reason=end.reason.value)
+        choice = last_choice(end)
         if not self._form.chat:
             choice.text = ""
         else:

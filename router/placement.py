@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 
 import msgspec
 
-from engine.messages import Fault, PeerAddress
+from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
 from router.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.prefix_index import PrefixIndex
@@ -21,11 +21,12 @@ LOCAL = PeerAddress("", "")
 _LOCAL_VIEW = PrefillView(LOCAL.name, 0, 0, 0.0, 0)
 
 
-def demand(record: RequestRecord, block_size: int) -> Demand:
-    """What `record` needs: growth means room for `max_tokens`."""
-    prompt = len(record.tokens)
+def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
+    """What `record` needs on such a worker."""
+    prompt, size = len(record.tokens), info.block_size
     end = record.prompt_tokens + record.max_tokens
-    return Demand(prompt, -(-prompt // block_size), -(-end // block_size))
+    room = end if info.growth_tokens is None else min(end, prompt + info.growth_tokens)
+    return Demand(prompt, -(-prompt // size), -(-room // size), -(-end // size))
 
 
 class Placer:
@@ -40,7 +41,7 @@ class Placer:
         """Why no known worker could ever take `record`, however long it waited; None if one may."""
         decodes = self._registry.role("decode")
         prefills = self._registry.role("prefill")
-        if decodes and not any(demand(record, w.info.block_size).blocks <= w.info.blocks for w in decodes):
+        if decodes and not any(demand(record, w.info).most_blocks <= w.info.blocks for w in decodes):
             room = max(w.info.blocks * w.info.block_size for w in decodes)
             message = (
                 f"max_tokens: {record.prompt_tokens} prompt tokens and {record.max_tokens} output "
@@ -67,7 +68,8 @@ class Placer:
         prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
         best: tuple[Choice, Demand, ModelKey] | None = None
         for key in sorted({w.key for w in decodes}):
-            wanted = demand(record, key[1])
+            alike = [w for w in decodes if w.key == key]
+            wanted = demand(record, alike[0].info)
             chain = chain_of(key)
             views = [
                 self._prefill_view(w, chain_of(w.key), wanted)
@@ -81,10 +83,9 @@ class Placer:
                 views or [_LOCAL_VIEW],
                 [
                     view
-                    for w in decodes
-                    if w.key == key
+                    for w in alike
                     for view in [self._decode_view(w, chain)]
-                    if _fits(wanted, view)
+                    if _fits(demand(record, w.info), view)
                 ],
             )
             if choice is not None and (best is None or _rank(choice) < _rank(best[0])):
@@ -98,9 +99,8 @@ class Placer:
         its worker has no room for what is not shared."""
         if home.refused or home not in self._registry.takers("decode", now):
             return None
-        size = home.info.block_size
-        wanted = demand(record, size)
-        shared = min(record.prompt_tokens, len(record.tokens) - 1) // size
+        wanted = demand(record, home.info)
+        shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
         view = msgspec.structs.replace(self._decode_view(home, []), cached_blocks=shared)
         if not _fits(wanted, view):
             return None
@@ -114,11 +114,9 @@ class Placer:
         self, record: RequestRecord, chain_of: ChainOf, home: Worker, promised: int, now: float
     ) -> bool:
         """Whether another decode worker than `home` could take what runs there, beside `promised` more blocks."""
-        wanted = demand(record, home.info.block_size)
-        wanted = msgspec.structs.replace(wanted, blocks=wanted.blocks + promised)
         chain = chain_of(home.key)
         return any(
-            _fits(wanted, self._decode_view(worker, chain))
+            _fits(demand(record, worker.info), self._decode_view(worker, chain), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -132,7 +130,7 @@ class Placer:
         now: float,
     ) -> PrefillView | None:
         """The best prefill worker for a request that `decode` holds, none of `failed`; None if no other is live."""
-        wanted = demand(record, decode.info.block_size)
+        wanted = demand(record, decode.info)
         views = [
             self._prefill_view(w, chain_of(w.key), wanted)
             for w in self._registry.takers("prefill", now)
@@ -167,14 +165,14 @@ class Placer:
         )
 
 
-def _fits(wanted: Demand, view: DecodeView) -> bool:
-    missing = wanted.blocks - view.cached_blocks
-    return missing <= view.blocks - view.used_blocks and wanted.blocks <= view.blocks
+def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
+    missing = wanted.blocks + promised - view.cached_blocks
+    return missing <= view.blocks - view.used_blocks and wanted.most_blocks <= view.blocks
 
 
 def _holds(worker: Worker, record: RequestRecord) -> bool:
     """Whether the whole prompt, history included, fits into the worker's pool."""
-    return demand(record, worker.info.block_size).prompt_blocks <= worker.info.blocks
+    return demand(record, worker.info).prompt_blocks <= worker.info.blocks
 
 
 def _rank(choice: Choice) -> tuple[bool, float]:

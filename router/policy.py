@@ -22,11 +22,13 @@ _RESOLUTION_DIGITS = 6  # costs that differ by less than a microsecond are ties
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request asks for. `blocks` covers its prompt and the room its answer may need."""
+    """What a request asks for. `blocks` covers its tokens and the room that a worker promises for more, `most_blocks`
+    all that its answer may need."""
 
     prompt_tokens: int
     prompt_blocks: int
     blocks: int
+    most_blocks: int
 
 
 class PrefillView(msgspec.Struct, frozen=True):

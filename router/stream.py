@@ -172,7 +172,9 @@ class Stream:
             reason = FinishReason.STOP if stopped is not None else end.reason
             stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
             matched = stopped.matched if stopped is not None else ""
-            self._finished = self._timeline.finished(reason, stats, matched, now)
+            finished = self._timeline.finished(reason, stats, matched, now)
+            score = end.beams[0].score if end.beams else None
+            self._finished = msgspec.structs.replace(finished, beam_score=score)
             self._count(reason, now, self._finished.stats.stages)
         return self._finished
 

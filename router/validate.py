@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from engine.plan import SAMPLING_RANGES
-from engine.types import FieldError, RequestId, RequestRecord, SamplingParams, TooLongError
+from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
+from engine.types import (
+    BeamParams,
+    FieldError,
+    RequestId,
+    RequestRecord,
+    SamplingParams,
+    TooLongError,
+)
 from router.api import GenerateCall
 from router.config import RouterConfig
 
@@ -65,8 +72,37 @@ def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> 
         if len(label) > MAX_LABEL_CHARS:
             raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
         _check_text(field, label)
+    _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_search(call)
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
         raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+
+
+def _check_search(call: GenerateCall) -> None:
+    beams = _beams(call)
+    if beams is None:
+        return
+    check_beams(beams)
+    if call.resumable:
+        raise FieldError("resumable", "is not allowed with beam_width")
+    if call.stop:
+        raise FieldError("stop", "is not allowed with beam_width; stop_token_ids are")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(call.sampling, name):
+            raise FieldError(name, "is not allowed with beam_width")
+    if call.sampling.repetition_penalty != 1.0:
+        raise FieldError("repetition_penalty", "is not allowed with beam_width")
+
+
+def _beams(call: GenerateCall) -> BeamParams | None:
+    if call.beam_width is None:
+        return None
+    return BeamParams(
+        width=call.beam_width,
+        answers=call.n,
+        length_penalty=call.length_penalty,
+        early_stopping=call.early_stopping,
+    )
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -117,6 +153,8 @@ def to_record(
         max_tokens=max_tokens,
         seed=seed if call.seed is None else call.seed,
         sampling=call.sampling,
+        priority=call.priority,
+        beams=_beams(call),
         stop_token_ids=call.stop_token_ids,
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,

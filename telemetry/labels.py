@@ -33,6 +33,10 @@ LOSSES = ("left", "lost", "given_up")
 ROLES = ("prefill", "decode")
 FORKS = ("forked", "inherited")
 """A sample of a shared prompt: began with another one's blocks, or took its place."""
+PREEMPTED_STATES = ("running", "ready", "local", "forking")
+"""What a request was doing when its blocks were taken."""
+RESUME_WAYS = ("pool", "here", "shared")
+"""How its KV came back: from the prefill pool, computed here, from another sample of its prompt."""
 ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
 HANDOFF_DROPS = {
     "sender": {

@@ -10,6 +10,8 @@ from telemetry.labels import (
     FORKS,
     HANDOFF_DROPS,
     MIGRATION_OUTCOMES,
+    PREEMPTED_STATES,
+    RESUME_WAYS,
     SLOT_STATES,
     TOKEN_SOURCES,
     TRANSPORTS,
@@ -68,6 +70,22 @@ class WorkerMetrics(ProcessMetrics):
         self._running = families.gauge("running_requests", RUNNING_TEXT)[()]
         self._forks = families.counter(
             "forks_total", "Samples that shared a prompt's blocks.", kind=FORKS
+        )
+        self._preemptions = families.counter(
+            "preemptions_total",
+            "Requests whose KV blocks were taken for others, by what they did.",
+            state=PREEMPTED_STATES,
+        )
+        self._preemption = families.histogram(
+            "preemption_seconds",
+            "A request's preemption to all of its KV being back, by the way in which it came back.",
+            buckets.STAGE_S,
+            way=RESUME_WAYS,
+        )
+        self._lost = families.counter(
+            "preemption_lost_tokens_total",
+            "Tokens whose KV was gone when a preempted request came back.",
+            way=RESUME_WAYS,
         )
         self._orphans = families.counter(
             "orphans_expired_total", "Requests of a lost router that no other took in time."
@@ -162,6 +180,16 @@ class WorkerMetrics(ProcessMetrics):
         """Totals since the worker started."""
         for kind, total in zip(FORKS, (forked, inherited), strict=True):
             self._forks[kind].inc(self._growth.of(("forks", kind), total))
+
+    def preempted(self, totals: Mapping[str, int]) -> None:
+        """Requests that have given their blocks away since the worker started, by what they did."""
+        for state, total in totals.items():
+            self._preemptions[state].inc(self._growth.of(("preempted", state), total))
+
+    def resumed(self, way: str, lost_tokens: int, seconds: float) -> None:
+        """A preempted request decodes again."""
+        self._preemption[way].observe(seconds)
+        self._lost[way].inc(lost_tokens)
 
     def orphans_expired(self, total: int) -> None:
         """Total since the worker started."""

@@ -69,6 +69,7 @@ def _steps(
         for _ in range(count):
             rows = [_row(at, tokens[at], tables[at]) for at in range(batch)]
             for at, token in enumerate(runner.run(StepPlan(tuple(rows)))):
+                assert isinstance(token, int)
                 tokens[at].append(token)
 
     count = max(2, STEPS // card.sizes.unit)

@@ -31,7 +31,7 @@ class Lease:
     promised: int
     namespace: bytes
     path: list[Node]
-    """Committed nodes, one per leading block; a node of another block is held as well."""
+    """Committed nodes, one per leading block."""
     released: bool = field(default=False)
 
 
@@ -72,18 +72,20 @@ class KVCacheManager:
         room_tokens: int,
         grow_tokens: int = 0,
         migrating: bool = False,
+        spare: int = 0,
     ) -> Lease | None:
         """A lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
 
         At most `match_limit` leading tokens are taken from the cache. `migrating`: only whole blocks are reused, and
-        new blocks are RESERVED until `landed`. None when there is no room; then nothing has changed.
+        new blocks are RESERVED until `landed`. None when there is no room that leaves `spare` blocks to others; then
+        nothing has changed.
         """
         match = self.cache.match(namespace, tokens, match_limit)
         partial = None if migrating else match.partial
         shared = [node.block for node in match.nodes]
         new = self.blocks_for(room_tokens) - len(shared)
         promised = max(0, self.blocks_for(grow_tokens) - self.blocks_for(room_tokens))
-        room = self.available - sum(map(self._is_idle, shared)) - new - promised
+        room = self.available - sum(map(self._is_idle, shared)) - new - promised - spare
         if partial is not None and room < self._is_idle(partial.block):
             partial = None  # the copy's source is the very block that is needed
         if room < 0:
@@ -108,10 +110,17 @@ class KVCacheManager:
             path=match.nodes,
         )
 
-    def promise(self, namespace: bytes, blocks: int) -> Lease | None:
-        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room."""
-        grow_tokens = blocks * self.block_size
-        return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=grow_tokens)
+    def promise(self, namespace: bytes, blocks: int, spare: int = 0) -> Lease | None:
+        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room, or fewer than
+        `spare` blocks would be left to others."""
+        return self.acquire(
+            namespace,
+            (),
+            match_limit=0,
+            room_tokens=0,
+            grow_tokens=blocks * self.block_size,
+            spare=spare,
+        )
 
     def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
@@ -156,6 +165,18 @@ class KVCacheManager:
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
         lease.blocks += self._allocate(missing, state)
 
+    def shortage(self, lease: Lease, tokens: int) -> int:
+        """Blocks that the lease neither has nor is promised, of those that `tokens` tokens need."""
+        return max(0, self.blocks_for(tokens) - len(lease.blocks) - lease.promised)
+
+    def grow(self, lease: Lease, blocks: int) -> bool:
+        """Promise the lease `blocks` more; False, and nothing changed, where so many are not there."""
+        if blocks > self.available:
+            return False
+        lease.promised += blocks
+        self._promised += blocks
+        return True
+
     def copied(self, lease: Lease) -> None:
         """The lease's copies have been made: their sources are let go."""
         for source, _ in lease.copies:
@@ -169,7 +190,8 @@ class KVCacheManager:
                 self.pool.landed(block)
 
     def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
-        """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far. `tail`
+        """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
+        content is indexed already gives way to that block. Nobody may be reading it for this lease. `tail`
         also indexes a partly filled last block: only when the sequence will not be written again."""
         size, path = self.block_size, lease.path
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
@@ -185,7 +207,10 @@ class KVCacheManager:
             if node.block != block and self._is_idle(node.block):
                 self.pool.recycle(self.cache.rebind(node, block))
             elif node.block != block:
+                # Somebody has the same content: to keep both would be more than was counted for this lease.
                 self._hold(node.block)
+                lease.blocks[start // size] = node.block
+                self._let_go(block)
             path.append(node)
 
     def quarantine(self, lease: Lease) -> None:
@@ -203,11 +228,8 @@ class KVCacheManager:
         self.copied(lease)
         self._promised -= lease.promised
         lease.promised = 0
-        for at in range(len(lease.blocks) - 1, -1, -1):
-            block = lease.blocks[at]
+        for block in reversed(lease.blocks):
             self._let_go(block)
-            if at < len(lease.path) and lease.path[at].block != block:
-                self._let_go(lease.path[at].block)
 
     # what the shell must know
 

@@ -101,6 +101,32 @@ MEMORY = Dashboard(
             ),
         ),
         Row(
+            "Is there too little of it?",
+            (
+                one(
+                    "Preemptions",
+                    "Per second: requests whose blocks were taken for others, by what they did.",
+                    "reqps",
+                    S.rate("preemptions_total", "state"),
+                    "{{state}}",
+                ),
+                one(
+                    "Time out of the batch",
+                    "From a preemption to all of the request's KV being back: mean by the way it came back.",
+                    "s",
+                    S.mean("preemption_seconds", "way"),
+                    "{{way}}",
+                ),
+                one(
+                    "Tokens lost to preemption",
+                    "Per second: tokens whose KV had to be computed or fetched again.",
+                    "suffix: tok/s",
+                    S.rate("preemption_lost_tokens_total", "way"),
+                    "{{way}}",
+                ),
+            ),
+        ),
+        Row(
             "Do the books balance?",
             (
                 one(

@@ -212,3 +212,24 @@ def test_a_fork_needs_a_promise_and_an_empty_lease() -> None:
     kv.release(other)
     kv.release(parent)
     kv.check()
+
+
+def test_two_that_compute_the_same_keep_one_block_of_each() -> None:
+    """Guards admission: whoever holds its own blocks and another one's of the same content holds more than was counted
+    for it, and alone in the pool it may not be able to finish."""
+    kv = KVCacheManager(8, 4, "m")
+    tokens = list(range(10))
+    leases = [kv.acquire(b"", tokens, match_limit=9, room_tokens=10) for _ in range(2)]
+    for lease in leases:
+        assert lease is not None
+        kv.commit(lease, tokens)
+    first, second = leases
+    assert first is not None and second is not None
+    assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
+    assert kv.pool.counts()["active"] == 4 and kv.available == 4
+    kv.release(first)
+    assert kv.pool.counts()["active"] == 3
+    kv.check()
+    kv.release(second)
+    assert kv.available == 8
+    kv.check()

@@ -1,7 +1,9 @@
 """The engine's step on the GPU kernels against the same step on the CPU's: in the interpreter where there is no GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,7 +15,7 @@ from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import load_model
 from engine.runner import ModelRunner
-from engine.step import Row, StepPlan
+from engine.step import Drawn, Row, StepPlan
 from engine.triton_attention import TritonAttention
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from tests.engine.test_model_families import BASE, save_hf
@@ -69,7 +71,7 @@ class Side:
 
         self.model.forward = seen  # type: ignore[method-assign]
 
-    def run(self, *rows: Row, copies: tuple[tuple[BlockId, BlockId], ...] = ()) -> list[int]:
+    def run(self, *rows: Row, copies: tuple[tuple[BlockId, BlockId], ...] = ()) -> Sequence[Drawn]:
         return self.runner.run(StepPlan(rows, copies))
 
 
@@ -114,6 +116,19 @@ def test_mixed_steps_give_the_cpus_logits_and_tokens(folder: Path, kv_dtype: str
     assert cpu.logits.std() > 20 * 2e-4, "a flat reference would prove nothing"
     if kv_dtype != "float32":
         assert (cpu.logits - exact_logits(folder, steps)).abs().max() > 0, "nothing was quantized"
+
+
+def test_a_beam_search_beside_a_drawn_row_gets_its_candidates(folder: Path) -> None:
+    """Guards the candidates' order and scores, and the token of the row beside them."""
+    cpu, gpu = Side(folder, "torch"), Side(folder, "triton")
+    beam = msgspec.structs.replace(row(1, prompt(1, 21), 0, FIRST), candidates=6)
+    plan = [beam, row(2, prompt(2, 19), 0, SECOND, DRAWN)]
+    (wanted, token), (got, drawn) = cpu.run(*plan), gpu.run(*plan)
+    assert isinstance(wanted, tuple) and len(wanted) == 6 and drawn == token
+    assert [one for one, _ in got] == [one for one, _ in wanted]
+    torch.testing.assert_close(
+        torch.tensor([s for _, s in got]), torch.tensor([s for _, s in wanted]), atol=2e-4, rtol=0
+    )
 
 
 def exact_logits(folder: Path, steps: list[list[Row]]) -> torch.Tensor:

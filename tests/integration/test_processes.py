@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Running:
-    """A cluster of three processes, a client, and a probe on either worker."""
+    """A cluster of three processes, a client, and a probe on either worker. Over tcp, without preemption."""
 
     def __init__(self, model_dir: Path, transport: str, prefill_block_size: int = 16) -> None:
         transfer = TransferConfig(transport=transport)
@@ -53,7 +53,9 @@ class Running:
             prefill=PrefillConfig(
                 transfer=transfer, engine=EngineConfig(block_size=prefill_block_size)
             ),
-            decode=DecodeConfig(transfer=transfer),
+            decode=DecodeConfig(
+                transfer=transfer, preemption="off" if transport == "tcp" else "recompute"
+            ),
         )
         self.cluster = Cluster(config, make_launcher("process"), model_dir=str(model_dir))
         self.addresses: Addresses = self.cluster.start()
@@ -214,8 +216,26 @@ def test_a_seed_repeats_and_none_differs(running: Running) -> None:
     assert ask(None) != ask(None)
 
 
+def test_the_answers_of_a_beam_search_come_best_first(running: Running) -> None:
+    """Guards the way of a search through real processes: a search of width 1 is greedy, one of width 3 finds better."""
+    prompt = _tokens(20, 4)
+    greedy, _ = running.ask(prompt, ignore_eos=True)
+    alone, one = running.ask(prompt, beam_width=1, ignore_eos=True)
+    assert alone == greedy and one.beam_score is not None
+    call = GenerateCall(prompt=prompt, n=3, beam_width=3, max_tokens=8, ignore_eos=True)
+    events = list(running.client.generate(call))
+    ends = [event for event in events if isinstance(event, Finished)]
+    scores = [end.beam_score for end in sorted(ends, key=lambda end: end.sample)]
+    assert None not in scores and scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    assert len(scores) == 3 and scores[0] >= one.beam_score  # type: ignore[operator]
+    texts = {e.sample: e.token_ids for e in events if isinstance(e, Delta)}
+    assert len(set(texts.values())) == 3
+    running.wait_quiet()
+
+
 def test_more_than_fit_are_queued_not_failed(running: Running) -> None:
-    """Guards the worker's no: the router keeps the request and offers it again. Room to grow is for two at a time."""
+    """Guards the worker's no: the router keeps the request and offers it again. Without preemption there is room to
+    grow for two at a time; with it for all, since nobody is promised what it may never need."""
     cities = ("France", "Italy", "Spain", "Japan", "Peru", "Egypt", "Norway", "India")
 
     def ask(country: str) -> Finished:
@@ -226,7 +246,10 @@ def test_more_than_fit_are_queued_not_failed(running: Running) -> None:
         answers = list(pool.map(ask, cities))
     assert all(finished.reason is FinishReason.STOP for finished in answers)
     waits = sorted(finished.stats.stages["reserve"] for finished in answers)
-    assert waits[-1] > 10 * waits[0], "nobody had to wait for room"
+    if running.transport == "tcp":
+        assert waits[-1] > 10 * waits[0], "nobody had to wait for room"
+    else:
+        assert waits[-1] < min(f.stats.stages["decode_run"] for f in answers), "somebody waited"
     running.wait_quiet()
 
 

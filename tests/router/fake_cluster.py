@@ -28,7 +28,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
-from engine.types import FinishReason, Incarnation
+from engine.types import Beam, FinishReason, Incarnation
 
 END = 256  # the fake model's end-of-message token
 
@@ -102,7 +102,8 @@ def load(step: int = 1, active: int = 0, blocks: int = 64, **more: object) -> Lo
 
 
 class FakeWorkers:
-    """One decode and one prefill worker on one gRPC server; answers with `answer` plus END, behind the history.
+    """One decode and one prefill worker on one gRPC server; answers with `answer` plus END, behind the history;
+    answer i of a beam search lacks its first i tokens.
 
     A new stream takes over the old one's voice: what still runs goes on talking on it, as a ghost would. `got` holds
     every record the decode worker received. `slow_s` pauses between tokens; `hold` set means that nothing is answered
@@ -230,6 +231,11 @@ class FakeWorkers:
         reason = FinishReason.STOP
         if record.max_tokens < len(ids):
             ids, reason = ids[: record.max_tokens], FinishReason.LENGTH
+        if record.beams is not None:
+            self._running.pop(record.request, None)
+            beams = [Beam(ids[at:], -0.5 * at, reason) for at in range(record.beams.answers)]
+            self._ended(record.request, place.placement, reason, 0, beams)
+            return
         history = len(record.tokens) - record.prompt_tokens
         if record.context:
             self.orphans[record.request] = Orphan(
@@ -250,7 +256,14 @@ class FakeWorkers:
         self._running.pop(record.request, None)
         self._ended(record.request, place.placement, reason, len(ids))
 
-    def _ended(self, request: str, placement: int, reason: FinishReason, output: int) -> None:
+    def _ended(
+        self,
+        request: str,
+        placement: int,
+        reason: FinishReason,
+        output: int,
+        beams: Sequence[Beam] = (),
+    ) -> None:
         stats = RequestStats(
             stages={"decode_run": 1e-4},
             output_tokens=output,
@@ -259,7 +272,13 @@ class FakeWorkers:
             prefill_worker=self.prefill,
             decode_worker=self.decode,
         )
-        end = Ended(request=request, placement=placement, reason=reason, stats=stats)  # type: ignore[arg-type]
+        end = Ended(
+            request=request,  # type: ignore[arg-type]
+            placement=placement,
+            reason=reason,
+            stats=stats,
+            beams=list(beams),
+        )
         self._ends[request] = end
         self._outbox.put_nowait(end)
 

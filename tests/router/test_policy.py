@@ -7,7 +7,7 @@ import pytest
 
 from router.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost, make_policy
 
-DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10)
+DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 
 
 def prefill(name: str = "p", cached: int = 0, queue: int = 0, outstanding: int = 0) -> PrefillView:

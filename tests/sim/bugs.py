@@ -136,14 +136,14 @@ def reservation_deadlock() -> list[Patch]:
             return commands
         waiter = [link, message, []]
         waiters(self.kv).append(waiter)
-        hoard(self.kv, waiter, self._blocks_wanted(message.record))
+        hoard(self.kv, waiter, self.admission.blocks(message.record))
         return []
 
     def again(self: Any, now: float) -> Any:
         commands = list(tick(self, now))
         for waiter in list(waiters(self.kv)):
             link, message, leases = waiter
-            wanted = self._blocks_wanted(message.record)
+            wanted = self.admission.blocks(message.record)
             if self.kv.available + sum(len(lease.blocks) for lease in leases) >= wanted:
                 waiters(self.kv).remove(waiter)
                 for lease in leases:
@@ -226,10 +226,9 @@ def boundary_block_shared() -> list[Patch]:
 def promise_counts_shared_blocks() -> list[Patch]:
     """A fork is promised as if it shared what is left over of its prompt too: there is no room for its own copy."""
 
-    def greedy(self: Forks, record: Any) -> Any:
+    def greedy(self: Forks, record: Any, room_tokens: int, spare: int = 0) -> Any:
         prompt = self._kv.blocks_for(record.prompt_tokens)
-        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
-        return self._kv.promise(record.namespace, total - prompt)
+        return self._kv.promise(record.namespace, self._kv.blocks_for(room_tokens) - prompt, spare)
 
     return [(Forks, "promise", greedy)]
 

@@ -86,6 +86,17 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
             blocks={"prefill": 8, "decode": 5},
         ),
     ),
+    "pool_exhausted": (
+        "Taken with little room to grow, two requests outgrow the pool: the younger gives its blocks away, what it has "
+        "said becomes part of its prompt, and only what was evicted meanwhile is computed and moved again.",
+        _plan(
+            _ask("a", 1, max_tokens=24),
+            _ask("b", max_tokens=24, at_s=0.001),
+            workers={"prefill": 1, "decode": 1},
+            blocks={"prefill": 10, "decode": 10},
+            decode=DecodeConfig(growth_tokens=4, local_chunk_tokens=2),
+        ),
+    ),
     "refused_and_offered_again": (
         "A worker with one open handoff says no to a second; the router offers it again.",
         _plan(

@@ -49,7 +49,8 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     moving = any(going.role == "decode" for going in goings)
     size = rng.choice((2, 4, 4))
     sizes = {"prefill": size if rng.random() < 0.75 else rng.choice((2, 3, 6)), "decode": size}
-    asks = _asks(rng, size, (4, 8, 12, 16) if moving else (1, 2, 3, 4, 6, 8))
+    crowded = rng.random() < 0.25
+    asks = _asks(rng, size, (4, 8, 12, 16) if moving or crowded else (1, 2, 3, 4, 6, 8))
     longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
     transport = rng.choice(("shm", "shm", "tcp"))
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
@@ -60,7 +61,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         workers={"prefill": rng.choice((2, 2, 3)), "decode": rng.choice((2, 2, 3))},
         blocks={
             "prefill": most["prefill"] + rng.randint(0, 1),
-            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 2),
+            "decode": most["decode"] * rng.choice((1, 3 if moving else 1)) + rng.randint(0, 8 if crowded else 2),
         },
         block_size=sizes,
         transport=transport,
@@ -69,6 +70,9 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
             max_batch=rng.choice((2, 8)),
             max_handoffs=rng.choice((2, 16)),
             orphan_s=rng.choice((30.0, 30.0, 0.004)),
+            preemption=rng.choice(("recompute", "recompute", "off")),
+            growth_tokens=rng.choice((4, 4, 8)),
+            local_chunk_tokens=rng.choice((2, 8, 64)),
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
         strict=strict,
@@ -104,6 +108,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 0, 1)),
             namespace=rng.choice((b"", b"", b"", b"tenant")),
+            priority=rng.choice((0, 0, 0, 1)),
             context=rng.choice((b"", b"resumable")),
         )
         at_s = rng.uniform(0, 0.01)

@@ -59,6 +59,7 @@ class World:
         self.failure = ""
         self._asked = 0
         self._reported: set[str] = set()
+        self._preempted: dict[int, dict[str, int]] = {}
         self._orphan: str | None = None
         self._occasions = 0
         self.supervision = Supervision(self)
@@ -293,6 +294,10 @@ class World:
         if process.role == "decode":
             self.notes["orphan expired"] += scheduler.orphans.expired
             self.notes["sample forked"] += scheduler.forks.forked
+            for state, count in scheduler.preemption.preempted.items():
+                self.notes[f"preempted: {state}"] += count
+            for way, count in scheduler.preemption.ways.items():
+                self.notes[f"resumed after preemption: {way}"] += count
             self.notes["parent gone before fork"] += scheduler.forks.inherited
             self.notes["boundary block copied"] += self.memories[process.pid].runner.copies
         self.notes["copy on write"] += self.memories[process.pid].runner.copies
@@ -309,6 +314,8 @@ class World:
         """After every step and every batch of events."""
         worker = self.workers[process.pid]
         scheduler = worker._scheduler
+        if self.say is not None and process.role == "decode":
+            self._say_preempted(process)
         try:
             self.memories[process.pid].check()
             if self.is_checked():
@@ -320,10 +327,20 @@ class World:
         counts = scheduler.kv.pool.counts()
         if counts["quarantined"]:
             self.notes["blocks quarantined"] += 1
-        if any(not request.record.group for request in getattr(scheduler, "_local", ())):
+        if any(not request.record.group for request in getattr(getattr(scheduler, "batch", None), "local", ())):
             self.notes["prefilled by the decode worker"] += 1
         if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
             self.notes["prompt waits for blocks"] += 1
+
+    def _say_preempted(self, process: Process) -> None:
+        assert self.say is not None
+        waits = {r.record.request: len(r.tokens) for r in self.workers[process.pid]._scheduler.preemption.line}
+        before = self._preempted.get(process.pid, {})
+        for request in waits.keys() - before.keys():
+            self.say(process.name, f"preempts {request}, which has {waits[request]} tokens")
+        for request in before.keys() - waits.keys():
+            self.say(process.name, f"has room for {request} again")
+        self._preempted[process.pid] = waits
 
     def rest(self) -> str:
         """Nothing, if everything has come to rest; otherwise what has not."""
