@@ -100,6 +100,7 @@ class Router:
         self._calls: dict[RequestId, Call] = {}
         self._groups = Groups()
         self._line: list[tuple[int, RequestId]] = []
+        self._unsure: list[tuple[int, RequestId]] = []
         self._deadlines: list[tuple[float, RequestId]] = []
         self._adoptions = Adoptions(config.settle_s)
         self._turns = 0
@@ -197,11 +198,18 @@ class Router:
 
     def _advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the line while some worker may have room."""
+        if self._unsure and self._adoptions.is_settled(now):
+            for entry in self._unsure:
+                heapq.heappush(self._line, entry)
+            self._unsure.clear()
         while self._line:
             turn, request = self._line[0]
             call = self._calls.get(request)
             if call is None or call.state is not State.WAITING or call.turn != turn:
                 heapq.heappop(self._line)
+                continue
+            if self._is_unsure(call, now):
+                self._unsure.append(heapq.heappop(self._line))
                 continue
             if not self._offer(call, now, out):
                 # It may have come while no worker was known; now that some are, it may be too large for each.
@@ -270,6 +278,7 @@ class Router:
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(event.worker)
+            self._advance(now, out)
             return
         if isinstance(record, Orphan):
             self._adopt(event.worker, record, now, out)
@@ -379,6 +388,8 @@ class Router:
     def _move(self, now: float, out: list[Command]) -> None:
         """Ask leaving decode workers for requests that others could go on with."""
         for call in self._moves.due(self._calls.values(), now):
+            if self._is_unsure(call, now):
+                continue
             call.yielding = True
             order = Yield(call.record.request, call.placement)
             out.append(SendYield(call.decode, order))
@@ -451,6 +462,10 @@ class Router:
         call.emitted.extend(orphan.tokens)
         # One by one, as they came: a front that makes an event of each makes the same events again.
         out.extend(Deliver(request, [token]) for token in orphan.tokens)
+
+    def _is_unsure(self, call: Call, now: float) -> bool:
+        """Whether a worker may yet tell of a higher placement of it: until then it stays with whoever has it."""
+        return self._adoptions.knows(call.record.request) and not self._adoptions.is_settled(now)
 
     # ---- endings that are not a worker's word
 
@@ -582,7 +597,7 @@ class Router:
         """Raise AssertionError if what is kept twice disagrees."""
         self._beliefs.check(self._calls)
         self._groups.check(self._calls)
-        in_line = {request for turn, request in self._line}
+        in_line = {request for turn, request in self._line + self._unsure}
         for request, call in self._calls.items():
             if call.state is State.WAITING:
                 assert request in in_line, f"{request} waits outside the line"

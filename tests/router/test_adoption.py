@@ -25,7 +25,7 @@ from router.events import (
 from router.hub import Hub
 from router.observer import NullObserver
 from router.placement import LOCAL
-from tests.router.bench import A, Bench, ended
+from tests.router.bench import A, B, Bench, ended
 from tests.router.fake_cluster import load
 
 PROMPT = list(range(40))
@@ -81,7 +81,10 @@ def test_a_stop_string_that_the_dead_router_had_not_found() -> None:
 def test_its_worker_is_lost_and_it_goes_on_elsewhere() -> None:
     """Guards the record that is rebuilt from a report: history, losses, placement numbers and the deadline."""
     bench = Bench(decodes=2)
+    bench.do(Named(("d0", "d1")))
     bench.hear(orphan(5, 6, 7, history=1, losses=1, remaining_s=9.0), "d0")
+    bench.hear(OrphansTold(), "d0")
+    bench.hear(OrphansTold(), "d1")
     bench.now = 4.0
     bench.hear(load(), "p0")
     bench.hear(load(), "d1")
@@ -157,15 +160,16 @@ def test_a_placement_that_the_dead_router_made_and_nobody_told_of_is_not_taken_f
     assert bench.hear(Tokens(A, 1_001, 2, [7]), "d1") == [Deliver(A, [7])]
 
 
-def test_two_placements_of_its_own_have_two_names_though_the_first_gave_way_to_a_report() -> None:
-    bench = Bench(decodes=3, life=1_000)
+def test_it_is_placed_again_only_when_no_higher_placement_can_be_told_of() -> None:
+    """Guards against a placement of its own that a report displaces, or that ends what the report has handed over."""
+    bench = Bench(decodes=2, life=1_000)
+    bench.do(Named(("d0", "d1")))
     bench.hear(orphan(5, 6, placement=3), "d0")
-    (place,) = [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
-    assert place.place.placement == 1_001
-    other = "d1" if place.worker == "d2" else "d2"
-    assert cancel(place.worker, 1_001) in bench.hear(orphan(5, 6, 7, placement=4), other)
-    (again,) = [c for c in bench.do(Lost(other)) if isinstance(c, SendPlace)]
-    assert again.place.placement == 1_002
+    bench.hear(OrphansTold(), "d0")
+    assert not [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
+    assert [c for c in bench.submit(B) if isinstance(c, SendPlace)], "who comes after it waits for it"
+    (place,) = [c for c in bench.hear(OrphansTold(), "d1") if isinstance(c, SendPlace)]
+    assert place.worker == "d1" and place.place.placement == 1_001
 
 
 def test_of_two_reports_the_lower_one_may_have_ended() -> None:

@@ -19,6 +19,7 @@ from engine.messages import (
     Finish,
     NeedPrefill,
     Orphan,
+    OrphansTold,
     PeerAddress,
     Refused,
     RequestStats,
@@ -41,6 +42,7 @@ from router.events import (
     Left,
     Lost,
     Moved,
+    Named,
     SendCancel,
     SendFinish,
     SendPlace,
@@ -423,6 +425,9 @@ class RouterMachine(RuleBasedStateMachine):
         for name in PREFILLS + WORKERS:
             if name not in self.up:
                 self.back(name)
+        self.do(Named(tuple(WORKERS)))
+        for name in WORKERS:
+            self.do(Heard(name, OrphansTold()))
         for _ in range(4 * self.minted + 4):
             self.tick(0)
             for job in list(self.jobs):
