@@ -133,7 +133,7 @@ def test_sharing_saves_whole_blocks_of_the_prompt() -> None:
     """The tokens are compared by the program itself; five of the prompt's six blocks are whole."""
     layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
     (row,) = sharing.measure(lambda: fake_device(layout, 64), list(range(22)), 5, [3], repeats=1)
-    assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 and row["not shared"] == 3 * 7  # type: ignore[operator]
+    assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 < 3 * 6 <= row["not shared"] <= 3 * 7  # type: ignore[operator]
     assert (row["migrated"], row["migrated, not shared"]) == (6, 18)
 
 

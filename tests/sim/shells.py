@@ -23,6 +23,7 @@ import prefill_worker.worker
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
 import telemetry.metrics
+import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
@@ -207,6 +208,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (engine.tiering.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
+    (telemetry.tier_metrics.TierMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
     (transfer.liveness.host_id, lambda: "sim"),
     (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),
