@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -58,6 +59,7 @@ class Bed:
         decode: int = 1,
         transfer: TransferConfig,
         engine: EngineConfig,
+        factories: Mapping[str, str] = FACTORIES,
     ) -> None:
         self._counts = TemporaryDirectory(prefix="worker-counts-")
         os.environ[FOLDER] = self._counts.name
@@ -72,7 +74,7 @@ class Bed:
             prefill=PrefillConfig(transfer=transfer, engine=engine),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
-        self.cluster = Cluster(config, make_launcher("process"), FACTORIES, model_dir=str(model_dir))
+        self.cluster = Cluster(config, make_launcher("process"), factories, model_dir=str(model_dir))
         self._stop = threading.Event()
         self._gave_up = ""
         try:

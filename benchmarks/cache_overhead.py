@@ -17,6 +17,7 @@ from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager
+from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
@@ -77,8 +78,8 @@ class TimedRunner:
 
 @dataclass(frozen=True, slots=True)
 class TimedDevice(Device):
-    def manager(self) -> TimedManager:
-        return TimedManager(self.blocks, self.layout.block_size, self.fingerprint)
+    def manager(self, tiers: Tiers | None = None) -> TimedManager:
+        return TimedManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 
 def measure(

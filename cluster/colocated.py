@@ -24,6 +24,7 @@ from engine.messages import (
     Tokens,
     UsePrefill,
 )
+from engine.tiering import Tiering
 from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import PrefillScheduler
@@ -72,7 +73,9 @@ class Colocated:
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
         digest_share: float = 1.0,
+        tiering: Callable[[Callable[[object], None]], Tiering] | None = None,
     ) -> None:
+        """`tiering` opens the prefill side's lower tiers, given who is told what became of loads and spills."""
         self.hub = LoopbackHub()
         self.answers: dict[RequestId, Answer] = {}
         self._waiting: list[Answer] = []
@@ -82,6 +85,8 @@ class Colocated:
         self._to_prefill: list[Any] = []
         self._to_decode: list[Any] = []
         self._from_movers: tuple[list[Any], list[Any]] = ([], [])
+        tiers = None if tiering is None else tiering(self._from_movers[0].append)
+        self._tier_mover = None if tiers is None else tiers.mover
         shared = {
             "fingerprint": prefill.fingerprint,
             "vocab": prefill.vocab,
@@ -90,7 +95,7 @@ class Colocated:
         }
         self.prefill = PrefillScheduler(
             prefill_config or PrefillConfig(),
-            prefill.manager(),
+            prefill.manager(None if tiers is None else tiers.tiers),
             KVSender(),
             **shared,  # type: ignore[arg-type]
         )
@@ -104,7 +109,7 @@ class Colocated:
             **shared,  # type: ignore[arg-type]
         )
         self._engines = (
-            Engine(self.prefill, prefill.runner, clock, self._carry_out(0)),
+            Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_mover),
             Engine(self.decode, decode.runner, clock, self._carry_out(1)),
         )
         transports = (
@@ -147,7 +152,7 @@ class Colocated:
                 record=answer.record, placement=1, prefill=ADDRESS, fork_of=answer.fork_of
             )
             self._engines[1].receive([decode_events.FromRouter(LINK, place)])
-        worked = bool(offered)
+        worked = bool(offered) or (self._tier_mover is not None and self._tier_mover.run_once())
         for at, messages in enumerate((self._to_prefill, self._to_decode)):
             worked |= self._movers[at].run_once()
             events = [*self._from_movers[at], *messages]
@@ -177,6 +182,8 @@ class Colocated:
     def close(self) -> None:
         for mover in self._movers:
             mover.stop()
+        if self._tier_mover is not None:
+            self._tier_mover.stop()
 
     def _carry_out(self, at: int) -> Callable[[Sequence[object]], None]:
         def carry_out(commands: Sequence[object]) -> None:

@@ -85,6 +85,8 @@ _MAY_BE_ZERO = frozenset(
         "decode.engine.reserve_bytes",
         "prefill.fairness_tokens_per_s",
         "decode.orphan_s",
+        "prefill.tiers.host_bytes",
+        "prefill.tiers.disk_bytes",
     }
 )
 _SHARES = (".digest_sample", "tracing.sample")

@@ -88,8 +88,9 @@ def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[
     if not own:
         return ()
     prefill, decode = config.prefill, config.decode
+    below = prefill.tiers.host_bytes
     return (
-        _configured("prefill", plan, asked, prefill.engine, prefill.step_limits),
+        _configured("prefill", plan, asked, prefill.engine, prefill.step_limits, below),
         _configured("decode", plan, asked, decode.engine, decode.step_limits),
     )
 
@@ -115,7 +116,12 @@ def _gpu(plan: Plan, asked: Asked, config: ClusterConfig, memory: int) -> Pool:
 
 
 def _configured(
-    role: str, plan: Plan, asked: Asked, engine: EngineConfig, limits: StepLimits
+    role: str,
+    plan: Plan,
+    asked: Asked,
+    engine: EngineConfig,
+    limits: StepLimits,
+    host_tier_bytes: int = 0,
 ) -> Pool:
     """The pool that a worker of this configuration makes on this machine."""
     block_size = asked.block_size or engine.block_size
@@ -125,7 +131,7 @@ def _configured(
         role,
         sizes,
         request(sizes, plan.request.tokens).blocks,
-        kv_bytes=engine.kv_bytes(plan.weights_bytes or 0, workspace or 0),
+        kv_bytes=engine.kv_bytes(plan.weights_bytes or 0, workspace or 0, host_tier_bytes),
         weights=plan.weights_bytes,
         workspace=workspace,
         tail_share=asked.tail or Fraction(0),

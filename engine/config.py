@@ -19,7 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which kernels: `torch`, those for the CPU; `triton`, those for a GPU; `auto`, by the device."""
     block_size: int = 16
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
-    """Of KV blocks. "auto": what weights, measured workspace and reserve leave of `memory_bytes`."""
+    """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`."""
     memory_bytes: int = 0
     """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
     host. A worker that replaces another is told the same number, whatever the others have filled by then."""
@@ -36,11 +36,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     or dtype where a check at start finds otherwise is refused. `auto`: the same where the check holds, else a warning
     and the other path. `off`: the other path, whose rounding depends on how a prompt was chunked."""
 
-    def kv_bytes(self, weights_bytes: int, workspace_bytes: int) -> int:
+    def kv_bytes(self, weights_bytes: int, workspace_bytes: int, host_tier_bytes: int = 0) -> int:
         """The pool's size; negative where "auto" finds that the rest alone does not fit."""
         if self.pool_bytes != "auto":
             return self.pool_bytes
-        return self.memory_bytes - self.reserve_bytes - weights_bytes - workspace_bytes
+        rest = self.reserve_bytes + weights_bytes + workspace_bytes + host_tier_bytes
+        return self.memory_bytes - rest
 
     def kv_dtype_of(self, dtype: str) -> str:
         """Of a model in `dtype`."""
@@ -55,6 +56,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.attention == "auto":
             return "torch" if on_cpu else "triton"
         return self.attention
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where cached KV blocks go when they must leave the pool (`engine.kv.tiers`); 0 bytes: no such tier."""
+
+    host_bytes: int = 128 * 1024 * 1024
+    """Of this machine's memory; taken as it fills."""
+    disk_bytes: int = 0
+    """Off unless asked for: it writes what users said, as KV, to a disk, and wears it."""
+    disk_dir: str = ""
+    """Each worker has a folder of its name in it, and finds there what an earlier life of it left. Of this machine
+    alone: another processor may compute other bits."""
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):

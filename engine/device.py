@@ -12,6 +12,7 @@ from engine.determinism import deviations
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
+from engine.kv.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
@@ -36,18 +37,22 @@ class Device:
     context_tokens: int
     stop_ids: frozenset[int]
     memory: MemoryUse = field(default_factory=MemoryUse)
+    is_deterministic: bool = True
+    """Every token is a function of its own sequence alone."""
 
-    def manager(self) -> KVCacheManager:
-        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint)
+    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
+        return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 
-def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Device:
+def open_device(
+    config: EngineConfig, limits: StepLimits | None = None, host_tier_bytes: int = 0
+) -> Device:
     """Map the prepared model and allocate the pool. Sets this process's compute threads.
 
     `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
-    for on a GPU. Raises ModelError for a model that is not whole, ValueError for a pool too small to hold one block,
-    for a profile without limits, for kernels that do not run on the device, and where `deterministic` is on and cannot
-    be kept.
+    for on a GPU; `host_tier_bytes` are left out of a pool that is sized by this host's memory. Raises ModelError for a
+    model that is not whole, ValueError for a pool too small to hold one block, for a profile without limits, for
+    kernels that do not run on the device, and where `deterministic` is on and cannot be kept.
     """
     torch.set_num_threads(config.threads)
     kernels = config.kernels
@@ -70,7 +75,7 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
         if limits is None:
             raise ValueError("a workspace can only be measured for known step limits")
         workspace_bytes = _workspace(config, model, limits)
-    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes)
+    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
     if config.pool_bytes == "auto" and config.device != "cpu":
         free_bytes, _ = torch.cuda.mem_get_info(config.device)
         kv_bytes = free_bytes - config.reserve_bytes - workspace_bytes
@@ -93,6 +98,7 @@ def open_device(config: EngineConfig, limits: StepLimits | None = None) -> Devic
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
+        is_deterministic=stable,
     )
 
 

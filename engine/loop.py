@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
+from engine.kv.tier_mover import TierMover
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 
@@ -43,7 +44,10 @@ class Engine(Generic[E, C]):
         runner: Runner,
         clock: Callable[[], float],
         publish: Callable[[Sequence[C]], None],
+        tiers: TierMover | None = None,
     ) -> None:
+        """`tiers` moves what the manager's tiers ask for, if it has any."""
+        self._tiers = tiers
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
@@ -70,10 +74,16 @@ class Engine(Generic[E, C]):
         return plan
 
     def _carry_out(self, commands: Sequence[C]) -> None:
+        kv = self._scheduler.kv
+        moves = [] if kv.tiers is None else kv.tiers.take_commands()
+        if self._tiers is not None:
+            self._tiers.save(moves)
         # Readers in other processes must find the new generation before anybody hears of the block.
-        handed_out = self._scheduler.kv.take_handed_out()
+        handed_out = kv.take_handed_out()
         if handed_out:
             self._runner.kv.advance(handed_out)
+        if self._tiers is not None:
+            self._tiers.submit(moves)
         if commands:
             self._publish(commands)
 

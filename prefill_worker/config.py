@@ -4,12 +4,13 @@ from typing import Literal
 
 import msgspec
 
-from engine.config import EngineConfig, StepLimits
+from engine.config import EngineConfig, StepLimits, TierConfig
 from transfer.config import TransferConfig
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
+    tiers: TierConfig = TierConfig()
     transfer: TransferConfig = TransferConfig()
     chunk_tokens: int = 128
     """Token budget of one step, shared by the prompts in progress."""

@@ -34,9 +34,14 @@ class Order:
         self._speed = 0.0
 
     @property
+    def speed(self) -> float:
+        """Of the prefill, in tokens per second, as measured."""
+        return self._speed or FIRST_SPEED
+
+    @property
     def fairness(self) -> float:
         """λ in tokens per second."""
-        return self._fairness if self._fairness is not None else self._speed or FIRST_SPEED
+        return self.speed if self._fairness is None else self._fairness
 
     def ran(self, tokens: int, seconds: float) -> None:
         """A step has computed `tokens` tokens."""

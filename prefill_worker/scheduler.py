@@ -8,7 +8,8 @@ A job is one prompt asked for by one decode worker:
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
 prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
-the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that
+the cache what those before it have computed; one whose next tokens are on their way into the cache is held back for
+them (`prefill_worker.arriving`). Running jobs share the step's token budget in the same order; one that
 is much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.order` has the rules. Every
 chunk's finished blocks are offered at once, all layers together, while the next chunk computes; a cached prefix is
 offered before anything is computed. The lease is released when the sender says that nobody can still read the blocks.
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine import identity
+from engine.kv.fetches import Fetch, Fetches
 from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tier_io import Loaded, Spilled, TierEvent
 from engine.messages import (
     Fault,
     FirstToken,
@@ -32,6 +35,7 @@ from engine.messages import (
 from engine.plan import banned_tokens, check_record, share_budget
 from engine.step import Drawn, Row, StepPlan
 from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
+from prefill_worker.arriving import Arriving
 from prefill_worker.config import PrefillConfig
 from prefill_worker.order import Order
 from transfer.commands import (
@@ -54,7 +58,7 @@ GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
 
-Event = ReaderEvent | Posted | Sent | Leave
+Event = ReaderEvent | Posted | Sent | Leave | TierEvent
 
 
 class JobState(StrEnum):
@@ -83,6 +87,8 @@ class Job:
     started: float | None = None
     quarantined: float | None = None
     """Since when its receiver is lost, but may still read."""
+    fetch: Fetch | None = None
+    held_until: float | None = None
 
     @property
     def remaining(self) -> int:
@@ -91,7 +97,7 @@ class Job:
 
 class PrefillScheduler:
     """Mutable state, all of it: `_jobs` and its two orders `_waiting` and `_running`, the
-    jobs of the step under way, `_peers`, what is counted, and what `kv` and `sender` own.
+    jobs of the step under way, `_peers`, what is counted, and what `kv`, `sender` and `fetches` own.
     Owner: the engine thread."""
 
     def __init__(
@@ -107,6 +113,8 @@ class PrefillScheduler:
     ) -> None:
         self.kv = kv
         self.sender = sender
+        self.fetches = None if kv.tiers is None else Fetches(kv, kv.tiers)
+        self._arriving = Arriving(self.fetches, kv.block_size)
         self._config = config
         self._fingerprint = fingerprint
         self._vocab = vocab
@@ -179,6 +187,10 @@ class PrefillScheduler:
                 return self._settle(self.sender.peer_dead(peer))
             case Leave():
                 return self._leave()
+            case Loaded() | Spilled():
+                assert self.fetches is not None
+                self.fetches.handle(event)
+                return []
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
@@ -347,6 +359,9 @@ class PrefillScheduler:
     def _admit(self, now: float) -> list[Command]:
         commands: list[Command] = []
         matched = {job: self._matched(job.record) for job in self._waiting[:MAX_CONSIDERED]}
+        line = sorted(matched, key=lambda job: self._order.priority(matched[job], job, now), reverse=True)
+        self._arriving.look(line, [matched[job] for job in line], self._order.speed, now)
+        held: list[Job] = []
         while matched:
             if sum(job.remaining for job in self._running) < self._config.chunk_tokens:
                 job = max(matched, key=lambda job: self._order.priority(matched[job], job, now))
@@ -355,6 +370,12 @@ class PrefillScheduler:
                 if shorter is None:
                     break
                 job = shorter
+            if not self._order.is_in_time(job, [*held, job]):
+                break  # too late to overtake those who are held back
+            if self._arriving.is_held(job, matched[job], self._running, now):
+                held.append(job)
+                del matched[job]
+                continue
             del matched[job]
             record = job.record
             total = len(record.tokens)
@@ -419,6 +440,8 @@ class PrefillScheduler:
         """Recompute the invariants."""
         self.kv.check()
         self.sender.check()
+        if self.fetches is not None:
+            self.fetches.check()
         assert all(job.state is JobState.WAITING for job in self._waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self._running)
         sending = sum(job.state is JobState.SENDING for job in self._jobs.values())

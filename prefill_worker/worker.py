@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from engine.device import open_device
+from engine.kv.tier_io import Loaded, Spilled, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     FirstToken,
@@ -22,6 +23,7 @@ from engine.messages import (
     WorkerInfo,
     encode,
 )
+from engine.tiering import open_tiers
 from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
 from prefill_worker.journal import Journal
@@ -31,6 +33,7 @@ from telemetry import tracing
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.metrics import WorkerMetrics
+from telemetry.tier_metrics import TierMetrics
 from transfer.commands import (
     Command,
     Emit,
@@ -80,22 +83,31 @@ class PrefillWorker:
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
+        self._tier_metrics: TierMetrics | None = None
         self._journal = Journal(name, tracing.current())
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine, self._config.step_limits)
+        config = self._config
+        device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
         self._closers.append(device.kv.close)
+        tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = PrefillScheduler(
-            self._config,
-            device.manager(),
+            config,
+            device.manager(None if tiering is None else tiering.tiers),
             KVSender(),
             fingerprint=device.fingerprint,
             vocab=device.vocab,
             context_tokens=device.context_tokens,
             stop_ids=device.stop_ids,
         )
-        self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
+        mover = None if tiering is None else tiering.mover
+        self._engine = Engine(
+            self._scheduler, device.runner, time.monotonic, self._publish, mover
+        )
+        if mover is not None:
+            mover.start()
+            self._closers.append(mover.stop)
         self._transports = open_transports(
             device.kv, self._incarnation, self._config.transfer, self._host
         )
@@ -115,6 +127,8 @@ class PrefillWorker:
             memory=msgspec.structs.asdict(device.memory),
         )
         self._closers.append(self._metrics.close)
+        if tiering is not None:
+            self._tier_metrics = TierMetrics(self._metrics.families)
         self._auditor = Auditor(
             {"kv": self._scheduler.kv, "scheduler": self._scheduler},
             time.monotonic,
@@ -236,8 +250,10 @@ class PrefillWorker:
             case Posted(handoff, seq) | Sent(handoff, seq):
                 self._digesting.discard((handoff, seq))
                 return (item,)
-            case MoverDied(error):
-                raise RuntimeError(f"the transfer thread has died: {error}")
+            case Loaded() | Spilled():
+                return (item,)
+            case MoverDied(error) | TiersDied(error):
+                raise RuntimeError(f"a thread that moves KV has died: {error}")
             case Unreachable(peer, error):
                 log.error("decode worker %x cannot be reached: %s", peer, error)
                 return ()
@@ -286,6 +302,8 @@ class PrefillWorker:
         metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
         for since in scheduler.take_quarantined():
             metrics.quarantined(now - since)
+        if self._tier_metrics is not None and scheduler.kv.tiers is not None:
+            self._tier_metrics.seen(scheduler.kv.tiers)
 
     def _load(self, evicted: list[bytes]) -> Load:
         counts = self._scheduler.kv.pool.counts()

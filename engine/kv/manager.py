@@ -10,13 +10,17 @@ block starts as a copy (`copies`) and counts into `cached_tokens`. A fork shares
 way: whole blocks by reference count, the boundary block by a copy, out of its promise. Room to grow is a promise, not
 blocks: cached blocks stay cached until the room is really needed, and the promise guarantees that they can be evicted
 then.
+
+With tiers below the device, a whole block that is evicted goes there before it is forgotten (`engine.kv.tiers`), and
+comes back by `engine.kv.fetches`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.block_pool import BlockPool, BlockState
-from engine.kv.radix_cache import Node, RadixCache
+from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
+from engine.kv.tiers import Tiers
 from engine.types import BlockId
 
 
@@ -38,13 +42,18 @@ class Lease:
 class KVCacheManager:
     """Owner: the engine thread. Expected shortage is None or False, never an exception."""
 
-    def __init__(self, blocks: int, block_size: int, fingerprint: str) -> None:
+    def __init__(
+        self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None
+    ) -> None:
+        self.tiers = tiers
         self.pool = BlockPool(blocks)
         self.cache = RadixCache(block_size, fingerprint)
         self.block_size = block_size
         self._promised = 0
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
+        self._identities: set[bytes] = set()
+        """Of all cached blocks, where there are tiers."""
 
     # what there is
 
@@ -211,6 +220,8 @@ class KVCacheManager:
                 self._hold(node.block)
                 lease.blocks[start // size] = node.block
                 self._let_go(block)
+            if self.tiers is not None:
+                self._identities.add(node.identity)
             path.append(node)
 
     def quarantine(self, lease: Lease) -> None:
@@ -241,8 +252,11 @@ class KVCacheManager:
         return taken
 
     def take_evicted(self) -> list[bytes]:
-        """Identities that left the cache since the last call."""
+        """Identities that left the cache, and every tier below it, since the last call."""
         taken, self._evicted = self._evicted, []
+        if self.tiers is not None:
+            gone = [*taken, *self.tiers.take_forgotten()]
+            taken = [i for i in gone if i not in self._identities and i not in self.tiers]
         return taken
 
     def check(self) -> None:
@@ -260,6 +274,9 @@ class KVCacheManager:
                     node.block
                 ), "a held block's parent is held"
         assert cached == self.cache.idle == self.pool.counts()["cached"]
+        if self.tiers is not None:
+            self.tiers.check()
+            assert self._identities == {node.identity for node in self.cache.nodes()}
 
     def __repr__(self) -> str:
         return f"KVCacheManager({self.pool!r}, {self._promised} promised)"
@@ -281,8 +298,16 @@ class KVCacheManager:
     def _allocate(self, count: int, state: BlockState) -> list[BlockId]:
         while self.pool.free < count:
             node = self.cache.evict()
-            self._evicted.append(node.identity)
+            if not self._demote(node):
+                self._evicted.append(node.identity)
             self.pool.recycle(node.block)
         blocks = self.pool.allocate(count, state)
         self._handed_out += blocks
         return blocks
+
+    def _demote(self, node: Node) -> bool:
+        if self.tiers is None:
+            return False
+        self._identities.remove(node.identity)
+        is_whole = len(node.key) == self.block_size * TOKEN_BYTES
+        return is_whole and self.tiers.demote(node.identity, node.block)

@@ -116,11 +116,15 @@ class RadixCache:
                     best, best_tokens = node.children[key], shared
         return Match(nodes, best, best_tokens)
 
+    def root_identity(self, namespace: bytes) -> bytes:
+        """The parent identity of a first block."""
+        return identity.root(namespace, self._fingerprint)
+
     def root(self, namespace: bytes) -> Node:
         """Where this namespace's sequences begin: valid until the next `evict`, or as long as it has children."""
         root = self._roots.get(namespace)
         if root is None:
-            ident = identity.root(namespace, self._fingerprint)
+            ident = self.root_identity(namespace)
             root = self._roots[namespace] = Node(None, namespace, BlockId(-1), ident)
         return root
 

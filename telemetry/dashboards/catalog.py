@@ -9,6 +9,7 @@ from telemetry.families import ProcessMetrics
 from telemetry.labels import ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
+from telemetry.tier_metrics import TierMetrics
 
 OWN = ("model", "pool", "worker")
 EVERYWHERE = ("router", "prefill", "decode")
@@ -44,6 +45,8 @@ def catalog() -> dict[str, Shown]:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
+        if pool == "prefill":
+            TierMetrics(worker.families)
         processes.append((pool, worker))
     found: dict[str, Shown] = {}
     for pool, process in processes:

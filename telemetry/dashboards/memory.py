@@ -1,6 +1,6 @@
 """KV memory: who holds the blocks, how soon they are used up, what the caches are worth."""
 
-from telemetry.dashboards import measures
+from telemetry.dashboards import measures, tiers
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
@@ -100,6 +100,7 @@ MEMORY = Dashboard(
                 ),
             ),
         ),
+        tiers.ROW,
         Row(
             "Is there too little of it?",
             (

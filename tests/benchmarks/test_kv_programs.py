@@ -2,6 +2,7 @@
 
 import lzma
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -9,15 +10,20 @@ import msgspec
 import pytest
 
 from benchmarks import (
+    ablation,
+    block_size,
     cache_overhead,
     eviction,
     memory_waste,
+    prefix_reuse,
     queue_order,
     radix,
     sharing,
     traces,
 )
 from benchmarks.compressed_tree import CompressedTree
+from benchmarks.shapes_of_work import SHAPES
+from engine.device import Device
 from engine.kv.layout import KVLayout
 from engine.types import BlockId
 from tests.integration.fake_device import fake_device
@@ -130,3 +136,56 @@ def test_sharing_saves_whole_blocks_of_the_prompt() -> None:
     (row,) = sharing.measure(lambda: fake_device(layout, 64), list(range(22)), 5, [3], repeats=1)
     assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 and row["not shared"] == 3 * 6  # type: ignore[operator]
     assert (row["migrated"], row["migrated, not shared"]) == (6, 18)
+
+
+def _fake(size: int = 4, blocks: int = 200) -> Device:
+    return fake_device(KVLayout(kv_heads=2, layers=2, block_size=size, head_dim=4), blocks)
+
+
+def test_prefix_reuse_finds_what_is_shared_and_nothing_when_the_cache_is_off() -> None:
+    rows = prefix_reuse.measure(_fake, 40, [2], requests=3, at_once=2, repeats=1)
+    assert [row["cached %"] for row in rows] == [0, 0, 25, 50, 75, 97.5]
+    assert all(row["tokens/s"] > 0 and row["TTFT ms"] > 0 for row in rows)  # type: ignore[operator]
+
+
+def test_block_sizes_serve_the_same_and_waste_more_the_larger_they_are() -> None:
+    asked = block_size.prompts(4, 60)
+    sizes = (4, 16, 32)
+    rows = block_size.measure(lambda size: _fake(size, 1600 // size), sizes, asked, 3, at_once=2, repeats=1)
+    assert [row["block size"] for row in rows] == list(sizes) and rows[1]["of 16's"] == 1.0
+    empty = [float(row["empty slots %"]) for row in rows]
+    assert empty == sorted(empty) and empty[0] < empty[-1]
+
+
+def test_what_is_switched_off_is_off() -> None:
+    """Guards an ablation that compares a thing with itself."""
+    small = {name: make(Random(name)) for name, make in SHAPES.items()}
+    rows = ablation.measure(lambda: _fake(blocks=400), small, 800, at_once=6, repeats=1)
+    found = {(row["work"], row["off"]): row for row in rows}
+    assert len(found) == 6 * 6
+    assert found["few-shot", "nothing"]["cached %"] > 50 > found["few-shot", "prefix cache"]["cached %"] == 0  # type: ignore[operator]
+    for work in ("agent", "few-shot", "long document"):
+        moved = found[work, "delta"]["moved blocks"]
+        assert moved > found[work, "nothing"]["moved blocks"], work  # type: ignore[operator]
+    shared = found["self-consistency", "nothing"]["moved blocks"]
+    assert 3 * shared < found["self-consistency", "prefix cache"]["moved blocks"]  # type: ignore[operator]
+
+
+def test_contiguous_memory_and_static_batches_run_fewer_at_once() -> None:
+    asked = SHAPES["unique"](Random(1))
+    most = {}
+    for off in ("nothing", "paging", "batching"):
+        with ExitStack() as stack:
+            engine = ablation.build(lambda: _fake(blocks=400), off, 800, stack)
+            running = []
+            turn = engine.turn
+
+            def watched(turn=turn, engine=engine, running=running):  # type: ignore[no-untyped-def]
+                running.append(engine.decode.running_requests)
+                return turn()
+
+            engine.turn = watched  # type: ignore[method-assign]
+            ablation.run(engine, off, "t", asked, 4)
+            most[off] = (max(running), sum(running) / len(running))
+    assert most["paging"][0] <= 2 < most["nothing"][0]
+    assert most["batching"][1] < most["nothing"][1]

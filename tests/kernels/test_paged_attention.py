@@ -45,6 +45,21 @@ def test_equals_the_reference(heads: int, kv_heads: int, block_size: int, stable
         assert not out[rows:].any(), "padding rows were written"
 
 
+def test_five_tokens_in_blocks_of_two_equal_dense_attention() -> None:
+    """PagedAttention's worked example (Kwon et al. 2023, section 4.1): three blocks that lie anywhere, in any order,
+    the last half empty, give what one contiguous matrix gives."""
+    q, pool, tables = _case(4, 2, 2, [(5, 5)], layers=1)
+    assert len(tables[0]) == 3 and pool[tables[0][2], ..., 1, :].isnan().all()
+    rows = pool[tables[0], :, 0].permute(1, 2, 0, 3, 4).reshape(2, 2, 6, 8)[:, :, :5]
+    keys, values = (rows[:, at].repeat_interleave(2, dim=0) for at in (0, 1))
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q[:5].transpose(0, 1), keys, values, is_causal=True
+    )
+    plan = plan_attention([5], [5], tables, pool, 4, True)
+    paged = paged_attention(q, pool, 0, plan, torch.zeros_like(q))
+    torch.testing.assert_close(paged[:5], dense.transpose(0, 1), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("stable", [True, False])
 def test_result_is_independent_of_the_rest_of_the_batch(stable: bool) -> None:
     """Guards recovery and parity: a sequence's bits must not depend on its neighbours."""

@@ -53,6 +53,7 @@ STATES = (
     "send withdrawn",
     "stop string found",
     "zombie: frozen beyond keepalive",
+    "loaded from host memory",
     "leave completed",
     "leave cut short by its grace",
     "leaving prefill worker gave up what waited",

@@ -66,6 +66,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         block_size=sizes,
         transport=transport,
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
+        tier_blocks=Random(f"tiers {seed}").choice((0, 0, 4, 12)),
         decode=DecodeConfig(
             max_batch=rng.choice((2, 8)),
             max_handoffs=rng.choice((2, 16)),

@@ -14,6 +14,7 @@ import xxhash
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
+from engine.kv.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, finish_reason
 from engine.step import Row, StepPlan
@@ -152,8 +153,8 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
     """What `engine.device.open_device` returns, over shadow memory."""
     kv = ShadowKV(process, blocks, block_size)
 
-    def manager() -> KVCacheManager:
-        kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT)
+    def manager(tiers: Tiers | None = None) -> KVCacheManager:
+        kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
         return kv.manager
 
     return SimpleNamespace(

@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, Any
 import decode_worker.worker
 import engine.device
 import engine.loop
+import engine.tiering
 import prefill_worker.worker
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
 import telemetry.metrics
+import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
 import transfer.rpc
 import transfer.serving
+from engine.kv.tier_io import TierEvent
 from engine.loop import Shell
-from tests.sim import shadow
+from tests.sim import shadow, tiering
 from tests.sim.clock import Process, Violation
 from tests.sim.mover import SimMover
 from tests.sim.network import Accept
@@ -169,12 +172,18 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _open_device(config: object, limits: object) -> SimpleNamespace:
+def _open_device(config: object, limits: object, host_tier_bytes: int = 0) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
     opened = shadow.device(process, blocks, size, plan.context_tokens)
     _world.memories[process.pid] = opened.kv
     return opened
+
+
+def _open_tiers(
+    config: object, device: Any, name: str, on_event: Callable[[TierEvent], None]
+) -> SimpleNamespace | None:
+    return tiering.open_tiers(_world, device.kv, on_event)
 
 
 def _open_transports(memory: shadow.ShadowKV, *rest: object) -> dict[str, SimTransport]:
@@ -196,8 +205,10 @@ _REPLACED: list[tuple[Any, Any]] = [
     (time, _TIME),
     (engine.loop.EngineThread, SimThread),
     (engine.device.open_device, _open_device),
+    (engine.tiering.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
+    (telemetry.tier_metrics.TierMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
     (transfer.liveness.host_id, lambda: "sim"),
     (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),

@@ -1,0 +1,46 @@
+"""Is loading a block sooner than computing it? Pure.
+
+Both sides are measured: the seconds that a block took to come out of a tier, and the worker's tokens per second. What
+has never been loaded counts as free, so that it is tried once. What is refused is not measured any more, so each
+refusal takes a little off its price: a disk that was busy for a while is tried again.
+"""
+
+from collections.abc import Sequence
+
+NEWEST = 0.2
+"""Share of the newest measurement in the running mean."""
+FADING = 0.02
+"""Share of its price that a refused load loses."""
+
+
+class TierCost:
+    """Mutable state: the two prices, in seconds a block."""
+
+    def __init__(self) -> None:
+        self.host_s = 0.0
+        self.disk_s = 0.0
+
+    def measured(self, host_blocks: int, host_s: float, disk_blocks: int, disk_s: float) -> None:
+        """A load has taken so long for so many blocks of each tier."""
+        if host_blocks:
+            self.host_s = _mean(self.host_s, host_s / host_blocks)
+        if disk_blocks:
+            self.disk_s = _mean(self.disk_s, disk_s / disk_blocks)
+
+    def worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> int:
+        """How many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
+        most."""
+        best, best_saved_s, saved_s = 0, 0.0, 0.0
+        for count, is_on_disk in enumerate(on_disk, 1):
+            saved_s += compute_s - (self.disk_s if is_on_disk else self.host_s)
+            if saved_s > best_saved_s:
+                best, best_saved_s = count, saved_s
+        if best < len(on_disk):
+            refused = on_disk[best:]
+            self.disk_s *= 1 - FADING * any(refused)
+            self.host_s *= 1 - FADING * (not all(refused))
+        return best
+
+
+def _mean(known: float, latest: float) -> float:
+    return latest if known == 0.0 else known + NEWEST * (latest - known)

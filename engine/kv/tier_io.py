@@ -1,0 +1,87 @@
+"""What passes between the index of the lower tiers (`engine.kv.tiers`) and who moves their bytes (`tier_mover`)."""
+
+from dataclasses import dataclass
+
+from engine.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a block lies in host memory."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Where a block lies on disk: the `at`-th of a segment."""
+
+    segment: int
+    at: int
+
+
+Place = Slot | OnDisk
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy a device block into host memory, at once: before anybody writes to the block again."""
+
+    block: BlockId
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy blocks into device blocks, in order, up to the first that is not whole. Answered by `Loaded`."""
+
+    number: int
+    identities: tuple[bytes, ...]
+    places: tuple[Place, ...]
+    targets: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Write a new segment of these blocks of the host memory. Answered by `Spilled`."""
+
+    segment: int
+    identities: tuple[bytes, ...]
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove a segment's file."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The first `blocks` of a load are in place; with fewer than were asked for, the next one could not be read.
+    The seconds are those that its copies out of host memory and its reads from disk took."""
+
+    number: int
+    blocks: int
+    host_s: float
+    disk_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """A segment is written, or could not be: `error` says why."""
+
+    segment: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TiersDied:
+    """Whoever moves the bytes has failed at something that is not the disk's fault; nothing is moved any more."""
+
+    error: str
+
+
+TierCommand = Save | Load | Spill | Drop
+TierEvent = Loaded | Spilled

@@ -1,0 +1,67 @@
+"""A worker's lower tiers, opened from their config: the index, and who moves the bytes."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from engine.config import TierConfig
+from engine.device import Device
+from engine.kv.segments import SegmentFolder
+from engine.kv.tier_io import TierEvent, TiersDied
+from engine.kv.tier_mover import HostMemory, TierMover
+from engine.kv.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiering:
+    """`tiers` is for the manager, `mover` for the engine; the mover's thread does not run yet."""
+
+    tiers: Tiers
+    mover: TierMover
+
+
+def open_tiers(
+    config: TierConfig,
+    device: Device,
+    name: str,
+    on_event: Callable[[TierEvent | TiersDied], None],
+) -> Tiering | None:
+    """None where there is to be no host tier. `name` is the worker's, for its folder in `disk_dir`.
+
+    A folder that cannot be had leaves the disk tier out, with a warning. Raises ValueError for a disk tier without a
+    folder, or without a host tier of at least four blocks.
+    """
+    slots = config.host_bytes // device.layout.block_bytes
+    if config.disk_bytes and not config.disk_dir:
+        raise ValueError("tiers.disk_dir: a disk tier needs a folder")
+    if slots == 0 and not config.disk_bytes:
+        return None
+    tiers = Tiers(slots, device.layout.block_bytes, config.disk_bytes)
+    folder = None
+    if config.disk_bytes:
+        try:
+            path = Path(config.disk_dir).expanduser() / name
+            folder = SegmentFolder(path, _kind(device), device.layout.block_bytes)
+            found, torn = folder.scan()
+        except OSError as error:
+            tiers.disable_disk(str(error))
+            log.warning("no disk tier: %s", error)
+        else:
+            tiers.counts.torn_segments = torn
+            tiers.adopt(found)
+            log.info("disk tier: %d segments found, %d dropped", len(found), torn)
+    host = HostMemory(slots, device.layout.block_bytes, pinned=device.kv.device != "cpu")
+    return Tiering(tiers, TierMover(device.kv, host, folder, on_event))
+
+
+def _kind(device: Device) -> bytes:
+    """What the bytes of a block depend on, besides its tokens and all before them."""
+    arithmetic = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    told = f"{device.fingerprint}|{device.layout.describe()}|{device.is_deterministic}|{arithmetic}"
+    return blake2b(told.encode(), digest_size=16).digest()

@@ -1,0 +1,155 @@
+"""The machine of `test_kv_machine` over tiers: what is in no device block lies in host slots and in segments, which
+the shadow knows as well. Loads and spills end when they like, or fail; a disk may be full. Whoever reads a slot finds
+exactly his own prefix there, wherever it has been meanwhile."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from engine import identity
+from engine.kv.fetches import Fetches
+from engine.kv.manager import KVCacheManager
+from engine.kv.tier_io import Drop, Load, Loaded, OnDisk, Save, Spill, Spilled
+from engine.kv.tiers import Tiers
+from tests.engine.test_kv_machine import BLOCKS, SIZE, Machine, Slot, names
+
+HOST_BLOCKS, SEGMENTS = 8, 6
+Content = list[Slot | None]
+PROMPTS = [[*[0] * 8, *[n] * 13] for n in range(8)] + [[n] * 20 for n in range(1, 5)]
+"""More than the device holds, some with a common beginning: they push each other down, and are wanted again."""
+OTHER: Content = [(b"torn", (9,))] * SIZE
+
+
+class TieredMachine(Machine):
+    def __init__(self) -> None:
+        super().__init__()
+        # Segments of two blocks of 4096 bytes, with a page before them.
+        self.tiers = Tiers(HOST_BLOCKS, 4096, disk_bytes=SEGMENTS * 3 * 4096)
+        self.kv = KVCacheManager(BLOCKS, SIZE, "m", self.tiers)
+        self.fetches = Fetches(self.kv, self.tiers)
+        self.slots: list[Content] = [[None] * SIZE for _ in range(HOST_BLOCKS)]
+        self.segments: dict[int, list[Content]] = {}
+        self.jobs: list[Load | Spill] = []
+
+    def _advance(self) -> None:
+        for command in self.tiers.take_commands():
+            match command:
+                case Save(block, slot):
+                    self.slots[slot.index] = list(self.memory[block])
+                case Drop(segment):
+                    self.segments.pop(segment, None)
+                case _:
+                    self.jobs.append(command)
+        super()._advance()
+
+    @rule(
+        name=names,
+        prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=6),
+        keeps_up=st.booleans(),
+    )
+    def serve(self, name: bytes, prompts: list[list[int]], keeps_up: bool) -> None:
+        """Whole requests, one after the other; the disk keeps up with what they push down, or does not."""
+        for tokens in prompts:
+            count = len(self.live)
+            self.acquire(name, tokens, 0, False)
+            if len(self.live) > count:
+                request = self.live.pop()
+                self.kv.copied(request.lease)
+                self._write(request, len(tokens))
+                self.kv.commit(request.lease, tokens, tail=True)
+                self.kv.release(request.lease)
+                self.sound()
+            for job in [job for job in self.jobs if keeps_up and isinstance(job, Spill)]:
+                self.jobs.remove(job)
+                self._spill(job, "")
+                self._advance()
+
+    @rule(name=names, tokens=st.sampled_from(PROMPTS))
+    def fetch(self, name: bytes, tokens: list[int]) -> None:
+        before = self.kv.matched_tokens(name, tokens, len(tokens))
+        fetch = self.fetches.wanted(name, tokens, len(tokens), tokens_per_s=10.0)
+        self._advance()
+        assert fetch is None or len(fetch.tokens) > before - before % SIZE
+        if fetch is not None:
+            again = self.fetches.wanted(name, tokens, len(tokens), tokens_per_s=10.0)
+            assert again is fetch, "the same prefix is fetched once"
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), luck=st.integers(0, 15))
+    def io(self, data: st.DataObject, luck: int) -> None:
+        """One load or spill ends, in any order; disks tear, and fill up."""
+        job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
+        if isinstance(job, Spill):
+            self._spill(job, "" if luck else "No space left on device")
+        else:
+            self._load(job, is_whole=luck > 3)
+        self._advance()
+
+    def _spill(self, job: Spill, error: str) -> None:
+        if not error:
+            self.segments[job.segment] = [list(self.slots[slot.index]) for slot in job.slots]
+        self.fetches.handle(Spilled(job.segment, error))
+        assert (self.tiers.disk is None) == bool(error)
+
+    def _load(self, job: Load, is_whole: bool) -> None:
+        done = 0
+        for place, target in zip(job.places, job.targets, strict=True):
+            if isinstance(place, OnDisk):
+                if not is_whole or place.segment not in self.segments:
+                    self.memory[target] = list(OTHER)
+                    break
+                self.memory[target] = list(self.segments[place.segment][place.at])
+            else:
+                self.memory[target] = list(self.slots[place.index])
+            done += 1
+        self.fetches.handle(Loaded(job.number, done, 0.001, 0.001))
+
+    @rule()
+    def pressure(self) -> None:
+        """Somebody takes all there is: what nobody holds leaves the device, and is in a tier or told to be gone."""
+        here = {node.identity for node in self.kv.cache.nodes()}
+        room = self.kv.available
+        lease = self.kv.acquire(b"x", [0], match_limit=0, room_tokens=room * SIZE)
+        assert lease is not None and self.kv.available == 0
+        self._advance()
+        gone = set(self.kv.take_evicted())
+        left = {node.identity for node in self.kv.cache.nodes()}
+        assert all(ident in self.tiers or ident in gone for ident in here - left)
+        assert not any(ident in self.tiers or ident in left for ident in gone), "told to be gone, and there"
+        self.kv.release(lease)
+
+    def check_tiers(self) -> None:
+        self.fetches.check()
+        for ident, slot in self.tiers.host._slots.items():
+            if ident not in self.tiers._saving:
+                assert _identity(self.slots[slot.index]) == ident, "a slot holds another block"
+        if self.tiers.disk is not None:
+            for ident, place in self.tiers.disk.places.items():
+                assert _identity(self.segments[place.segment][place.at]) == ident
+
+    @invariant()
+    def sound_below(self) -> None:
+        self.check_tiers()
+
+    def teardown(self) -> None:
+        while self.jobs:
+            job = self.jobs.pop()
+            if isinstance(job, Spill):
+                self._spill(job, "")
+            else:
+                self._load(job, True)
+            self._advance()
+        assert not len(self.fetches)
+        super().teardown()
+
+
+def _identity(content: Content) -> bytes:
+    """Of the block whose slots hold this; the last one knows the whole prefix."""
+    assert content[-1] is not None
+    name, tokens = content[-1]
+    assert content == [(name, tokens[: at + 1]) for at in range(len(tokens) - SIZE, len(tokens))]
+    return identity.chain(identity.root(name, "m"), tokens, SIZE)[-1]
+
+
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -1,0 +1,121 @@
+"""The lower tiers in virtual time: the real index, the real commands; host memory and segments are rows.
+
+A target of a load must stay the reserved block that it was when the load was asked for, until it has ended. Now and
+then a segment cannot be read, or a disk is full.
+"""
+
+from collections.abc import Callable, Iterable
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from engine.kv.block_pool import BlockState
+from engine.kv.tier_io import (
+    Drop,
+    Load,
+    Loaded,
+    OnDisk,
+    Save,
+    Spill,
+    Spilled,
+    TierCommand,
+    TierEvent,
+)
+from engine.kv.tiers import Tiers
+from tests.sim.clock import Process, Violation
+from tests.sim.shadow import ShadowKV
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+BLOCK_BYTES = 4096
+SEGMENTS = 8
+LATE_S = (0.0001, 0.003)
+TORN = 0.4
+FULL = 0.03
+
+
+def open_tiers(
+    world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]
+) -> SimpleNamespace | None:
+    """As `engine.tiering.open_tiers`, of the size that the plan says."""
+    if not world.plan.tier_blocks:
+        return None
+    tiers = Tiers(world.plan.tier_blocks, BLOCK_BYTES, SEGMENTS * 2 * BLOCK_BYTES)
+    return SimpleNamespace(tiers=tiers, mover=SimTierMover(world, memory, on_event))
+
+
+class SimTierMover:
+    """Stands in for `engine.kv.tier_mover.TierMover`. Mutable state: the rows of slots and segments."""
+
+    def __init__(self, world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]) -> None:
+        self._world = world
+        self._rng = Random(world.plan.seed)  # of its own: the rest of the run does not depend on it
+        self._process: Process = world.starting
+        self._memory = memory
+        self._on_event = on_event
+        self._slots: dict[int, list[int]] = {}
+        self._segments: dict[int, list[list[int]]] = {}
+
+    def start(self) -> None:
+        """There is no thread."""
+
+    def stop(self) -> None:
+        """There is no thread."""
+
+    def save(self, commands: Iterable[TierCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Save):
+                rows = self._memory.rows[command.block]
+                if 0 in rows:
+                    raise Violation(f"{self._process}: block {command.block} is saved, and was never filled")
+                self._slots[command.slot.index] = list(rows)
+                self._world.note("saved to a tier")
+
+    def submit(self, commands: Iterable[TierCommand]) -> None:
+        for command in commands:
+            match command:
+                case Load():
+                    self._load(command)
+                case Spill():
+                    self._spill(command)
+                case Drop(segment):
+                    self._segments.pop(segment, None)
+
+    def _later(self, event: TierEvent) -> None:
+        self._process.later(self._rng.uniform(*LATE_S), lambda: self._on_event(event))
+
+    def _load(self, load: Load) -> None:
+        generations = [self._memory.generations[target] for target in load.targets]
+
+        def end() -> None:
+            for count, (place, target) in enumerate(zip(load.places, load.targets, strict=True)):
+                reserved = self._memory.pool.state(target) is BlockState.RESERVED
+                if not reserved or self._memory.generations[target] != generations[count]:
+                    raise Violation(f"{self._process}: a load writes block {target}, which is not its own any more")
+                if isinstance(place, OnDisk):
+                    if place.segment not in self._segments or self._rng.random() < TORN:
+                        self._memory.rows[target] = [1] * self._memory.block_size
+                        self._world.note("a tier's block was torn")
+                        return self._on_event(Loaded(load.number, count, 0.0001, 0.0001))
+                    rows = self._segments[place.segment][place.at]
+                    self._world.note("loaded from disk")
+                else:
+                    rows = self._slots[place.index]
+                    self._world.note("loaded from host memory")
+                self._memory.rows[target] = list(rows)
+            self._on_event(Loaded(load.number, len(load.places), 0.0001, 0.0001))
+
+        self._process.later(self._rng.uniform(*LATE_S), end)
+
+    def _spill(self, spill: Spill) -> None:
+        if self._rng.random() < FULL:
+            self._world.note("the disk tier was full")
+            self._later(Spilled(spill.segment, "No space left on device"))
+            return
+
+        def end() -> None:
+            self._segments[spill.segment] = [list(self._slots[slot.index]) for slot in spill.slots]
+            self._on_event(Spilled(spill.segment))
+
+        self._process.later(self._rng.uniform(*LATE_S), end)
