@@ -278,8 +278,10 @@ class World:
 
     def _may_fail(self) -> bool:
         """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
-        more faults than its budget?"""
-        return sum(self.faults.struck.values()) + self.faults.unseen > 1
+        more faults than its budget? A leave that its grace cuts short in the middle of a step is a death to those who
+        have not been told of it."""
+        met = sum(self.faults.struck.values()) + self.faults.unseen
+        return met + self.notes["leave cut short by its grace"] > 1
 
     def ended(self, client: Client) -> None:
         self.note(f"client: {client.outcome}")
