@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 LOOKS_S = 0.1
 BOOT_S = 0.05
+EXIT_S = 0.05
+"""A process that has left ends its streams, and some time later itself: its last words arrive before that is seen."""
 
 
 class Supervision:
@@ -53,8 +55,12 @@ class Supervision:
             PeerAddress(peer.name, peer.address, Incarnation(process.incarnation))
             for peer in self.addresses(role)
             for process in (self._world.live.get(peer.name),)
-            if process is not None and process.alive
+            if process is not None and (process.alive or self._is_leaving(process))
         ]
+
+    def _is_leaving(self, process: Process) -> bool:
+        left_at = self._world.left_at.get(process.pid)
+        return left_at is not None and self._world.clock.now - left_at < EXIT_S
 
     def _look(self) -> None:
         """Ten times a second: who has died, and who is given up."""

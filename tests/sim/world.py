@@ -51,6 +51,7 @@ class World:
         self.workers: dict[int, Any] = {}
         self.live: dict[str, Process] = {}
         self.pauses: dict[int, float] = {}
+        self.left_at: dict[int, float] = {}
         self.starting: Process = None  # type: ignore[assignment]
         self.front: Front = None  # type: ignore[assignment]
         self.clients: list[Client] = []
@@ -132,6 +133,7 @@ class World:
         scheduler = self.workers[process.pid]._scheduler
         self.note("leave completed" if scheduler.is_idle else "leave cut short by its grace")
         self._bury(process)
+        self.left_at[process.pid] = self.clock.now
         self.clock.at(self.pauses[process.pid], lambda: self.boot(process.name, process.role))
 
     def _bury(self, process: Process) -> None:
@@ -278,10 +280,8 @@ class World:
 
     def _may_fail(self) -> bool:
         """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
-        more faults than its budget? A leave that its grace cuts short in the middle of a step is a death to those who
-        have not been told of it."""
-        met = sum(self.faults.struck.values()) + self.faults.unseen
-        return met + self.notes["leave cut short by its grace"] > 1
+        more faults than its budget?"""
+        return sum(self.faults.struck.values()) + self.faults.unseen > 1
 
     def ended(self, client: Client) -> None:
         self.note(f"client: {client.outcome}")
