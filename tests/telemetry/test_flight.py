@@ -61,4 +61,6 @@ def test_a_failure_writes_the_timelines_of_what_was_under_way(
         recorder.dump_open(frozenset({"ended"}), "the engine has failed")
     (record,) = caplog.records
     assert vars(record)["request"] == "open"
-    assert record.getMessage() == ("the engine has failed; its timeline: 0.0000 placed placement=2")
+    assert record.getMessage() == (
+        "the engine has failed; its timeline: 0.0000 placed placement=2"
+    )

@@ -63,9 +63,7 @@ def test_a_request_is_one_tree_under_its_callers_span() -> None:
         stages = consecutive(now, [("admit", 0.5), ("route", 0.0), ("reserve", 0.25)])
         made.add(context, Span("headrace.decode", now, now + 2, {"headrace.x": 1}, error="lost"))
         made.add("", Span("dropped", now, now))
-        made.close(
-            "r1", Span("headrace.request", now, now + 3, {"headrace.outcome": "stop"}, stages)
-        )
+        made.close("r1", Span("headrace.request", now, now + 3, {"headrace.outcome": "stop"}, stages))
         made.close("r1", Span("said twice", now, now))
         made.shut()
     finally:
