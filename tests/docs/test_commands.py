@@ -119,8 +119,7 @@ class Place:
 
     def __call__(self, commands: str, **replaced: str) -> str:
         """What bash prints for the lines of a page."""
-        generate = f"headrace generate --server 127.0.0.1:{self._ports['50051']} "
-        usual = {".venv/bin/": "", "headrace generate ": generate, **self._ports}
+        usual = {".venv/bin/": "", **self._ports}
         for old, new in (usual | replaced).items():
             commands = commands.replace(old, new)
         done = subprocess.run(
