@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -163,6 +164,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the pages call curl")
 def test_what_is_typed_beside_a_running_cluster(place: Place) -> None:
     """README.md and docs/http.md: questions, then every verb of the list, the last of which take it down."""
     ask, look = ours("README.md")
