@@ -6,6 +6,7 @@ model prepared on its own host. A keeper on every node in use ends processes the
 
 import logging
 import socket
+import time
 from collections import Counter
 from typing import Any
 
@@ -15,12 +16,16 @@ from cluster.keeper import Keeper
 from cluster.placement import NODE_ID_LABEL, Node, RayConfig, selector
 from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
 from cluster.ray_launcher import imported_ray, init
+from cluster.signals import check
 from cluster.spec import ChildSpec, LaunchError
 
 NAMESPACE = "headrace"
 """Of the actors: who knows it finds them by name."""
 END_TIMEOUT_S = 5.0
 KNOCK_TIMEOUT_S = 5.0
+LEFT_S = 45.0
+"""For Ray to notice that the host of an earlier supervisor is lost, and to end what belonged to it."""
+LOOK_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +89,7 @@ class RayClusterLauncher:
             ) from error
         self._ray = ray
         self._here = ray.get_runtime_context().get_node_id()
+        self._wait_alone()
 
     def launch(self, spec: ChildSpec) -> RayChild:
         nodes = self._nodes()
@@ -141,6 +147,22 @@ class RayClusterLauncher:
     def forget_keeper(self, node: str) -> None:
         """It does not answer: the next process there gets another one."""
         self._keepers.pop(node, None)
+
+    def _wait_alone(self) -> None:
+        """Until the processes of an earlier supervisor are gone, which end with it. Raises LaunchError if they stay."""
+        deadline_s = time.monotonic() + LEFT_S
+        told = False
+        while names := sorted(self._ray.util.list_named_actors()):
+            there = f"this Ray already runs {', '.join(names)}"
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"{there}: `headrace down`, on the host of their `headrace up`, ends them"
+                )
+            if not told:
+                log.warning("%s: waiting up to %.0f s for them to end", there, LEFT_S)
+                told = True
+            check()
+            time.sleep(LOOK_S)
 
     def _ended(self, name: str, end: Any) -> bool:
         """Whether it ended by itself; of a host that is lost nothing more can be known."""

@@ -1,7 +1,10 @@
 """Verbs that ask a model: generate, chat, bench."""
 
 import argparse
+import os
 from typing import Any
+
+from cluster.resolve import add_flags, resolve
 
 
 def add(verbs: Any) -> None:
@@ -19,7 +22,9 @@ def add(verbs: Any) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", default="127.0.0.1:50051", metavar="HOST:PORT")
+    server = "where it serves gRPC (default: the cluster of that name on this host, or the configured address)"
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help=server)
+    add_flags(parser, only=("name",))
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", type=int, default=None, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
@@ -30,10 +35,27 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     from cluster.ask import stream_answer
 
+    arguments.server = arguments.server or _here(arguments)
     return stream_answer(arguments)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     from cluster.chat import run_chat
 
+    arguments.server = arguments.server or _here(arguments)
     return run_chat(arguments)
+
+
+def _here(arguments: argparse.Namespace) -> str:
+    """Where the cluster of this name serves, whatever its port; if none runs here, where it would by its settings."""
+    from cluster.admin_client import AdminClient
+    from cluster.rundir import RunDir
+    from cluster.spec import LaunchError
+
+    config = resolve(arguments, os.environ).config
+    try:
+        with AdminClient(RunDir(config, os.environ)) as client:
+            served = client.status().grpc
+    except LaunchError:
+        served = ""
+    return served or f"{config.router.host}:{config.router.grpc_port}"

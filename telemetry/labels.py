@@ -22,7 +22,7 @@ DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
 """Of an attempt to fetch a prompt's blocks: all landed; another attempt with the same peer followed; the decode worker
 computed the prompt itself; the router was asked for another prefill worker; the request was over before."""
-TRANSPORTS = ("loopback", "shm", "tcp", "none")
+TRANSPORTS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl", "none")
 """`none`: the peer was never reached."""
 CONTINUATIONS = ("move", "decode_lost", "prefill_lost", "adopted")
 """Why a request went on elsewhere: its decode worker was leaving, or was lost; its prefill worker was lost; its router

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +24,7 @@ from cluster.supervisor import RestartConfig
 from tests.cluster.test_launchers import CONFIG, FAKES, eventually, gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 * 1024 * 1024
 CLUSTER = msgspec.structs.replace(CONFIG, restart=RestartConfig(limit=3), decode_workers=2)
 
@@ -103,6 +107,34 @@ def test_workers_go_to_their_pools_and_are_ended_on_their_nodes(ray_cluster: Any
         assert sum(node["Alive"] for node in imported_ray().nodes()) == 4, "it was not ours to end"
     finally:
         imported_ray().shutdown()
+
+
+SECOND = """
+import sys
+from cluster import ray_cluster
+from cluster.placement import RayConfig
+from cluster.spec import LaunchError
+ray_cluster.LEFT_S = 1.0
+launcher = ray_cluster.RayClusterLauncher(RayConfig(address=sys.argv[1]))
+try:
+    launcher.open()
+except LaunchError as error:
+    print(error)
+finally:
+    launcher.close()
+"""
+
+
+def test_one_cluster_of_ours_on_a_ray(ray_cluster: Any) -> None:
+    """Guards against a `headrace up` on another host of the same Ray that takes names, or processes, of the first."""
+    with watched(ray_cluster) as cluster:
+        before = {name: up.pid for name, up in cluster.workers.items()}
+        command = [sys.executable, "-c", SECOND, ray_cluster.address]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60.0, cwd=ROOT)
+        there = "this Ray already runs decode-0, decode-1, prefill-0, router: `headrace down`"
+        assert said.stdout.startswith(there), said
+        assert {name: up.pid for name, up in cluster.workers.items()} == before
+        assert not any(gone(pid) for pid in before.values())
 
 
 def is_new(cluster: Cluster, old: ChildReady) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.hosts import HOME, REPOSITORY, Host, Lan, lacking, lan, run, until
+from tests.deploy.hosts import REPOSITORY, Host, Lan, lacking, lan, run, until
 
 pytestmark = [
     pytest.mark.rayup,
@@ -26,8 +26,6 @@ ADDRESSES = {"head": "10.0.0.1", "prefill": "10.0.0.11", "decode": "10.0.0.12"}
 ACTORS = {"head": "Router", "prefill": "Prefill", "decode": "Decode"}
 PAGE = REPOSITORY / "docs/deploy.md"
 SHIPPED = "deploy/ray/local.yaml"
-END = "pkill -TERM --full 'bin/[h]eadrace up'"
-"""Ctrl-C needs a terminal, which a test has not."""
 QUESTION = (
     "Please tell me in one short sentence what you know about {}, and why people care for it."
 )
@@ -66,10 +64,10 @@ def network(tmp_path: Path) -> Iterator[Lan]:
 
 
 def documented() -> list[str]:
-    """The three blocks of commands that the page has for machines of your own, for who logs in as root here."""
+    """The four blocks of commands that the page has for machines of your own, for who logs in as root here."""
     section = PAGE.read_text().split("## On machines of your own")[1].split("\n## ")[0]
     blocks: list[str] = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     return [block.replace(SHIPPED, "~/local.yaml").replace("ubuntu@", "root@") for block in blocks]
 
 
@@ -135,7 +133,7 @@ def received_bytes(network: Lan, name: str) -> int:
 
 
 @contextmanager
-def serving(network: Lan, command: str) -> Iterator["subprocess.Popen[bytes]"]:
+def serving(network: Lan, command: str, stop: str) -> Iterator["subprocess.Popen[bytes]"]:
     """`headrace up` on the head, started and at last ended as a user on the laptop does."""
     laptop = network.hosts["laptop"]
     log = network.folder / "up.log"
@@ -153,8 +151,9 @@ def serving(network: Lan, command: str) -> Iterator["subprocess.Popen[bytes]"]:
         print(log.read_text(errors="replace"))
         raise
     finally:
-        laptop.run("ray", "exec", f"{HOME}/local.yaml", END, timeout_s=60.0)
+        down = laptop.run("bash", "-ec", stop, timeout_s=90.0)
         up.wait(60.0)
+    assert "Stopped after" in down and "Killing" not in down, down
     assert b"stopping" in log.read_bytes() and b"headrace:" not in log.read_bytes()
 
 
@@ -162,12 +161,15 @@ def test_pools_on_their_hosts_a_host_lost_and_nothing_left(network: Lan) -> None
     """Guards against a pool on the wrong host, addresses that only their own host can reach, a lost host that takes the
     service with it or that nobody makes good, and processes that outlive the shutdown."""
     laptop, head, prefill = (network.hosts[name] for name in ("laptop", "head", "prefill"))
-    start, serve, end = documented()
+    start, serve, stop, end = documented()
     laptop.run("bash", "-ec", start, timeout_s=120.0)
     expected = {"10.0.0.1": "", "10.0.0.11": "prefill", "10.0.0.12": "decode"}
     until(lambda: nodes(head) == expected, 90.0, f"the cluster is not {expected}")
 
-    with serving(network, serve):
+    with serving(network, serve, stop):
+        assert actors(network) == {name: [kind] for name, kind in ACTORS.items()}
+        again = laptop.run("bash", "-ec", serve, timeout_s=60.0)
+        assert "runs already, under process" in again, again
         assert actors(network) == {name: [kind] for name, kind in ACTORS.items()}
         before = received_bytes(network, "decode")
         assert_migrated(ask(laptop, QUESTION.format("a mill")), network, before)

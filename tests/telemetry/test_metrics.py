@@ -9,6 +9,7 @@ from telemetry.labels import BLOCK_STATES, HANDOFF_DROPS, OUTCOMES, STAGES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
 from tests.telemetry.pages import Samples, samples
+from transfer.registry import FACTORIES
 
 
 def test_every_label_set_exists_before_the_first_request() -> None:
@@ -109,6 +110,16 @@ def _slo(seen: Samples, slo: str) -> list[float]:
         seen["headrace_slo_requests_total", (("met", met), ("slo", slo))]
         for met in ("true", "false")
     ]
+
+
+def test_every_transport_that_there_is_is_counted_from_zero() -> None:
+    """Guards against a transport that was added, and whose first failure is no increase that an alert could see."""
+    seen = samples(WorkerMetrics("m", "decode-0", "decode").render())
+    for transport in FACTORIES:
+        assert (
+            seen["headrace_kv_migrations_total", (("outcome", "failed"), ("transport", transport))]
+            == 0
+        )
 
 
 def test_targets_are_judged_exactly() -> None:

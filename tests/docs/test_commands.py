@@ -1,0 +1,204 @@
+"""Commands in README and docs: each block is run by a test, here or where it says, or says why not."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cluster.leftovers import descendants, running
+from cluster.rundir import start_of
+from engine.model.cache import prepare
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HERE = Path(__file__).relative_to(ROOT)
+FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:    )?(?:\$ )?(?:\.venv/bin/|(?:headrace|make|ray|curl|docker|kubectl|prometheus|pip|python|git) [a-z'./-])"
+)
+BIN = Path(sys.executable).parent
+
+
+class Block(NamedTuple):
+    page: str
+    mark: str
+    language: str
+    text: str
+
+    @property
+    def has_commands(self) -> bool:
+        return self.language in ("sh", "console") or any(map(COMMAND.match, self.text.splitlines()))
+
+
+def blocks(text: str, page: str = "") -> list[Block]:
+    return [Block(page, *found.groups(default="")) for found in FENCE.finditer(text)]
+
+
+def everything() -> list[Block]:
+    return [
+        block for page in PAGES for block in blocks(page.read_text(), str(page.relative_to(ROOT)))
+    ]
+
+
+def faults(block: Block) -> str:
+    """What is wrong with how a block of commands is marked; nothing if all is well."""
+    if not block.has_commands:
+        return ""
+    if block.language not in ("sh", "console"):
+        return "commands in a block that is not tagged sh or console"
+    verb, _, said = block.mark.partition(": ")
+    if verb == "not run by a test" and said:
+        return ""
+    if verb != "run by" or not (ROOT / said).is_file():
+        return f"neither run by a test nor marked with why not: {block.mark!r}"
+    return "" if block.page in (ROOT / said).read_text() else f"{said} does not know {block.page}"
+
+
+def test_every_block_of_commands_is_run_or_says_why_not() -> None:
+    """Guards against a page whose commands stopped working unseen."""
+    found = everything()
+    assert sum(block.has_commands for block in found) > 10
+    assert [(b.page, fault, b.text[:60]) for b in found if (fault := faults(b))] == []
+    loose = [
+        (page.name, line)
+        for page in PAGES
+        for line in FENCE.sub("", page.read_text()).splitlines()
+        if line.startswith("    ") and COMMAND.match(line)
+    ]
+    assert loose == [], "commands outside of a block"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nheadrace up\n```\n",
+        "```sh\nheadrace up\n```\n",
+        "<!-- not run by a test -->\n```sh\nheadrace up\n```\n",
+        "<!-- run by: tests/no_such_file.py -->\n```sh\nheadrace up\n```\n",
+        "<!-- run by: tests/docs/handoff_tables.py -->\n```sh\nheadrace up\n```\n",
+    ],
+)
+def test_a_block_without_its_mark_is_seen(text: str) -> None:
+    (block,) = blocks(text, "docs/nowhere.md")
+    assert faults(block)
+
+
+def ours(page: str) -> list[Block]:
+    return [b for b in everything() if b.page == page and b.mark == f"run by: {HERE}"]
+
+
+class Place:
+    """A folder like the repository's root after `make setup`, with the ports of the pages replaced by free ones."""
+
+    def __init__(self, cache: Path, folder: Path) -> None:
+        self._ports = {"8000": _free_port(), "50051": _free_port()}
+        settings = {
+            "NAME": "pages",
+            "RUN_DIR": str(folder / "run"),
+            "CACHE_DIR": str(cache),
+            "LAUNCHER": "process",
+            "ROUTER__HTTP_PORT": self._ports["8000"],
+            "ROUTER__GRPC_PORT": self._ports["50051"],
+            "ROUTER__DEFAULT_MAX_TOKENS": "8",
+            "PREFILL__ENGINE__POOL_BYTES": str(64 << 20),
+            "DECODE__ENGINE__POOL_BYTES": str(64 << 20),
+            "STOP_GRACE_S": "2",
+        }
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
+        self._environ |= {f"HEADRACE_{key}": value for key, value in settings.items()}
+        self._environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
+        self._environ["PYTHONPATH"] = str(ROOT)
+
+    def __call__(self, commands: str, **replaced: str) -> str:
+        """What bash prints for the lines of a page."""
+        usual = {".venv/bin/": "", **self._ports}
+        for old, new in (usual | replaced).items():
+            commands = commands.replace(old, new)
+        done = subprocess.run(
+            ["bash", "-ec", commands],
+            cwd=ROOT,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            timeout=180.0,
+            check=False,
+        )
+        assert done.returncode == 0, (commands, done.stdout, done.stderr)
+        return done.stdout
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    cache = tmp_path / "models"
+    prepare(None, cache)
+    one = Place(cache, tmp_path)
+    supervisor = 0
+    try:
+        one("headrace up --detach")
+        supervisor = int(
+            one(
+                "headrace status --json | python -c 'import json, sys; print(json.load(sys.stdin)[\"pid\"])'"
+            )
+        )
+        yield one
+    finally:
+        if supervisor and start_of(supervisor) is not None:
+            below = descendants(supervisor)
+            os.kill(supervisor, signal.SIGKILL)
+            for pid in running(below):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the pages call curl")
+def test_what_is_typed_beside_a_running_cluster(place: Place) -> None:
+    """README.md and docs/http.md: questions, then every verb of the list, the last of which take it down."""
+    ask, look = ours("README.md")
+    assert "data: [DONE]" in place(ask.text)
+    (http,) = ours("docs/http.md")
+    assert "data: [DONE]" in place(http.text)
+
+    latest = ""
+    deadline_s = time.monotonic() + 10.0
+    while not latest and time.monotonic() < deadline_s:
+        found = re.findall(r"\b[0-9a-f]{16}\b", place("headrace trace"))
+        latest = found[0] if found else ""
+    # Live until it is interrupted, and no request is called REQUEST.
+    told = place(look.text, **{"headrace top ": "headrace top --once ", "REQUEST": latest})
+    assert f"{latest} on router" in told and "decode-2" in told
+    assert "no shared memory is left" in told and " 0 failed" in told
+
+
+def test_a_transcript_is_what_is_printed() -> None:
+    """docs/capacity.md: the lines under the command are what it prints."""
+    (shown,) = ours("docs/capacity.md")
+    typed, _, printed = shown.text.removeprefix("$ ").partition("4000,128\n")
+    done = subprocess.run(
+        [
+            "bash",
+            "-ec",
+            f"{typed}4000,128".replace("headrace", f"{sys.executable} -m cluster.cli", 1),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")},
+    )
+    assert [line.rstrip() for line in done.stdout.splitlines() if line.strip()] == [
+        line.rstrip() for line in printed.splitlines() if line.strip()
+    ]
