@@ -8,7 +8,6 @@ forgotten here.
 """
 
 import functools
-import mmap
 import os
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
 from transfer.device import Device, DeviceMemory, words_of
 from transfer.device_landing import DeviceLanding
+from transfer.peer_file import map_peer_file
 from transfer.scatter import Copy, Scatter
 from transfer.transport import (
     Completion,
@@ -56,21 +56,8 @@ class _Mapping:
     """A peer's pool, of which `span` of each block is read."""
 
     def __init__(self, details: CudaIpcDetails, span: Span, device: Device) -> None:
-        path = f"/proc/{details.pid}/fd/{details.fd}"
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"cannot open the peer's generations at {path}: {error}") from error
-        try:
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) != (details.device, details.inode):
-                raise TransferError(f"{path} is another file: the peer is gone")
-            size = header_bytes(details.blocks)
-            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise TransferError(f"cannot map {path}: {error}") from error
-        finally:
-            os.close(fd)
+        size = header_bytes(details.blocks)
+        self._map = map_peer_file(details.pid, details.fd, details.device, details.inode, size)
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=details.blocks)
         self.handle = details.handle
         self.blocks = details.blocks

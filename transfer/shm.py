@@ -4,7 +4,6 @@ The mapping is opened through the owner's `/proc` entry, so the peer must run as
 it) in the same PID namespace. It goes away with the last process that holds it; nothing has a name, nothing is left.
 """
 
-import mmap
 import os
 
 import msgspec
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from engine.kv.paged import header_bytes
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
+from transfer.peer_file import map_peer_file
 from transfer.pull import Puller
 from transfer.transport import (
     Completion,
@@ -42,24 +42,11 @@ class _Mapping:
     """A peer's whole pool, read-only, of which `span` of each block is read. Fulfils `transfer.pull.Source`."""
 
     def __init__(self, details: ShmDetails, span: Span) -> None:
-        path = f"/proc/{details.pid}/fd/{details.fd}"
         header = header_bytes(details.blocks)
         size = header + details.blocks * details.block_bytes
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"cannot open the peer's memory at {path}: {error}") from error
-        try:
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) != (details.device, details.inode):
-                raise TransferError(f"{path} is another file: the peer is gone")
-            if found.st_size != size:
-                raise TransferError(f"{path} has {found.st_size} bytes, expected {size}")
-            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise TransferError(f"cannot map {path}: {error}") from error
-        finally:
-            os.close(fd)
+        self._map = map_peer_file(details.pid, details.fd, details.device, details.inode, size)
+        if self._map.size() != size:
+            raise TransferError(f"the peer's pool has {self._map.size()} bytes, expected {size}")
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=details.blocks)
         rows = np.frombuffer(self._map, dtype=np.uint8, offset=header)
         blocks = rows.reshape(details.blocks, details.block_bytes)
