@@ -5,6 +5,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine import plan
 from telemetry.labels import BLOCK_STATES, HANDOFF_DROPS, OUTCOMES, STAGES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
@@ -175,3 +176,8 @@ def test_the_port_answers_and_closes(free_port: int) -> None:
     metrics.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=1)
+
+
+def test_the_stages_are_those_that_are_timed() -> None:
+    """Guards the second list of them: telemetry imports nothing of ours."""
+    assert (*plan.STAGES, "unattributed") == STAGES
