@@ -99,8 +99,10 @@ class Host:
         """The command line that runs this command inside, from outside."""
         assert self._process is not None, f"{self.name} has no power"
         first = str(self._first_pid(self._process))
+        # As after a login: nothing of the caller's environment comes in, neither its home nor its cache.
+        login = ["env", "-i", f"HOME={HOME}", "USER=root", "LOGNAME=root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
         inside = ["bash", "-c", f'. ~/.bashrc; cd {REPOSITORY}; exec "$@"', "bash", *command]
-        return ["nsenter", "-t", first, "--mount", "--net", "--pid", "--uts", *inside]
+        return ["nsenter", "-t", first, "--mount", "--net", "--pid", "--uts", *login, *inside]
 
     def run(self, *command: str, timeout_s: float = 60.0) -> str:
         """Run it inside: its standard output. Raises RuntimeError where it fails."""
