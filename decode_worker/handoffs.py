@@ -16,10 +16,11 @@ from collections.abc import Iterable
 import msgspec
 
 from decode_worker.events import ConnectPeer, PeerDown, PeerUp
+from decode_worker.outcomes import Freed, Hopeless, Landed, Result, Unserved
 from decode_worker.request import Migrated, Request, State
 from engine import identity
 from engine.kv.manager import KVCacheManager
-from engine.messages import Fault, FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
+from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
 from engine.types import Incarnation
 from transfer.commands import Arrived, Broken, Command, Emit, ExpectedBlock, Fenced, Received
 from transfer.conversion import landed_tokens, rows_by_block
@@ -29,35 +30,6 @@ MAX_ATTEMPTS = 4
 """Handoffs tried for one placement, or for what was preempted; then the decode worker prefills by itself."""
 CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 """What another prefill worker would answer as well."""
-
-
-class Landed(msgspec.Struct, frozen=True):
-    """Every block of the request's prompt is here and verified."""
-
-    request: Request
-
-
-class Unserved(msgspec.Struct, frozen=True):
-    """The request's prefill worker will not do; nothing of it is under way any more."""
-
-    request: Request
-
-
-class Hopeless(msgspec.Struct, frozen=True):
-    """No prefill worker will do; `Freed` follows."""
-
-    request: Request
-    fault: Fault
-
-
-class Freed(msgspec.Struct, frozen=True):
-    """After `abandon`: nothing of ours writes to the request's blocks any more."""
-
-    request: Request
-
-
-Outcome = Landed | Unserved | Hopeless | Freed
-Result = Command | ConnectPeer | Outcome
 
 
 class Handoffs:

@@ -34,6 +34,10 @@ class State(StrEnum):
     ENDING = "ending"
 
 
+FETCHING = frozenset({State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING})
+"""A prefill worker has the request's prompt, or is looked for."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""

@@ -8,12 +8,17 @@
     a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
     the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL or FORKING again
 
-A request is taken only with a lease for its whole prompt and the promise of some room to grow; otherwise the answer is
-no, at once, and the router keeps it. Who needs more room gets it from those that stand behind it
-(`decode_worker.preemption`). How blocks get here is the business of `decode_worker.handoffs`, what a step holds that of
-`decode_worker.batch`. The first token is sent on as soon as the prefill worker names it; the gap until the second is
-inter-token latency. The end of a request is told at once; its blocks follow when they are fenced. A resumable request
-outlives its router for a while (`decode_worker.orphans`).
+It is decided in parts, whose results are acted on here:
+
+    taking, admission           which requests are taken, with how much room
+    filling, handoffs, forks    how the KV of a request gets here
+    batch, beams                what a step holds
+    room, preemption            who gives way when the pool is exhausted, and comes back
+    departures                  what goes on elsewhere
+    routers, orphans            whose a request is
+    ending                      what becomes of its blocks
+
+The first token is sent on as soon as the prefill worker names it; the gap until the second is inter-token latency.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +28,8 @@ from decode_worker.admission import Admission
 from decode_worker.batch import Batch
 from decode_worker.beams import Beams
 from decode_worker.config import DecodeConfig
-from decode_worker.departures import Departure, Departures
+from decode_worker.departures import Departures
+from decode_worker.ending import Ending
 from decode_worker.events import (
     ConnectPeer,
     FromPeer,
@@ -33,33 +39,27 @@ from decode_worker.events import (
     RouterLost,
     Tell,
 )
-from decode_worker.forks import Forks, shared_tokens
-from decode_worker.handoffs import (
-    MAX_ATTEMPTS,
-    Freed,
-    Handoffs,
-    Hopeless,
-    Landed,
-    Result,
-    Unserved,
-)
-from decode_worker.orphans import NOBODY, Orphans, orphan
-from decode_worker.preemption import Preemption, Resumed, order
-from decode_worker.request import NO_PREFILL, Migrated, Request, State
-from engine.kv.manager import KVCacheManager, Lease
+from decode_worker.filling import Filling
+from decode_worker.forks import Forks
+from decode_worker.handoffs import Handoffs
+from decode_worker.orphans import NOBODY, Orphans
+from decode_worker.outcomes import Drawn as TokenDrawn
+from decode_worker.outcomes import Freed, Hopeless, Landed, Over, Result, Unserved
+from decode_worker.preemption import Preemption, Resumed
+from decode_worker.request import Migrated, Request, State
+from decode_worker.room import Room
+from decode_worker.routers import Routers
+from decode_worker.taking import Taking
+from engine.kv.manager import KVCacheManager
 from engine.messages import (
-    Accepted,
     Cancel,
     Ended,
     Fault,
     Finish,
     FirstToken,
-    NeedPrefill,
     Offer,
-    OrphansTold,
     Place,
     PrefillFailed,
-    Refused,
     Release,
     RequestStats,
     RouterHello,
@@ -68,7 +68,7 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.plan import StageClock, finish_reason
+from engine.plan import finish_reason
 from engine.step import Candidates, Drawn, StepPlan
 from engine.types import Beam, FinishReason, Incarnation, RequestId
 from transfer.commands import Command as TransferCommand
@@ -86,9 +86,6 @@ from transfer.commands import (
 from transfer.receiver import KVReceiver
 from transfer.sender import KVSender
 
-FETCHING = frozenset({State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING})
-"""A prefill worker has the request's prompt, or is looked for."""
-
 OfSource = PeerUp | PeerDown | FromPeer | Received
 OfReader = ReaderEvent | Posted | Sent
 Event = FromRouter | RouterLost | OfSource | OfReader | Leave
@@ -97,8 +94,9 @@ Command = TransferCommand | Tell | ConnectPeer
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests`, `_accepted`, `leaving`, what is counted, and what `kv`, `batch`,
-    `beams`, `handoffs`, `departures`, `forks`, `preemption` and `orphans` own. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests`, `leaving`, what is counted, and what `kv`, `batch`,
+    `beams`, `handoffs`, `departures`, `forks`, `preemption` and `orphans` own; `filling`, `room`, `ending` and
+    `routers` change these and keep nothing, `taking` counts. Owner: the engine thread."""
 
     config: DecodeConfig
     kv: KVCacheManager
@@ -118,6 +116,11 @@ class DecodeScheduler:
     departures: Departures = field(init=False)
     forks: Forks = field(init=False)
     orphans: Orphans = field(init=False)
+    filling: Filling = field(init=False)
+    room: Room = field(init=False)
+    ending: Ending = field(init=False)
+    routers: Routers = field(init=False)
+    taking: Taking = field(init=False)
     leaving: bool = False
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -125,7 +128,6 @@ class DecodeScheduler:
     recomputed_tokens: int = 0
     """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
     _requests: dict[RequestId, Request] = field(default_factory=dict)
-    _accepted: int = 0
 
     def __post_init__(self) -> None:
         config = self.config
@@ -139,6 +141,56 @@ class DecodeScheduler:
         self.departures = Departures(self.kv, self.fingerprint)
         self.forks = Forks(self.kv)
         self.orphans = Orphans(config.orphan_s)
+        self.filling = Filling(
+            self.kv,
+            self.batch,
+            self.beams,
+            self.handoffs,
+            self.forks,
+            self.preemption,
+            self.name,
+        )
+        self.room = Room(
+            config,
+            self._requests,
+            self.kv,
+            self.batch,
+            self.beams,
+            self.handoffs,
+            self.forks,
+            self.admission,
+            self.preemption,
+            self.filling,
+        )
+        self.ending = Ending(
+            self._requests,
+            self.kv,
+            self.batch,
+            self.beams,
+            self.handoffs,
+            self.forks,
+            self.orphans,
+            self.admission,
+            self.room,
+            self.filling,
+            self.name,
+            self.block_bytes,
+        )
+        self.routers = Routers(
+            self._requests, self.orphans, self.departures, self.batch, self.filling
+        )
+        self.taking = Taking(
+            config,
+            self._requests,
+            self.kv,
+            self.handoffs,
+            self.forks,
+            self.orphans,
+            self.admission,
+            self.preemption,
+            self.filling,
+            self.name,
+        )
 
     @property
     def sender(self) -> KVSender:
@@ -199,7 +251,7 @@ class DecodeScheduler:
                 self.departures.release(name, placement, now)
                 return []
             case FromRouter(link, RouterHello(router)):
-                return self._router_joined(link, router, now)
+                return self._settle(self.routers.joined(link, router, now), now)
             case FromPeer(_, FirstToken() as message):
                 return self._first_token(message, now)
             case FromPeer(_, Offer() as message):
@@ -218,7 +270,7 @@ class DecodeScheduler:
                 self.leaving = True
                 return []
             case RouterLost(link):
-                return self._router_lost(link, now)
+                return self._settle(self.routers.lost(link, now), now)
         raise TypeError(f"not an event: {event!r}")
 
     def tick(self, now: float) -> list[Command]:
@@ -237,152 +289,34 @@ class DecodeScheduler:
             commands += self._settle(self.handoffs.abandon(request, now), now)
         return commands
 
-    # routers that come and go
-
-    def _router_lost(self, link: int, now: float) -> list[Command]:
-        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
-        heir = self.orphans.left(link)
-        lost = [r for r in self._requests.values() if r.link == link]
-        over = [r for r in lost if not r.record.context]
-        commands = self._end_all(over, FinishReason.CANCELLED, now)
-        self._orphan([r for r in lost if r.record.context], now)
-        for departure in self.departures.router_lost(link, now):
-            commands += self._take_back(departure, now)
-        return commands if heir == NOBODY else commands + self._hand_over(heir, now)
-
-    def _router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
-        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
-        former = [r for r in self._requests.values() if r.router == router and r.link != link]
-        placed = [r for r in former if not r.handovers]
-        commands = self._end_all(placed, FinishReason.CANCELLED, now)
-        self._orphan([r for r in former if r.handovers], now)
-        self.orphans.joined(link, router)
-        return commands + self._hand_over(link, now)
-
-    def _orphan(self, requests: list[Request], now: float) -> None:
-        for request in requests:
-            self.orphans.leave(request, now)
-            # Who asked for it is gone: were it to depart, its next router would never be told of it.
-            request.yielding = False
-            if request.state is State.ASKING:
-                self._prefill_here(request, now)
-
-    def _take_back(self, departure: Departure, now: float) -> list[Command]:
-        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
-        request = departure.request
-        self._requests[request.record.request] = request
-        self.orphans.leave(request, now)
-        request.yielding = False
-        request.clock.resume("decode_queue", now)
-        self.batch.add_ready(request, now)
-        return [] if departure.token is None else self._drawn(request, departure.token, now)
-
-    def _hand_over(self, link: int, now: float) -> list[Command]:
-        """The router on `link` gets what belonged to routers that are gone."""
-        commands: list[Command] = []
-        for request in [r for r in self._requests.values() if r.link == NOBODY]:
-            if self.orphans.adopt(request, link):
-                commands.append(Tell(link, orphan(request, request.output, now)))
-            else:
-                commands += self._end(request, FinishReason.CANCELLED, now)
-        for one in self.orphans.adopt_ended(link):
-            commands.append(Tell(link, orphan(one.request, one.tokens, now)))
-            commands.append(Tell(link, one.ended))
-        if self.orphans.is_alone(link):
-            commands.append(Tell(link, OrphansTold()))
-        return commands
-
-    # taking a request
-
     def _place(self, link: int, message: Place, now: float) -> list[Command]:
-        record, name = message.record, message.record.request
-        commands: list[Command] = []
-        known = self._requests.get(name)
-        if known is not None and known.placement >= message.placement:
-            return []  # idempotent: it is under way
-        if known is not None:
-            commands += self._end(known, FinishReason.CANCELLED, now)
-        self.orphans.forget(name)
-        fault = self.admission.refusal(record)
-        if fault is not None:
-            stats = RequestStats(decode_worker=self.name)
-            ended = Ended(
-                request=name,
-                placement=message.placement,
-                reason=FinishReason.REJECTED,
-                stats=stats,
-                fault=fault,
-            )
-            return [*commands, Tell(link, ended)]
-        other = None if message.fork_of is None else self._requests.get(message.fork_of)
-        parent = None
-        if other is not None and other.state is not State.PREEMPTED:
-            parent = self.forks.parent(record, other)
-        lease = None
-        open_to_it = not (self.leaving or self.preemption.bars(record))
-        if open_to_it and parent is not None:
-            lease = self.forks.promise(record, self.admission.room_tokens(record, len(record.tokens)))
-        elif open_to_it and len(self.handoffs) < self.config.max_handoffs:
-            lease = self.admission.acquire(record, record.tokens)
-        if lease is None:
-            refused = Refused(name, message.placement, self.admission.blocks(record))
-            return [*commands, Tell(link, refused)]
-        self._accepted += 1
-        request = Request(
-            link=link,
-            record=record,
-            placement=message.placement,
-            prefill=message.prefill,
-            tokens=list(record.tokens),
-            lease=lease,
-            clock=StageClock("prefill", now),
-            accepted=now,
-            deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
-            have_blocks=lease.cached_tokens // self.kv.block_size,
-            losses=message.losses,
-            router=self.orphans.router(link),
-            number=self._accepted,
-            era=self._era(message),
-            sought=now,
-        )
-        self._requests[name] = request
-        cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
-        request.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
-        commands.append(Tell(link, Accepted(name, message.placement, cached_tokens)))
-        if parent is None:
-            return commands + self._begin(request, now)
-        self.forks.wait(request, parent)
-        if parent.state in (State.READY, State.RUNNING):
-            self._fork(parent, now)
-        return commands
+        return self._settle(self.taking.place(link, message, self.leaving, now), now)
 
-    def _begin(self, request: Request, now: float) -> list[Command]:
-        """Have the prompt filled in, by its prefill worker or here."""
-        if not request.prefill.name:
-            self._prefill_here(request, now)
-            return []
-        return self._settle(self.handoffs.begin(request, now), now)
-
-    def _era(self, message: Place) -> int:
-        group = message.record.group
-        eras = [r.era for r in self._requests.values() if group and r.record.group == group]
-        return min(eras, default=self._accepted)
-
-    # until the prompt's blocks and the first token are here
+    # what comes of it
 
     def _settle(self, results: Iterable[Result], now: float) -> list[Command]:
-        """Act on what became of handoffs; everything else goes to the shell."""
+        """Act on each of what the parts say, in turn; everything else goes to the shell."""
         commands: list[Command] = []
         for result in results:
             match result:
                 case Landed(request):
-                    commands += self._landed(request, now)
+                    self.filling.landed(request, now)
+                    if request.state is State.ENDING:
+                        commands += self._settle(self.ending.let_go(request, now), now)
+                case Unserved(request) if request.state is State.ENDING:
+                    commands += self._settle(self.ending.let_go(request, now), now)
                 case Unserved(request):
-                    commands += self._unserved(request, now)
+                    commands += self._settle(self.filling.unserved(request, now), now)
                 case Hopeless(request, fault):
-                    commands += self._hopeless(request, fault, now)
+                    late = fault.code == "DEADLINE_EXCEEDED"
+                    reason = FinishReason.DEADLINE if late else FinishReason.ERROR
+                    commands += self._end(request, reason, now, fault)
                 case Freed(request):
-                    commands += self._release(request, now)
+                    commands += self._settle(self.ending.release(request, now), now)
+                case Over(request):
+                    commands += self._end(request, FinishReason.CANCELLED, now)
+                case TokenDrawn(request, token):
+                    commands += self._drawn(request, token, now)
                 case _:
                     commands.append(result)
         return commands
@@ -399,83 +333,14 @@ class DecodeScheduler:
         if request.record.beams is None:
             commands = self._drawn(request, message.token, now)
         if request.arrived and request.state is not State.ENDING:
-            self._admit(request, now)
+            self.filling.admit(request, now)
         return commands
-
-    def _landed(self, request: Request, now: float) -> list[Command]:
-        request.known = len(request.tokens) - (request.first is not None)
-        self.kv.landed(request.lease)
-        if request.state is State.ENDING:
-            return self._let_go(request, now)
-        if request.first is not None:
-            self._admit(request, now)
-        return []
-
-    def _admit(self, request: Request, now: float) -> None:
-        """Blocks and first token are both here: from now on others may share the prompt's blocks."""
-        self.handoffs.done(request)
-        if request.record.beams is not None:
-            # The prompt's last token is computed again: what follows it is not drawn, but searched.
-            request.known = len(request.tokens) - 1
-            self.beams.begin(request)
-        self.kv.commit(request.lease, request.tokens[: request.known])
-        request.close_prefill(now)
-        request.clock.enter("decode_queue", now)
-        here = self.name if request.local_since is not None else request.prefill.name
-        request.prefilled_by = request.prefilled_by or here
-        self.preemption.back(request, now)
-        self.batch.add_ready(request, now)
-        self._fork(request, now)
-
-    def _fork(self, parent: Request, now: float) -> None:
-        """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
-        for request in self.forks.fork(parent):
-            self.batch.add_local(request, now)
-
-    def _unserved(self, request: Request, now: float) -> list[Command]:
-        """Keep what has landed, and ask the router for another prefill worker."""
-        if request.state is State.ENDING:
-            return self._let_go(request, now)
-        if request.link == NOBODY:
-            self._prefill_here(request, now)
-            return []
-        request.state = State.ASKING
-        name = request.record.request
-        return [
-            Tell(request.link, NeedPrefill(name, request.placement, request.prefill.name)),
-        ]
 
     def _use_prefill(self, answer: UsePrefill, now: float) -> list[Command]:
         request = self._requests.get(answer.request)
-        if (
-            request is None
-            or request.placement != answer.placement
-            or request.state is not State.ASKING
-        ):
+        if request is None or request.placement != answer.placement:
             return []
-        if answer.prefill is None or request.arrived or request.tries >= MAX_ATTEMPTS:
-            self._prefill_here(request, now)
-            return []
-        request.prefill = answer.prefill
-        return self._settle(self.handoffs.begin(request, now), now)
-
-    def _prefill_here(self, request: Request, now: float) -> None:
-        """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
-        self.kv.landed(request.lease)
-        if request.prefill.name and not request.arrived:
-            self.handoffs.note("fallback", request)
-        here = request.have_blocks * self.kv.block_size
-        request.known = len(request.tokens) - 1 if request.arrived else here
-        if request.output_tokens == 0:
-            request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
-        request.arrived, request.prefill = True, NO_PREFILL
-        self.batch.add_local(request, now)
-
-    def _hopeless(self, request: Request, fault: Fault, now: float) -> list[Command]:
-        late = fault.code == "DEADLINE_EXCEEDED"
-        return self._end(request, FinishReason.DEADLINE if late else FinishReason.ERROR, now, fault)
-
-    # the end of a request
+        return self._settle(self.filling.use_prefill(request, answer.prefill, now), now)
 
     def _end_if_current(
         self,
@@ -515,160 +380,16 @@ class DecodeScheduler:
         kept: int | None = None,
         beams: Sequence[Beam] = (),
     ) -> list[Command]:
-        """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. A request that
-        ended with its first token lets its blocks land first: they are worth caching."""
-        del self._requests[request.record.request]
-        ended = Ended(
-            request=request.record.request,
-            placement=request.placement,
-            reason=reason,
-            stats=request.stats(now, self.name, self.block_bytes, kept),
-            fault=fault,
-            beams=list(beams),
-        )
-        if request.record.context and reason is not FinishReason.CANCELLED:
-            self.orphans.remember(request, ended, request.output[:kept], now)
-        commands: list[Command] = [Tell(request.link, ended)]
-        state = request.state
-        self.batch.remove(request)
-        self.beams.drop(request)
-        self.preemption.remove(request)
-        under_way = state in (State.CONNECTING, State.HANDOFF, State.FENCING)
-        if under_way and not request.arrived:
-            well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
-            if state is State.HANDOFF and well and request.first is not None:
-                request.state = State.ENDING
-                return commands
-            commands += self._settle(self.handoffs.abandon(request, now), now)
-            request.state = State.ENDING
-            return commands
-        if state is State.FORKING:
-            self.forks.leave(request)
-        request.state = State.ENDING
-        return commands + self._let_go(request, now)
-
-    def _let_go(self, request: Request, now: float) -> list[Command]:
-        """Keep what is worth keeping in the cache; the handoff, if it was still open, is over."""
-        self.handoffs.done(request)
-        self._fork(request, now)
-        if request.arrived:
-            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
-        return self._release(request, now)
-
-    def _release(self, request: Request, now: float) -> list[Command]:
-        """Its blocks are nobody's. If others still wait for its prompt, the first of them takes its place, and room."""
-        self.kv.release(request.lease)
-        heir = self.forks.heir(request)
-        if heir is None:
-            return []
-        self.kv.release(heir.lease)
-        lease = self.admission.acquire(heir.record, heir.tokens)
-        if lease is None:
-            heir.lease = self._nothing(heir)
-            self._preempt([heir, *self.forks.waiting(heir)], now)
-            return []
-        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
-        if heir.preempted_at is None:
-            heir.decode_cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
-        return self._begin(heir, now)
-
-    # when the pool is exhausted
-
-    def _make_room(self, now: float) -> bool:
-        """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
-        anybody has: others that are ready may take their rows."""
-        before = self.preemption.preempted.total()
-        for request in sorted(self.batch.running, key=order):
-            if request.state is not State.RUNNING:
-                continue  # it has given way to one before it
-            wants = self.beams.wants(request)
-            while sum(short for _, short in wants) > self.kv.available:
-                victims = self.preemption.victims(
-                    request, self._requests.values(), self.forks.waiting
-                )
-                self._preempt(victims, now)
-                if not victims or request in victims:
-                    break
-            else:
-                for lease, short in wants:
-                    self.kv.grow(lease, short)
-        return self.preemption.preempted.total() > before
-
-    def _preempt(self, victims: list[Request], now: float) -> None:
-        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed."""
-        for request in victims:
-            if request.state is State.FORKING:
-                self.forks.leave(request)
-            self.batch.remove(request)
-            self.beams.drop(request)
-            if request.arrived:
-                self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
-            self.kv.release(request.lease)
-            request.lease = self._nothing(request)
-            self.preemption.add(request, now)
-
-    def _nothing(self, request: Request) -> Lease:
-        lease = self.kv.promise(request.record.namespace, 0)
-        assert lease is not None
-        return lease
-
-    def _resume(self, now: float) -> list[Command]:
-        """Those that were preempted come back in their order, as far as there is room beside the running ones."""
-        commands: list[Command] = []
-        for request in list(self.preemption.line):
-            begun = self._seek(request, now)
-            if begun is None:
-                break
-            commands += begun
-        return commands
-
-    def _seek(self, request: Request, now: float) -> list[Command] | None:
-        """Get the KV of a preempted request back; None where there is no room for it yet."""
-        record, tokens = request.record, request.tokens
-        # Who runs wants its next block soon: to take it away would preempt this request again.
-        spare = len(self.batch.running)
-        parent = self._fetched_sample(request)
-        if parent is not None:
-            room_tokens = self.admission.room_tokens(record, len(tokens))
-            lease = self.forks.promise(record, room_tokens, spare)
-            if lease is None:
-                return None
-            self.preemption.remove(request)
-            request.seek(lease, "shared", now)
-            self.forks.wait(request, parent)
-            return []
-        missing = len(tokens) - self.kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
-        here = not request.prefill.name or missing <= self.config.local_chunk_tokens
-        if not here and len(self.handoffs) >= self.config.max_handoffs:
-            return None
-        lease = self.admission.acquire(record, tokens, migrating=not here, spare=spare)
-        if lease is None:
-            return None
-        self.preemption.remove(request)
-        request.seek(lease, "here" if here else "pool", now)
-        request.have_blocks = lease.cached_tokens // self.kv.block_size
-        if not here:
-            return self._begin(request, now)
-        request.known, request.arrived = lease.cached_tokens, True
-        self.batch.add_local(request, now)
-        return []
-
-    def _fetched_sample(self, request: Request) -> Request | None:
-        """Another sample of its prompt that is being fetched now, which it can share."""
-        group = request.record.group
-        for other in self._requests.values():
-            if group and other.record.group == group and other.state in FETCHING:
-                return self.forks.parent(request.record, other)
-        return None
+        return self._settle(self.ending.end(request, reason, now, fault, kept, beams), now)
 
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
         nothing to compute), and commands to carry out."""
-        commands = self._resume(now)
+        commands = self._settle(self.room.resume(now), now)
         self.batch.fill(len(self.departures.incomplete), now)
-        while self._make_room(now):
+        while self.room.make(now):
             self.batch.fill(len(self.departures.incomplete), now)
         for request in [*self.batch.running, *self.batch.ready]:
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
@@ -707,7 +428,7 @@ class DecodeScheduler:
                 commands += self._drawn(request, token, now)
             if is_local and request.state is State.LOCAL:
                 self.batch.remove(request)
-                self._admit(request, now)
+                self.filling.admit(request, now)
         return commands
 
     def _searched(

@@ -12,7 +12,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.events import FromRouter
 from decode_worker.preemption import Preemption
 from decode_worker.request import Request
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.room import Room
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Finish
@@ -112,13 +112,13 @@ def test_the_newest_of_the_lowest_priority_gives_way() -> None:
 def test_samples_give_way_together_and_share_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards groups: to take one fork's blocks alone frees little; afterwards the prompt is fetched once."""
     together: list[set[str]] = []
-    preempt = DecodeScheduler._preempt
+    preempt = Room.preempt
 
-    def noted(self: DecodeScheduler, victims: list[Request], now: float) -> None:
+    def noted(self: Room, victims: list[Request], now: float) -> None:
         together.append({request.record.request for request in victims})
         preempt(self, victims, now)
 
-    monkeypatch.setattr(DecodeScheduler, "_preempt", noted)
+    monkeypatch.setattr(Room, "preempt", noted)
     cluster = _cluster(18, local_chunk_tokens=1)
     first = cluster.submit(_record("first", _prompt(1, 20), 40))
     for _ in range(6):

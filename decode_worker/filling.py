@@ -1,0 +1,110 @@
+"""How the KV of a request is filled in, by its prefill worker or here, in chunks, until it can decode. Pure.
+
+    handoff --every block and the first token are here--> READY
+    handoff --no use in trying again--> ASKING --another worker is named--> handoff
+    none is left --> LOCAL --last chunk--> READY
+
+From then on others may share its blocks, and those that waited for them begin (`decode_worker.forks`).
+"""
+
+from decode_worker.batch import Batch
+from decode_worker.beams import Beams
+from decode_worker.events import Tell
+from decode_worker.forks import Forks
+from decode_worker.handoffs import MAX_ATTEMPTS, Handoffs
+from decode_worker.orphans import NOBODY
+from decode_worker.outcomes import Result
+from decode_worker.preemption import Preemption
+from decode_worker.request import NO_PREFILL, Request, State
+from engine.kv.manager import KVCacheManager
+from engine.messages import NeedPrefill, PeerAddress
+
+
+class Filling:
+    """Keeps nothing: what it changes belongs to the parts that it is given. `name` is this worker's."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        batch: Batch,
+        beams: Beams,
+        handoffs: Handoffs,
+        forks: Forks,
+        preemption: Preemption,
+        name: str,
+    ) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._beams = beams
+        self._handoffs = handoffs
+        self._forks = forks
+        self._preemption = preemption
+        self._name = name
+
+    def begin(self, request: Request, now: float) -> list[Result]:
+        """Have the prompt filled in, by its prefill worker or here."""
+        if not request.prefill.name:
+            self.here(request, now)
+            return []
+        return self._handoffs.begin(request, now)
+
+    def here(self, request: Request, now: float) -> None:
+        """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
+        self._kv.landed(request.lease)
+        if request.prefill.name and not request.arrived:
+            self._handoffs.note("fallback", request)
+        here = request.have_blocks * self._kv.block_size
+        request.known = len(request.tokens) - 1 if request.arrived else here
+        if request.output_tokens == 0:
+            request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
+        request.arrived, request.prefill = True, NO_PREFILL
+        self._batch.add_local(request, now)
+
+    def landed(self, request: Request, now: float) -> None:
+        """The handoff has brought every block."""
+        request.known = len(request.tokens) - (request.first is not None)
+        self._kv.landed(request.lease)
+        if request.state is not State.ENDING and request.first is not None:
+            self.admit(request, now)
+
+    def admit(self, request: Request, now: float) -> None:
+        """Blocks and first token are both here: from now on others may share the prompt's blocks."""
+        self._handoffs.done(request)
+        if request.record.beams is not None:
+            # The prompt's last token is computed again: what follows it is not drawn, but searched.
+            request.known = len(request.tokens) - 1
+            self._beams.begin(request)
+        self._kv.commit(request.lease, request.tokens[: request.known])
+        request.close_prefill(now)
+        request.clock.enter("decode_queue", now)
+        here = self._name if request.local_since is not None else request.prefill.name
+        request.prefilled_by = request.prefilled_by or here
+        self._preemption.back(request, now)
+        self._batch.add_ready(request, now)
+        self.fork(request, now)
+
+    def fork(self, parent: Request, now: float) -> None:
+        """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
+        for request in self._forks.fork(parent):
+            self._batch.add_local(request, now)
+
+    def unserved(self, request: Request, now: float) -> list[Result]:
+        """Keep what has landed, and ask the router for another prefill worker."""
+        if request.link == NOBODY:
+            self.here(request, now)
+            return []
+        request.state = State.ASKING
+        name = request.record.request
+        return [Tell(request.link, NeedPrefill(name, request.placement, request.prefill.name))]
+
+    def use_prefill(
+        self, request: Request, prefill: PeerAddress | None, now: float
+    ) -> list[Result]:
+        """The router's answer, if the request still waits for one."""
+        if request.state is not State.ASKING:
+            return []
+        if prefill is None or request.arrived or request.tries >= MAX_ATTEMPTS:
+            self.here(request, now)
+            return []
+        request.prefill = prefill
+        return self._handoffs.begin(request, now)

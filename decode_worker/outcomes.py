@@ -1,0 +1,50 @@
+"""What the parts of a decode worker's scheduler say of a request, for the scheduler to act on."""
+
+import msgspec
+
+from decode_worker.events import ConnectPeer, Tell
+from decode_worker.request import Request
+from engine.messages import Fault
+from transfer.commands import Command
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """Every block of the request's prompt is here and verified."""
+
+    request: Request
+
+
+class Unserved(msgspec.Struct, frozen=True):
+    """The request's prefill worker will not do; nothing of it is under way any more."""
+
+    request: Request
+
+
+class Hopeless(msgspec.Struct, frozen=True):
+    """No prefill worker will do; `Freed` follows."""
+
+    request: Request
+    fault: Fault
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """After `Handoffs.abandon`: nothing of ours writes to the request's blocks any more."""
+
+    request: Request
+
+
+class Over(msgspec.Struct, frozen=True):
+    """Nobody wants it any more."""
+
+    request: Request
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """Its next token is known."""
+
+    request: Request
+    token: int
+
+
+Outcome = Landed | Unserved | Hopeless | Freed | Over | Drawn
+Result = Command | ConnectPeer | Tell | Outcome

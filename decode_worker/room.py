@@ -1,0 +1,143 @@
+"""Room in the pool for those that run, taken from those that stand behind them, and given back. Pure.
+
+Who gives way to whom is the business of `decode_worker.preemption`; here it is done.
+"""
+
+from collections.abc import Mapping
+
+from decode_worker.admission import Admission
+from decode_worker.batch import Batch
+from decode_worker.beams import Beams
+from decode_worker.config import DecodeConfig
+from decode_worker.filling import Filling
+from decode_worker.forks import Forks
+from decode_worker.handoffs import Handoffs
+from decode_worker.outcomes import Result
+from decode_worker.preemption import Preemption, order
+from decode_worker.request import FETCHING, Request, State
+from engine.kv.manager import KVCacheManager, Lease
+from engine.types import RequestId
+
+
+class Room:
+    """Keeps nothing: what it changes belongs to the parts that it is given. `requests` are all that there are."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        requests: Mapping[RequestId, Request],
+        kv: KVCacheManager,
+        batch: Batch,
+        beams: Beams,
+        handoffs: Handoffs,
+        forks: Forks,
+        admission: Admission,
+        preemption: Preemption,
+        filling: Filling,
+    ) -> None:
+        self._config = config
+        self._requests = requests
+        self._kv = kv
+        self._batch = batch
+        self._beams = beams
+        self._handoffs = handoffs
+        self._forks = forks
+        self._admission = admission
+        self._preemption = preemption
+        self._filling = filling
+
+    # taken
+
+    def make(self, now: float) -> bool:
+        """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
+        anybody has: others that are ready may take their rows."""
+        before = self._preemption.preempted.total()
+        for request in sorted(self._batch.running, key=order):
+            if request.state is not State.RUNNING:
+                continue  # it has given way to one before it
+            wants = self._beams.wants(request)
+            while sum(short for _, short in wants) > self._kv.available:
+                victims = self._preemption.victims(
+                    request, self._requests.values(), self._forks.waiting
+                )
+                self.preempt(victims, now)
+                if not victims or request in victims:
+                    break
+            else:
+                for lease, short in wants:
+                    self._kv.grow(lease, short)
+        return self._preemption.preempted.total() > before
+
+    def preempt(self, victims: list[Request], now: float) -> None:
+        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed."""
+        for request in victims:
+            if request.state is State.FORKING:
+                self._forks.leave(request)
+            self._batch.remove(request)
+            self._beams.drop(request)
+            if request.arrived:
+                self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
+            self._kv.release(request.lease)
+            request.lease = self.nothing(request)
+            self._preemption.add(request, now)
+
+    def nothing(self, request: Request) -> Lease:
+        """A lease of no blocks."""
+        lease = self._kv.promise(request.record.namespace, 0)
+        assert lease is not None
+        return lease
+
+    def leave(self, request: Request) -> None:
+        """It is over: it wants no room any more."""
+        self._preemption.remove(request)
+
+    # given back
+
+    def resume(self, now: float) -> list[Result]:
+        """Those that were preempted come back in their order, as far as there is room beside the running ones."""
+        results: list[Result] = []
+        for request in list(self._preemption.line):
+            begun = self._seek(request, now)
+            if begun is None:
+                break
+            results += begun
+        return results
+
+    def _seek(self, request: Request, now: float) -> list[Result] | None:
+        """Get the KV of a preempted request back; None where there is no room for it yet."""
+        record, tokens = request.record, request.tokens
+        # Who runs wants its next block soon: to take it away would preempt this request again.
+        spare = len(self._batch.running)
+        parent = self._fetched_sample(request)
+        if parent is not None:
+            room_tokens = self._admission.room_tokens(record, len(tokens))
+            lease = self._forks.promise(record, room_tokens, spare)
+            if lease is None:
+                return None
+            self._preemption.remove(request)
+            request.seek(lease, "shared", now)
+            self._forks.wait(request, parent)
+            return []
+        missing = len(tokens) - self._kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
+        here = not request.prefill.name or missing <= self._config.local_chunk_tokens
+        if not here and len(self._handoffs) >= self._config.max_handoffs:
+            return None
+        lease = self._admission.acquire(record, tokens, migrating=not here, spare=spare)
+        if lease is None:
+            return None
+        self._preemption.remove(request)
+        request.seek(lease, "here" if here else "pool", now)
+        request.have_blocks = lease.cached_tokens // self._kv.block_size
+        if not here:
+            return self._filling.begin(request, now)
+        request.known, request.arrived = lease.cached_tokens, True
+        self._batch.add_local(request, now)
+        return []
+
+    def _fetched_sample(self, request: Request) -> Request | None:
+        """Another sample of its prompt that is being fetched now, which it can share."""
+        group = request.record.group
+        for other in self._requests.values():
+            if group and other.record.group == group and other.state in FETCHING:
+                return self._forks.parent(request.record, other)
+        return None
