@@ -134,6 +134,10 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     assert "is the last decode worker" in shell("drain", "decode-1", fails=1).stderr
     assert "is not prefill=N or decode=N" in shell("scale", "decode=0", fails=2).stderr
     assert shell("generate", "--max-tokens", "4", "Hi").stdout, "it was not found by its name"
+    little = ("--requests", "2", "--concurrency", "1", "--input-tokens", "16", "--output-tokens", "4")
+    assert shell.server in shell("bench", *little).stdout, "it was not found by its name"
+    none = shell("bench", "--target", "http", *little, fails=1).stderr
+    assert none == "headrace: the cluster 'tested' is running and serves no http\n"
     shown = shell("dump-config", "--running").stdout
     assert "variable HEADRACE_LAUNCHER" in shown
 
