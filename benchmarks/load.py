@@ -8,6 +8,7 @@ against the same server with the same seed does meet its own prompts in the cach
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -18,22 +19,27 @@ from benchmarks.driver import Plan, run
 from benchmarks.environment import describe
 from benchmarks.report import Report, print_report, to_json
 from benchmarks.workloads import PRESETS, Kind, Preset, Workload
+from cluster.find import served_at
+from cluster.resolve import add_flags, resolve
 from router.api import ApiError
 
-ADDRESSES = {"grpc": "127.0.0.1:50051", "http": "127.0.0.1:8000"}
 CUSTOM = Preset(
     Workload(kind=Kind.RANDOM, input_tokens=256, output_tokens=64), requests=32, concurrency=(8,)
 )
 
 
 def main(argv: list[str]) -> int:
-    """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage."""
+    """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage. Raises ConfigError,
+    and LaunchError where the cluster of that name serves nothing."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
         plan = _plan(options)
     except ValueError as error:
         parser.error(str(error))
+    if not plan.address:
+        config = resolve(options, os.environ).config
+        plan = msgspec.structs.replace(plan, address=served_at(config, os.environ, options.target))
     try:
         levels = asyncio.run(run(plan))
     except ApiError as error:
@@ -57,11 +63,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="headrace bench", description=(__doc__ or "").partition("\n\n")[0]
     )
     add = parser.add_argument
-    add("--target", choices=sorted(ADDRESSES), default="grpc")
+    add("--target", choices=("grpc", "http"), default="grpc")
     add(
         "--address",
-        help="host:port; default: " + ", ".join(f"{k} {v}" for k, v in ADDRESSES.items()),
+        default="",
+        metavar="HOST:PORT",
+        help="of any server (default: the cluster of that name on this host, or the configured address)",
     )
+    add_flags(parser, only=("name",))
     add(
         "--preset",
         choices=sorted(PRESETS),
@@ -117,7 +126,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError("concurrency, requests and timeout must be above zero")
     return Plan(
         target=options.target,
-        address=options.address or ADDRESSES[options.target],
+        address=options.address,
         workload=workload,
         requests=requests,
         concurrency=concurrency,

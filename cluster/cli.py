@@ -7,6 +7,7 @@ or the configuration is wrong, 128 + signal when interrupted.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from cluster import verbs_ask, verbs_inspect, verbs_operate, verbs_run
 from cluster.config import ConfigError
@@ -19,17 +20,9 @@ from router.api import ApiError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:
-        # Its flags are its own.
-        from benchmarks.load import main as bench
-
-        return int(bench(arguments[1:]) or 0)
-    parsed = _parser().parse_args(arguments)
-    parsed.given = arguments
-    verb: Callable[[argparse.Namespace], int] = parsed.verb
     try:
         with interruptible():
-            return verb(parsed)
+            return _verb(arguments)()
     except ConfigError as error:
         return _fail(error, 2)
     except (LaunchError, ModelError, OSError) as error:
@@ -39,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{error.code}{field}: {error.message}", 1)
     except Interrupted as interrupted:
         return interrupted.status
+
+
+def _verb(arguments: list[str]) -> Callable[[], int]:
+    if arguments[:1] == ["bench"]:
+        # Its flags are its own.
+        from benchmarks.load import main as bench
+
+        return partial(bench, arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    parsed.given = arguments
+    return partial(parsed.verb, parsed)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,12 +18,14 @@ LOOK_S = 0.1
 
 
 def take_down(rundir: RunDir, grace_s: float) -> int:
-    """Stop the cluster of this name, whatever state it is in. Raises LaunchError if something of it is left."""
+    """Stop the cluster of this name, whatever state it is in. Raises LaunchError if something of it is left here, or
+    with what its supervisor could not end, which may be on other hosts."""
     began_s = time.monotonic()
     found = {process.pid: process for process in rundir.processes()}
     segments = mapped_segments({pid: one.name for pid, one in found.items()})
     if not found and not rundir.is_held:
         rundir.forget()
+        rundir.take_fault()
         print(f"No cluster named {rundir.name!r} runs here.")
         return 0
     _ask(rundir, found, 2 * grace_s + STOP_S)
@@ -35,6 +37,9 @@ def take_down(rundir: RunDir, grace_s: float) -> int:
         _kill(left, "left behind")
         _gone(left, VANISH_S)
     _prove(rundir, list(found.values()), segments)
+    fault = rundir.take_fault()
+    if fault:
+        raise LaunchError(f"nothing of it is left on this host, but {fault}")
     took_s = time.monotonic() - began_s
     print(
         f"Stopped after {took_s:.1f} s: none of {len(found)} processes and no shared memory is left."

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.memory import available_bytes
 from cluster.resolve import Resolved
 from cluster.sizes import format_size
-from telemetry.families import VERSION
+from telemetry.build import VERSION, revision
 
 PACKAGES = (
     "torch",
@@ -42,7 +42,7 @@ Found = dict[str, dict[str, str]]
 def collect(resolved: Resolved, environ: Mapping[str, str]) -> Found:
     """Sections of names and values. Nothing here imports torch or Ray: a broken one must not stop the report."""
     return {
-        "headrace": {"version": VERSION, **_revision()},
+        "headrace": {"version": VERSION, "revision": revision()},
         "host": _host(),
         "limits": _limits(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -118,18 +118,3 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if name.startswith(VARIABLES)
     }
-
-
-def _revision() -> dict[str, str]:
-    """Of a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return {}
-    told = subprocess.run(
-        [git, "-C", str(root), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {"revision": told.stdout.strip()} if told.returncode == 0 else {}

@@ -6,10 +6,16 @@ Ray's own `kill` asks a process to end itself, which a stopped one does not, and
 import os
 import signal
 import time
+from typing import Literal
 
 from transfer.liveness import ProcessWatch
 
 LOOK_S = 0.02
+KILLED_S = 5.0
+"""For a killed process to be gone."""
+
+End = Literal["ended", "killed", "runs"]
+"""How a process ended: by itself, killed, or not at all."""
 
 
 class Keeper:
@@ -27,13 +33,19 @@ class Keeper:
         if watch is not None and not watch.is_dead():
             os.kill(pid, signal.SIGKILL)
 
-    def ended_within(self, pid: int, timeout_s: float) -> bool:
-        """Wait until it has ended, and kill it if that takes too long; whether it ended by itself."""
+    def end(self, pid: int, timeout_s: float) -> End:
+        """Wait until it has ended, and kill it if that takes too long."""
         watch = self._watches.pop(pid, None)
-        deadline_s = time.monotonic() + timeout_s
-        while watch is not None and not watch.is_dead():
-            if time.monotonic() > deadline_s:
-                os.kill(pid, signal.SIGKILL)
-                return False
-            time.sleep(LOOK_S)
-        return True
+        if watch is None or _gone(watch, timeout_s):
+            return "ended"
+        os.kill(pid, signal.SIGKILL)
+        return "killed" if _gone(watch, KILLED_S) else "runs"
+
+
+def _gone(watch: ProcessWatch, within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not watch.is_dead():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOOK_S)
+    return True

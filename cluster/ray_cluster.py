@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.keeper import Keeper
+from cluster.keeper import KILLED_S, Keeper
 from cluster.placement import NODE_ID_LABEL, Node, RayConfig, selector
 from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
 from cluster.ray_launcher import imported_ray, init
@@ -22,6 +22,12 @@ from cluster.spec import ChildSpec, LaunchError
 NAMESPACE = "headrace"
 """Of the actors: who knows it finds them by name."""
 END_TIMEOUT_S = 5.0
+FAULTS = {
+    "killed": "did not end by itself, and was killed",
+    "runs": "does not end, although it was killed",
+    "silent": "may still run: its host does not answer",
+}
+"""What is told of a process that did not end as it was asked to, by how it ended."""
 KNOCK_TIMEOUT_S = 5.0
 LEFT_S = 45.0
 """For Ray to notice that the host of an earlier supervisor is lost, and to end what belonged to it."""
@@ -36,7 +42,7 @@ class KeptProcess:
     def __init__(self, launcher: "RayClusterLauncher") -> None:
         self._launcher = launcher
         self._keeper: Any = None
-        self._pid = 0
+        self.pid = 0
         self.node = ""
 
     def found(self, actor: Any, pid: int) -> None:
@@ -48,17 +54,17 @@ class KeptProcess:
         except LaunchError:
             self._launcher.forget_keeper(self.node)
             raise
-        self._keeper, self._pid = keeper, pid
+        self._keeper, self.pid = keeper, pid
 
     def kill(self) -> None:
         if self._keeper is not None:
-            self._keeper.kill.remote(self._pid)
+            self._keeper.kill.remote(self.pid)
 
     def ending(self) -> Any:
-        """What will say whether it ended by itself; None if it was never found."""
+        """What will say how it ended; None if it was never found."""
         if self._keeper is None:
             return None
-        return self._keeper.ended_within.remote(self._pid, END_TIMEOUT_S)
+        return self._keeper.end.remote(self.pid, END_TIMEOUT_S)
 
 
 def _knock(address: str) -> None:
@@ -110,17 +116,24 @@ class RayClusterLauncher:
         return child
 
     def close(self) -> None:
-        """Every process has been asked to stop: see that it ended, on its own host."""
+        """Every process has been asked to stop: see that it ended, on its own host. Raises LaunchError with each that
+        did not, or of which nobody can tell."""
         if self._ray is None:
             return
-        ends = [(child.spec.name, process.ending()) for child, process, _ in self._children]
-        late = [name for name, end in ends if end is not None and not self._ended(name, end)]
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        ends = [(child, process, process.ending()) for child, process, _ in self._children]
+        faults = [
+            f"{child.spec.name} (process {process.pid} on {hosts.get(process.node, process.node)}) "
+            f"{FAULTS[how]}"
+            for child, process, end in ends
+            if end is not None and (how := self._how(child.spec.name, end)) != "ended"
+        ]
         for keeper in self._keepers.values():
             self._ray.kill(keeper)
         self._ray.shutdown()
         self._ray, self._keepers, self._children = None, {}, []
-        if late:
-            raise LaunchError(f"did not end, and was killed: {', '.join(late)}")
+        if faults:
+            raise LaunchError("; ".join(faults))
 
     def answer(self, reference: Any) -> Any:
         """What a call answers. Raises LaunchError where nobody does."""
@@ -164,13 +177,13 @@ class RayClusterLauncher:
             check()
             time.sleep(LOOK_S)
 
-    def _ended(self, name: str, end: Any) -> bool:
-        """Whether it ended by itself; of a host that is lost nothing more can be known."""
+    def _how(self, name: str, end: Any) -> str:
+        """How a process ended, as its keeper says; `silent` where nobody does."""
         try:
-            return bool(self._ray.get(end, timeout=END_TIMEOUT_S + ANSWER_TIMEOUT_S))
+            return str(self._ray.get(end, timeout=END_TIMEOUT_S + KILLED_S + ANSWER_TIMEOUT_S))
         except self._ray.exceptions.RayError as error:
             log.warning("%s: its host does not answer: %s", name, cause_of(error))
-            return True
+            return "silent"
 
     def _nodes(self) -> list[Node]:
         leaving = self._leaving_nodes()

@@ -3,6 +3,7 @@
     NAME.lock   held for the supervisor's life: one supervisor of a name
     NAME.sock   the admin surface (`cluster.admin`)
     NAME.json   the processes, so that a killed supervisor's can still be found
+    NAME.fault  what a supervisor that was asked to end could not end; until somebody has read it
 
 All of it is worth nothing to other users, and is refused if it could be theirs.
 """
@@ -82,8 +83,8 @@ class RunDir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except self.BUSY as error:
                 raise LaunchError(f"a cluster named {self.name!r} runs here already") from error
-            self._left.unlink(missing_ok=True)
-            self.socket.unlink(missing_ok=True)
+            for stale in (self._left, self.socket, self._fault):
+                stale.unlink(missing_ok=True)
             try:
                 yield
             finally:
@@ -116,6 +117,19 @@ class RunDir:
             return []
         return [process for process in known if process.runs]
 
+    def tell_fault(self, fault: str) -> None:
+        """Leave word of what did not end, for who has asked for the end."""
+        self._fault.write_text(fault)
+
+    def take_fault(self) -> str:
+        """The word that was left, once; empty where all is well."""
+        try:
+            fault = self._fault.read_text()
+        except FileNotFoundError:
+            return ""
+        self._fault.unlink()
+        return fault
+
     def forget(self) -> None:
         """What a killed supervisor has left in the folder."""
         self._left.unlink(missing_ok=True)
@@ -124,6 +138,10 @@ class RunDir:
     @property
     def _lock(self) -> Path:
         return self.folder / f"{self.name}.lock"
+
+    @property
+    def _fault(self) -> Path:
+        return self.folder / f"{self.name}.fault"
 
     @property
     def _left(self) -> Path:

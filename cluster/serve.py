@@ -56,6 +56,10 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
         except Interrupted:
             if not admin.down.is_set():
                 raise
+        except LaunchError as error:
+            if admin.down.is_set():
+                rundir.tell_fault(str(error))
+            raise
         finally:
             admin.stop()
     return 0

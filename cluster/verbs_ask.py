@@ -47,15 +47,6 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _here(arguments: argparse.Namespace) -> str:
-    """Where the cluster of this name serves, whatever its port; if none runs here, where it would by its settings."""
-    from cluster.admin_client import AdminClient
-    from cluster.rundir import RunDir
-    from cluster.spec import LaunchError
+    from cluster.find import served_at
 
-    config = resolve(arguments, os.environ).config
-    try:
-        with AdminClient(RunDir(config, os.environ)) as client:
-            served = client.status().grpc
-    except LaunchError:
-        served = ""
-    return served or f"{config.router.host}:{config.router.grpc_port}"
+    return served_at(resolve(arguments, os.environ).config, os.environ, "grpc")

@@ -9,6 +9,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -19,6 +21,7 @@ from decode_worker.peer import REDIAL_S, PeerFrame, PeerGone, Peers
 from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
+from engine.device_memory import device_memory
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     Ended,
@@ -37,6 +40,7 @@ from engine.types import Incarnation, host_port
 from telemetry import tracing
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
+from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
 from transfer.commands import (
     Emit,
@@ -128,6 +132,11 @@ class DecodeWorker:
             dtype=device.layout.dtype,
             transport=self._config.transfer.transport,
             memory=msgspec.structs.asdict(device.memory),
+        )
+        GpuMetrics(
+            self._metrics.families,
+            partial(device_memory, device.kv.device),
+            cast("Nccl | None", self._transports.get("nccl")),
         )
         self._closers.append(self._metrics.close)
         self._auditor = Auditor(

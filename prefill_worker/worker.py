@@ -8,10 +8,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 
 from engine.device import open_device
+from engine.device_memory import device_memory
 from engine.kv.tier_io import Loaded, Spilled, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
@@ -32,6 +35,7 @@ from prefill_worker.service import Watcher, WatcherLeft, Watching, serve
 from telemetry import tracing
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
+from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
 from telemetry.tier_metrics import TierMetrics
 from transfer.commands import (
@@ -125,6 +129,11 @@ class PrefillWorker:
             dtype=device.layout.dtype,
             transport=self._config.transfer.transport,
             memory=msgspec.structs.asdict(device.memory),
+        )
+        GpuMetrics(
+            self._metrics.families,
+            partial(device_memory, device.kv.device),
+            cast("Nccl | None", self._transports.get("nccl")),
         )
         self._closers.append(self._metrics.close)
         if tiering is not None:

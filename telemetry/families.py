@@ -3,7 +3,7 @@
 `worker` is a stable slot name, never an address or an incarnation; no request id and no tenant is ever a label.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from threading import Thread
 from typing import Generic, TypeVar
@@ -20,11 +20,12 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-VERSION = "0.1.0"
+from telemetry.build import VERSION, revision
+
 PREFIX = "headrace_"
 QUEUE_TEXT = "Requests that wait: at the router for room, on a worker to be computed."
 RUNNING_TEXT = "Requests under way: placed by the router, or being computed by a worker."
@@ -83,6 +84,28 @@ class Snapshot(Collector):
         yield family
 
 
+class Asked(Collector):
+    """Values that are asked for when a page is rendered, by the thread that renders it. `read` must allow that."""
+
+    def __init__(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        own: Mapping[str, str],
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._family, self._name, self._text = family, name, text
+        self._own, self._label, self._read = dict(own), label, read
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._family(self._name, self._text, labels=[*self._own, self._label])
+        for key, value in self._read().items():
+            family.add_metric([*self._own.values(), key], value)
+        yield family
+
+
 class Families:
     """Creates families that all carry the labels model, pool and worker, every known combination at zero."""
 
@@ -90,7 +113,12 @@ class Families:
         self.registry = CollectorRegistry()
         self._own = {"model": model, "pool": pool, "worker": worker}
         self.registry.register(_Process(self._own))
-        self.info("build_info", "Always 1; the version is a label.", version=VERSION)
+        self.info(
+            "build_info",
+            "Always 1; version and git revision are labels.",
+            version=VERSION,
+            revision=revision(),
+        )
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def counter(self, name: str, text: str, **labels: Sequence[str]) -> Family[Counter]:
@@ -106,6 +134,14 @@ class Families:
         found = Snapshot(PREFIX + name, text, self._own, label, values)
         self.registry.register(found)
         return found
+
+    def asked(
+        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Values by `label` that `read` finds out when the page is rendered: a counter where `name` ends in _total,
+        else a gauge."""
+        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        self.registry.register(Asked(family, PREFIX + name, text, self._own, label, read))
 
     def info(self, name: str, text: str, **labels: str) -> None:
         """A gauge that is always 1 and says something by its labels."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from telemetry.families import VERSION
+from telemetry.build import VERSION
 from telemetry.flight import Fact
 
 if TYPE_CHECKING:

@@ -81,8 +81,8 @@ class NcclTransport:
 
     @property
     def communicators(self) -> int:
-        """How many there are now."""
-        return sum(peer.communicator is not None for peer in self._peers.values())
+        """How many there are now. From any thread."""
+        return sum(peer.communicator is not None for peer in list(self._peers.values()))
 
     def describe(self) -> Endpoint:
         details = self._meeting.details(self._memory.block_bytes, self._version, self.device.name)

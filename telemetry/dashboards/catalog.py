@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from prometheus_client import Metric
 
 from telemetry.families import ProcessMetrics
+from telemetry.gpu_metrics import GpuMetrics
 from telemetry.labels import ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
@@ -45,6 +46,7 @@ def catalog() -> dict[str, Shown]:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
+        GpuMetrics(worker.families, dict, None)
         if pool == "prefill":
             TierMetrics(worker.families)
         processes.append((pool, worker))

@@ -54,7 +54,6 @@ def _variables() -> Iterator[dict[str, Any]]:
             "label": label,
             "type": "query",
             "datasource": DATASOURCE,
-            "definition": query,
             "query": {"query": query, "refId": name},
             "refresh": 2,
             "sort": 1,

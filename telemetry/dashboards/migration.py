@@ -138,5 +138,45 @@ MIGRATION = Dashboard(
                 ),
             ),
         ),
+        Row(
+            "What does NCCL take? (zero without it)",
+            (
+                one(
+                    "Communicators",
+                    "By worker; each is with one other worker. At the limit (transfer.nccl.communicators) pairs take "
+                    "them from each other.",
+                    "none",
+                    S.sum("nccl_communicators", TARGET),
+                    "{{worker}}",
+                    proof=Proof.SHOWN,
+                ),
+                Panel(
+                    "GPU memory of NCCL",
+                    "Of a worker's communicators (what the latest one took, times their number), and of the slots "
+                    "that all its pairs share.",
+                    "bytes",
+                    (
+                        Query(
+                            f"{S.sum('nccl_memory_bytes', TARGET, what='communicator')}"
+                            f" * {S.sum('nccl_communicators', TARGET)}",
+                            "{{worker}} communicators",
+                        ),
+                        Query(
+                            S.sum("nccl_memory_bytes", TARGET, what="slots"), "{{worker}} slots"
+                        ),
+                    ),
+                    proof=Proof.SHOWN,
+                ),
+                one(
+                    "Pairs made, given up, lost",
+                    "In the last hour. Many given up: more pairs than transfer.nccl.communicators. Lost: a peer, or "
+                    "an operation that took too long.",
+                    "none",
+                    S.grown("nccl_pairs_total", "1h", "what"),
+                    "{{what}}",
+                    proof=Proof.SHOWN,
+                ),
+            ),
+        ),
     ),
 )

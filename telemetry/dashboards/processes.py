@@ -93,6 +93,15 @@ PROCESSES = Dashboard(
                     low=1,
                 ),
                 one(
+                    "GPU memory",
+                    "Of a worker's tensors, reserved by it (these included), used by all processes of its GPU, and all "
+                    "there is. Zero without a GPU.",
+                    "bytes",
+                    S.sum("device_memory_bytes", f"{TARGET}, state"),
+                    "{{worker}} {{state}}",
+                    proof=Proof.SHOWN,
+                ),
+                one(
                     "Open files",
                     "Of those allowed.",
                     "percentunit",
@@ -107,10 +116,10 @@ PROCESSES = Dashboard(
             (
                 one(
                     "Versions",
-                    "Of every process.",
+                    "Of every process, with the git revision that it was built from.",
                     "none",
                     S.series("build_info"),
-                    "{{worker}} {{version}}",
+                    "{{worker}} {{version}} {{revision}}",
                     low=1,
                     high=1,
                     kind="table",

@@ -11,7 +11,7 @@ from telemetry.dashboards.catalog import OWN, Shown, catalog
 from telemetry.families import PREFIX
 
 # Values of these come with the cluster, not with the program.
-OPEN_LABELS = frozenset({"peer", "version", "transport", "policy", "block_size", "dtype"})
+OPEN_LABELS = frozenset({"peer", "version", "revision", "transport", "policy", "block_size", "dtype"})
 
 
 class QueryError(ValueError):

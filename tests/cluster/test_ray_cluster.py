@@ -109,6 +109,34 @@ def test_workers_go_to_their_pools_and_are_ended_on_their_nodes(ray_cluster: Any
         imported_ray().shutdown()
 
 
+def test_a_process_that_nobody_can_end_is_named_with_its_host(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a shutdown that says all is well because a host said nothing."""
+    launcher = RayClusterLauncher(RayConfig(address=ray_cluster.address))
+    cluster = Cluster(CLUSTER, launcher, FAKES, model_dir="x")
+    frozen: list[int] = []
+    try:
+        cluster.start()
+        worker = cluster.workers["decode-0"]
+        (process,) = (kept for child, kept, _ in launcher._children if child.spec.name == "decode-0")
+        asked = launcher._keepers[process.node].__ray_call__.remote(lambda keeper: os.getpid())
+        keeper = imported_ray().get(asked)
+        monkeypatch.setattr("cluster.ray_cluster.ANSWER_TIMEOUT_S", 2.0)
+        monkeypatch.setattr("cluster.ray_cluster.END_TIMEOUT_S", 1.0)
+        frozen = [worker.pid, keeper]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        named = rf"^decode-0 \(process {worker.pid} on [\d.]+\) may still run: its host does not answer$"
+        with pytest.raises(LaunchError, match=named):
+            cluster.stop()
+    finally:
+        for pid in frozen:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        cluster.stop()
+
+
 SECOND = """
 import sys
 from cluster import ray_cluster

@@ -134,6 +134,10 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     assert "is the last decode worker" in shell("drain", "decode-1", fails=1).stderr
     assert "is not prefill=N or decode=N" in shell("scale", "decode=0", fails=2).stderr
     assert shell("generate", "--max-tokens", "4", "Hi").stdout, "it was not found by its name"
+    little = ("--requests", "2", "--concurrency", "1", "--input-tokens", "16", "--output-tokens", "4")
+    assert shell.server in shell("bench", *little).stdout, "it was not found by its name"
+    none = shell("bench", "--target", "http", *little, fails=1).stderr
+    assert none == "headrace: the cluster 'tested' is running and serves no http\n"
     shown = shell("dump-config", "--running").stdout
     assert "variable HEADRACE_LAUNCHER" in shown
 
@@ -163,6 +167,40 @@ def test_down_ends_a_frozen_supervisor_and_a_frozen_worker(shell: Shell) -> None
     assert f"Killing {frozen[0]} (decode-0)" in down
     pids = [one["pid"] for one in processes.values()] + [shell.supervisor]
     assert [pid for pid in pids if start_of(pid) is not None] == []
+
+
+LEAKY = """
+import sys
+from cluster import cli, serve
+from cluster.process_launcher import ProcessLauncher
+from cluster.spec import LaunchError
+
+class Leaky(ProcessLauncher):
+    def close(self):
+        super().close()
+        raise LaunchError("decode-0 (process 7 on 10.0.0.12) may still run: its host does not answer")
+
+serve.make_launcher = lambda *_: Leaky()
+sys.exit(cli.main(["up"]))
+"""
+
+
+def test_down_tells_what_is_left_on_another_host(shell: Shell) -> None:
+    """Guards a `down` that proves this host clean and keeps what the supervisor found elsewhere to itself."""
+    command = [sys.executable, "-c", LEAKY]
+    with subprocess.Popen(command, env=shell.environ, stdout=subprocess.DEVNULL) as up:
+        assert eventually(lambda: shell_is_up(shell), 60.0)
+        down = shell("down", fails=1)
+        assert up.wait(20.0) == 1
+    fault = "decode-0 (process 7 on 10.0.0.12) may still run: its host does not answer"
+    assert down.stderr == f"headrace: nothing of it is left on this host, but {fault}\n"
+    assert "No cluster named 'tested' runs here." in shell("down").stdout, "told twice"
+
+
+def shell_is_up(shell: Shell) -> bool:
+    command = [sys.executable, "-m", "cluster.cli", "status", "--json"]
+    told = subprocess.run(command, env=shell.environ, capture_output=True, text=True)
+    return told.returncode == 0 and json.loads(told.stdout)["state"] == "running"
 
 
 def test_a_start_that_fails_is_told_and_leaves_nothing(shell: Shell) -> None:

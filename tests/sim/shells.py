@@ -22,6 +22,7 @@ import engine.tiering
 import prefill_worker.worker
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
+import telemetry.gpu_metrics
 import telemetry.metrics
 import telemetry.tier_metrics
 import transfer.liveness
@@ -207,6 +208,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (engine.device.open_device, _open_device),
     (engine.tiering.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
+    (telemetry.gpu_metrics.GpuMetrics, NullMetrics),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
     (telemetry.tier_metrics.TierMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
@@ -253,7 +255,7 @@ class _Loud(logging.Handler):
 
 
 _LOUD = _Loud(logging.ERROR)
-_LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "transfer")
+_LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "telemetry", "transfer")
 
 
 @contextmanager
