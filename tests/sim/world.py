@@ -17,9 +17,10 @@ from engine.messages import (
 )
 from prefill_worker.scheduler import GIVEN_UP
 from tests.sim import shells
+from tests.sim.client import Client, Searcher
 from tests.sim.clock import Clock, Process, Violation
 from tests.sim.faults import Faults
-from tests.sim.front import Client, Front
+from tests.sim.front import Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
 from tests.sim.pipes import Pipe
@@ -103,6 +104,8 @@ class World:
     def _note_moves(self, process: Process) -> None:
         if process.role == "decode":
             scheduler = self.workers[process.pid]._scheduler
+            if scheduler.beams._live:
+                self.note("killed while searching")
             if scheduler.departures:
                 self.note("source of a move died")
             decodes = {p.incarnation for p in self.processes.values() if p.role == "decode"}
@@ -296,6 +299,7 @@ class World:
         if process.role == "decode":
             self.notes["orphan expired"] += scheduler.orphans.expired
             self.notes["sample forked"] += scheduler.forks.forked
+            self.notes["hypothesis forked"] += scheduler.beams.forked
             for state, count in scheduler.preemption.preempted.items():
                 self.notes[f"preempted: {state}"] += count
             for way, count in scheduler.preemption.ways.items():
@@ -329,10 +333,19 @@ class World:
         counts = scheduler.kv.pool.counts()
         if counts["quarantined"]:
             self.notes["blocks quarantined"] += 1
+        if process.role == "decode":
+            self._note_searches(scheduler)
         if any(not request.record.group for request in getattr(getattr(scheduler, "batch", None), "local", ())):
             self.notes["prefilled by the decode worker"] += 1
         if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
             self.notes["prompt waits for blocks"] += 1
+
+    def _note_searches(self, scheduler: Any) -> None:
+        live = len(scheduler.beams._live)
+        if live:
+            self.notes["search beside others"] += len(scheduler.batch.running) > live
+            self.notes["search on a leaving worker"] += scheduler.leaving
+        self.notes["search preempted"] += any(r.record.beams for r in scheduler.preemption.line)
 
     def _say_preempted(self, process: Process) -> None:
         assert self.say is not None
@@ -430,7 +443,8 @@ class World:
             return
         self._asked -= 1
         now = self.clock.now
-        client = Client(self, ask.record, stop_after=ask.stop_after)
+        kind = Client if ask.record.beams is None else Searcher
+        client = kind(self, ask.record, stop_after=ask.stop_after)
         client.deadline_s = None if ask.deadline_s is None else now + ask.deadline_s
         self.clients.append(client)
         self.overlap = max(self.overlap, sum(not c.outcome for c in self.clients))
