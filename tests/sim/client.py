@@ -136,7 +136,7 @@ class Client:
 
 @dataclass(slots=True)
 class Searcher(Client):
-    """The caller of a beam search: nothing comes before its end, then the answers of a search that nothing disturbed."""
+    """The caller of a beam search: nothing comes before its end, then what an undisturbed search finds."""
 
     answers: Sequence[Beam] = ()
 
