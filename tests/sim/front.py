@@ -77,7 +77,7 @@ class Front:
         self.check()
 
     def check(self) -> None:
-        if not self.world.is_checked():
+        if not self.world.audit.is_due():
             return
         try:
             self.core.check()
