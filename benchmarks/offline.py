@@ -12,8 +12,6 @@ from cluster.colocated import Answer, Colocated
 from engine.device import Device
 from engine.types import RequestId, RequestRecord, SamplingParams
 
-STUCK_TURNS = 10_000
-
 
 @dataclass(slots=True)
 class Served:
@@ -71,7 +69,6 @@ def serve(
     waiting, served = list(reversed(records)), Served()
     handed_in: dict[RequestId, float] = {}
     under_way: list[Answer] = []
-    idle_turns = 0
     began_s = time.thread_time()
     while waiting or under_way:
         joins = not under_way or not static
@@ -79,8 +76,7 @@ def serve(
             one = waiting.pop()
             handed_in[one.request] = time.thread_time()
             under_way.append(both.submit(one, (forks or {}).get(one.request)))
-        idle_turns = 0 if both.turn() else idle_turns + 1  # a copy is made in pieces, and tells of its end only
-        if idle_turns == STUCK_TURNS:
+        if not both.turn():
             raise RuntimeError(f"stuck: {both.prefill!r}, {both.decode!r}")
         now_s = time.thread_time()
         for answer in list(under_way):

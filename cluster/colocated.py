@@ -167,7 +167,8 @@ class Colocated:
         if self._check:
             self.prefill.check()
             self.decode.check()
-        return worked or bool(self._to_prefill or self._to_decode)
+        under_way = self._to_prefill or self._to_decode or any(m.is_due for m in self._movers)
+        return worked or bool(under_way)
 
     def run(self, records: Sequence[RequestRecord]) -> list[Answer]:
         """All of them at once, to the end. Raises RuntimeError if they can never end."""

@@ -114,6 +114,12 @@ class Mover:
         """Changes with every command and transport that the thread comes back from; None while it waits for work."""
         return self._calls if self._busy else None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether some transport has more to do at once: a copy that is made in pieces tells of its end only."""
+        transports = [transport.fileno() for transport in self._transports.values()]
+        return bool(select.select(transports, (), (), 0)[0])
+
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()

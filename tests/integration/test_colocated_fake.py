@@ -21,6 +21,7 @@ from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.loopback import Fault, FaultKind
+from transfer.pull import BLOCKS_PER_RUN
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 PREFILL_LAYOUT = LAYOUT
@@ -63,6 +64,15 @@ def _want(record: RequestRecord) -> list[int]:
     while len(tokens) < record.prompt_tokens + record.max_tokens:
         tokens.append(fake_next(tokens, LAYOUT, VOCAB))
     return tokens[record.prompt_tokens :]
+
+
+def test_a_copy_in_pieces_is_something_left_to_do() -> None:
+    """Guards `turn`: a chunk of more blocks than one poll copies tells of its end only."""
+    cluster = _cluster(blocks=2 * BLOCKS_PER_RUN, chunk=512)
+    (answer,) = cluster.run([_record("r", [7] * (BLOCKS_PER_RUN * 6 + 5), max_tokens=2)])
+    assert answer.tokens == _want(answer.record)
+    _all_free(cluster)
+    cluster.close()
 
 
 def _all_free(cluster: Colocated) -> None:

@@ -28,7 +28,9 @@ STATES = (
     "data connection lost",
     "data connection stalled",
     "digest mismatch",
+    "hypothesis forked",
     "killed while copying",
+    "killed while searching",
     "only a part is migrated",
     "parent gone before fork",
     "preempted: forking",
@@ -50,6 +52,10 @@ STATES = (
     "second try of a handoff",
     "sender dropped landed: duplicate",
     "sender dropped stop: unknown handoff",
+    "search beside others",
+    "search complete",
+    "search on a leaving worker",
+    "search preempted",
     "send withdrawn",
     "stop string found",
     "zombie: frozen beyond keepalive",
@@ -74,6 +80,7 @@ RECOVERY_STATES = (
     "prefilled by the decode worker",
     "refused as poisonous",
     "router dropped: stale",
+    "search placed again",
 )
 """Only where recovery is expected (`strict`)."""
 

@@ -13,7 +13,9 @@ import sys
 import time
 
 from tests.sim.clock import Violation
+from tests.sim.explore_moves import moves as moves_of
 from tests.sim.explore_state import Layout, State
+from tests.sim.visited import FIRST, Visited
 
 LAYOUTS = (((0, 0), (0, 0)), ((0, 0), (1, 0)), ((0, 0), (0, 1)), ((0, 0), (1, 1)))
 """(receiver, sender) of request 0 and of request 1: all there are, up to names."""
@@ -24,17 +26,15 @@ def explore(
     layout: Layout, chunks: tuple[int, ...], remote: bool, max_faults: int = MAX_FAULTS
 ) -> tuple[int, int]:
     """Visit every state once; (states, moves). Raises Violation with the moves that lead to it."""
-    first = State(layout, chunks, remote)
-    seen: dict[object, tuple[object, str] | None] = {first.key(): None}
-    stack = [first]
+    first, visited = State(layout, chunks, remote), Visited()
+    visited.add(first.key(), FIRST, "")
+    stack = [(first, 0)]
     moves = 0
     while stack:
-        state = stack.pop()
-        here = state.key()
-        quiet = True
+        state, here = stack.pop()
+        quiet, name = True, ""
         try:
-            name = ""
-            for name, change, cost in state.moves():
+            for name, change, cost in moves_of(state):
                 quiet &= cost > 0
                 if state.faults + cost > max_faults:
                     continue
@@ -43,20 +43,16 @@ def explore(
                 new.faults += cost
                 change(new)
                 new.check()
-                key = new.key()
-                if key not in seen:
-                    seen[key] = (here, name)
-                    stack.append(new)
+                number = visited.add(new.key(), here, name)
+                if number is not None:
+                    stack.append((new, number))
             name = "(rest)"
             if quiet:
                 state.check_quiet()
         except Exception as error:
-            path = [name]
-            while (step := seen[here]) is not None:
-                here, move = step
-                path.append(move)
-            raise Violation(f"{error!r} after {'; '.join(reversed(path))}") from error
-    return len(seen), moves
+            path = [*visited.path(here), name]
+            raise Violation(f"{error!r} after {'; '.join(path)}") from error
+    return len(visited), moves
 
 
 def main() -> int:

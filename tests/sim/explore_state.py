@@ -1,14 +1,13 @@
-"""One state of a handoff's two sides and of all that is between them, and every move from it (`tests.sim.explore`)."""
+"""One state of a handoff's two sides and of all that is between them (`tests.sim.explore`)."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable
 from copy import copy
-from functools import partial
 
 from engine.messages import Fault, Handoff, Landed, Offer, PrefillFailed, Stop
 from engine.types import BlockId, Incarnation, RequestId
 from tests.sim.clock import Violation
 from transfer import commands as c
-from transfer.migration import R, S
+from transfer.migration import S
 from transfer.receiver import KVReceiver, _Receiving
 from transfer.sender import KVSender, _Chunk, _Sending
 
@@ -56,20 +55,20 @@ class State:
         new.offered = dict(self.offered)
         return new
 
-    def key(self) -> object:
+    def key(self) -> tuple[Hashable, ...]:
         """Equal for states that behave alike."""
         senders = tuple(
-            (h, s.state, tuple((k.sending, k.reading, k.posted) for k in s.chunks))
+            (h.request, s.state, tuple((k.sending, k.reading, k.posted) for k in s.chunks))
             for sender in self.senders
-            for h, s in sorted(sender._handoffs.items())
+            for h, s in sender._handoffs.items()
         )
         receivers = tuple(
-            (h, r.state, frozenset(r.seen), frozenset(r.outstanding), frozenset(r.landed))
+            (h.request, r.state, frozenset(r.seen), frozenset(r.outstanding), frozenset(r.landed))
             for receiver in self.receivers
-            for h, r in sorted(receiver._handoffs.items())
+            for h, r in receiver._handoffs.items()
         )
         lanes = tuple(
-            (lane, tuple((type(m), m.handoff, getattr(m, "seq", -1)) for m in queue))
+            (lane, tuple((type(m), m.handoff.request, getattr(m, "seq", -1)) for m in queue))
             for lane, queue in sorted(self.lanes.items())
             if queue
         )
@@ -157,38 +156,6 @@ class State:
             case Stop():
                 self.sender_says(p, self.senders[p].stop(message))
 
-    # ---- moves
-
-    def moves(self) -> Iterator[tuple[str, partial[None], int]]:
-        """(name, the change to make on a clone, faults it costs)."""
-        for name, n in self.offered.items():
-            p, chunks = name.prefill, self.chunks[int(name.request[1])]
-            if self.alive[2 + p] and self.senders[p].is_open(name):
-                what = "offer" if n < chunks else "close"
-                yield f"{what} {name.request}", partial(_offer, name, n, chunks), 0
-                yield f"give up {name.request}", partial(_give_up, name), 1
-            d = name.decode
-            receiving = self.receivers[d]._handoffs.get(name)
-            if self.alive[d] and receiving is not None and receiving.state is R.OPEN:
-                yield f"abort {name.request}", partial(_abort, name), 1
-        for key, posted in self.sends.items():
-            yield f"{'sent' if posted else 'posted'} {key}", partial(_send, key, ""), 0
-            yield f"send fails {key}", partial(_send, key, "failed"), 1
-        for key in self.copies:
-            yield f"copied {key}", partial(_copied, key, ""), 0
-            yield f"copy fails {key}", partial(_copied, key, "failed"), 1
-        for lane, queue in self.lanes.items():
-            for at in range(len(queue)):
-                yield f"deliver {at} of {lane}", partial(_deliver, lane, at, False), int(at > 0)
-                yield f"deliver {at} of {lane}, and again", partial(_deliver, lane, at, True), 1
-        for notice in self.notices:
-            yield f"{notice}", partial(_notice, notice), 0
-        for pair in {(h.decode, h.prefill) for h in self.offered} - self.cut:
-            yield f"cut {pair}", partial(_cut, pair), 1
-        for at in {h.decode for h in self.offered} | {2 + h.prefill for h in self.offered}:
-            if self.alive[at]:
-                yield f"crash {at}", partial(_crash, at), 1
-
     def check(self) -> None:
         for at, part in enumerate((*self.receivers, *self.senders)):
             if self.alive[at]:
@@ -203,95 +170,6 @@ class State:
             unreachable = (name.decode, name.prefill) in self.cut and self.alive[name.decode]
             if not (unreachable and self.remote and sending and sending.state is S.LOST):
                 raise Violation(f"source blocks are never let go: {name} {self.senders}")
-
-
-def _offer(name: Handoff, n: int, chunks: int, new: State) -> None:
-    sender = new.senders[name.prefill]
-    if n == chunks:
-        new.sender_says(name.prefill, sender.close(name))
-        return
-    new.offered[name] = n + 1
-    block = c.OutgoingBlock(BlockId(n), 0, n, 1, b"")
-    new.sender_says(name.prefill, sender.offer(name, [block]))
-
-
-def _give_up(name: Handoff, new: State) -> None:
-    new.give_up(name.prefill, name)
-
-
-def _abort(name: Handoff, new: State) -> None:
-    new.carry_out(new.receivers[name.decode].stop(name))
-
-
-def _send(key: Key, error: str, new: State) -> None:
-    name, seq = key
-    sender = new.senders[name.prefill]
-    if not new.sends[key] and not error:
-        new.sends[key] = True
-        new.sender_says(name.prefill, sender.posted(name, seq, [0]))
-    else:
-        del new.sends[key]
-        new.sender_says(name.prefill, sender.sent(name, seq, error))
-
-
-def _copied(key: Key, error: str, new: State) -> None:
-    new.copies -= {key}
-    new.carry_out(new.receivers[key[0].decode].received(*key, error))
-
-
-def _deliver(lane: tuple[int, int, int], at: int, again: bool, new: State) -> None:
-    queue = new.lanes[lane]
-    if not again:
-        new.lanes[lane] = queue[:at] + queue[at + 1 :]
-    new.deliver(queue[at])
-
-
-def _notice(notice: tuple[str, int, int], new: State) -> None:
-    what, d, p = notice
-    new.notices -= {notice}
-    if what == "receiver":
-        new.carry_out(new.receivers[d].peer_lost(Incarnation(p)))
-        return
-    sender = new.senders[p]
-    lost = sender.peer_dead if what == "dead" else sender.peer_lost
-    new.sender_says(p, lost(Incarnation(d)))
-    if what == "lost" and not new.alive[d]:
-        new.notices |= {("dead", d, p)}
-
-
-def _cut(pair: tuple[int, int], new: State) -> None:
-    d, p = pair
-    new.cut |= {pair}
-    for way in (0, 1):
-        new.lanes.pop((way, d, p), None)
-    if new.alive[d]:
-        new.notices |= {("receiver", d, p)}
-    if new.alive[2 + p]:
-        new.notices |= {("lost", d, p)}
-
-
-def _crash(at: int, new: State) -> None:
-    new.alive[at] = False
-    is_sender = at >= 2
-    mine = {h for h in new.offered if (h.prefill == at - 2 if is_sender else h.decode == at)}
-    if is_sender:
-        new.senders[at - 2] = KVSender()
-        new.sends = {key: posted for key, posted in new.sends.items() if key[0] not in mine}
-        new.pinned -= mine
-    else:
-        new.receivers[at] = KVReceiver()
-        new.copies = frozenset(key for key in new.copies if key[0] not in mine)
-        new.reserved -= mine
-    deaf = {("receiver", at)} if not is_sender else {("lost", at - 2), ("dead", at - 2)}
-    new.notices = frozenset(
-        (what, d, p) for what, d, p in new.notices if (what, p if is_sender else d) not in deaf
-    )
-    for pair in {(h.decode, h.prefill) for h in mine}:
-        if pair in new.cut:
-            if not is_sender and ("lost", *pair) not in new.notices and new.alive[2 + pair[1]]:
-                new.notices |= {("dead", *pair)}
-        else:
-            _cut(pair, new)
 
 
 def _clone_sender(old: KVSender) -> KVSender:

@@ -222,10 +222,10 @@ class Faults:
             (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
         )
         for record in records:
-            self._world.saw_record(record)
+            self._world.witness.saw(record)
             self._saw(type(record).__name__, stream.client, stream.server)
             if stream.server.role == "decode":
-                self._world.saw_move(record)
+                self._world.witness.saw_move(record)
                 if isinstance(record, StartPrefill):
                     self._saw("move", stream.client, stream.server)
         held = self._held.pop((stream.number, lane), None)

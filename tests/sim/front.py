@@ -1,153 +1,27 @@
-"""The router's process: the real `Hub` over the real `Router`, its links to workers, and the clients it answers."""
+"""The router's process: the real `Hub` over the real `Router`, and its links to workers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from engine.messages import (
-    Fault,
-    Orphan,
-    PeerAddress,
-    RouterRecord,
-    encode,
-)
-from engine.types import FinishReason, RequestRecord
+from engine.messages import Orphan, PeerAddress, RouterRecord, encode
 from router.call import State
 from router.config import RouterConfig
 from router.core import Router
 from router.dispatch import ATTACH, PAUSE_S, WATCH
-from router.events import Complete
 from router.hub import Hub
 from router.observer import NullObserver
 from router.policy import make_policy
+from tests.sim.client import Client
 from tests.sim.clock import Process, Violation
 from tests.sim.link import Link
 from tests.sim.network import Send, Session
 from tests.sim.revived import Revived
-from tests.sim.shadow import expected_output
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 TICK_S = 0.05
-
-
-@dataclass(slots=True)
-class Client:
-    """One caller. Fulfils `router.hub.Sink`; compares every token, as it comes, with the uninterrupted run."""
-
-    world: "World"
-    record: RequestRecord
-    deadline_s: float | None = None
-    cancel_at: float | None = None
-    stop_after: int | None = None
-    tokens_: list[int] = field(default_factory=list)
-    want: list[int] = field(default_factory=list)
-    began: bool = False
-    left: bool = False
-    adrift: bool = False
-    """Its router died; it comes back, and goes on where it was."""
-    kept_by: Process | None = None
-    """Of one that is adrift: the decode worker that ran it for the router, if both knew so."""
-    outcome: str = ""
-    ended_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.want = expected_output(self.record)
-
-    @property
-    def name(self) -> str:
-        return self.record.request
-
-    def offered(self, now: float) -> None:
-        pass
-
-    def accepted(self, now: float) -> None:
-        self.began = True
-
-    def interrupted(self, now: float) -> None:
-        self.world.note("interrupted, and placed again")
-
-    def moved(self, stages: dict[str, float], now: float) -> None:
-        self.world.note("request moved")
-
-    def tokens(self, ids: list[int], now: float) -> int | None:
-        if self.outcome:
-            raise Violation(f"{self.name}: tokens {ids} after its end ({self.outcome})")
-        self.tokens_ += ids
-        if self.tokens_ != self.want[: len(self.tokens_)]:
-            raise Violation(f"{self.name}: got {self.tokens_}, the uninterrupted run is {self.want}")
-        if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
-            self.world.note("stop string found")
-            return self.stop_after
-        return None
-
-    def completed(self, end: Complete, now: float) -> None:
-        got = self.tokens_
-        if self.stop_after is not None and len(got) >= self.stop_after:
-            got = got[: self.stop_after]
-        elif got != self.want:
-            raise Violation(f"{self.name}: ended with {got}, the uninterrupted run is {self.want}")
-        if end.stats.output_tokens != len(got):
-            raise Violation(f"{self.name}: {end.stats.output_tokens} tokens counted, {len(got)} came")
-        self._over(f"complete ({end.reason.value})", now)
-
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
-        if fault.code == "DEADLINE_EXCEEDED":
-            if self.deadline_s is None or now < self.deadline_s - 1e-9:
-                raise Violation(f"{self.name}: DEADLINE_EXCEEDED at {now:.3f}, due {self.deadline_s}")
-        elif fault.code != "UNAVAILABLE":
-            raise Violation(f"{self.name}: {fault.code}: {fault.message}")
-        else:
-            self.world.unavailable(self, fault.message)
-        self._over(fault.code, now)
-
-    def leave(self) -> None:
-        """The client goes away; nothing more may reach it."""
-        if not self.outcome:
-            self.left = True
-            self._over("CANCELLED", self.world.clock.now)
-
-    def router_lost(self, kept_by: Process | None) -> None:
-        if self.outcome or self.adrift:
-            return
-        if self.record.context and self.began:
-            self.adrift, self.kept_by = True, kept_by
-            self.world.note("client adrift")
-            self.world.clock.at(self.world.rng.uniform(0.001, 0.2), self._come_back)
-        else:
-            self._over("UNAVAILABLE", self.world.clock.now)
-
-    def _come_back(self) -> None:
-        """Ask the router of the time, until one has an answer."""
-        world, now = self.world, self.world.clock.now
-        if self.outcome:
-            return
-        if self.deadline_s is not None and now >= self.deadline_s:
-            self._over("DEADLINE_EXCEEDED", now)
-            return
-        front = world.front
-        if not front.process.alive or front.process.frozen or not front.hub.is_settled():
-            world.clock.at(world.rng.uniform(0.01, 0.05), self._come_back)
-            return
-        self.adrift = False
-        revived = front.revived.get(self.name)
-        if revived is not None:
-            world.note("client resumed")
-            revived.read_on(now)
-            front.check()
-        else:
-            world.lost(self)
-            self._over("UNAVAILABLE", now)
-
-    def _over(self, outcome: str, now: float) -> None:
-        if self.outcome:
-            raise Violation(f"{self.name}: ends twice: {self.outcome}, then {outcome}")
-        self.outcome, self.ended_at = outcome, now
-        self.world.ended(self)
 
 
 class Counting(NullObserver):
@@ -203,7 +77,7 @@ class Front:
         self.check()
 
     def check(self) -> None:
-        if not self.world.is_checked():
+        if not self.world.audit.is_due():
             return
         try:
             self.core.check()

@@ -36,7 +36,7 @@ class Link:
         front, name = self._front, self._peer.name
         records = list(self._decode(data))
         for record in records:
-            front.world.heard(record)
+            front.world.witness.heard(record)
         if not self._joined:
             info = records.pop(0)
             assert isinstance(info, WorkerInfo)

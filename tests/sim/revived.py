@@ -8,7 +8,7 @@ from router.events import Complete
 from tests.sim.clock import Violation
 
 if TYPE_CHECKING:
-    from tests.sim.front import Client
+    from tests.sim.client import Client
 
 
 class Revived:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from decode_worker.config import DecodeConfig
-from engine.types import RequestId, RequestRecord, SamplingParams
+from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.faults import Fault
 from tests.sim.plan import Ask, Going, Plan
@@ -41,6 +41,12 @@ def _samples(count: int, **more: int) -> list[Ask]:
     ]
 
 
+def _search(name: str, *tokens: int, width: int, **more: int) -> Ask:
+    ask = _ask(name, *tokens, **more)  # type: ignore[arg-type]
+    beams = BeamParams(width=width, answers=width)
+    return replace(ask, record=msgspec.structs.replace(ask.record, beams=beams))
+
+
 def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
     plan = Plan(
         seed=1,
@@ -74,6 +80,24 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
     "samples_whose_parent_leaves": (
         "The first sample is cancelled in its handoff: the second takes its place, and the third shares with that one.",
         _plan(*(replace(ask, cancel_s=None if at else 0.006) for at, ask in enumerate(_samples(3)))),
+    ),
+    "search_whose_worker_dies": (
+        "Nothing of a search was said, so it begins again from its prompt elsewhere, and finds the same answers.",
+        _plan(
+            _search("a", 1, 2, width=3, max_tokens=8),
+            blocks={"prefill": 14, "decode": 20},
+            faults=(Fault("crash decode", "Landed", 4, delay_s=0.006),),
+        ),
+    ),
+    "search_that_gives_way": (
+        "A search and a chat outgrow the pool: the search, the younger, gives its blocks away and begins again.",
+        _plan(
+            _ask("a", 1, max_tokens=24),
+            _search("b", width=3, max_tokens=12, at_s=0.001),
+            workers={"prefill": 1, "decode": 1},
+            blocks={"prefill": 10, "decode": 12},
+            decode=DecodeConfig(growth_tokens=4, local_chunk_tokens=2),
+        ),
     ),
     "first_token_is_all": (
         "An answer of one token ends while its blocks still land.",

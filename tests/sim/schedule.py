@@ -7,7 +7,7 @@ from random import Random
 from msgspec.structs import replace
 
 from decode_worker.config import DecodeConfig
-from engine.types import RequestId, RequestRecord, SamplingParams
+from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.sim.clock import Violation
 from tests.sim.faults import DATA_KINDS, KINDS, Fault
@@ -37,6 +37,8 @@ WEIGHTS = {
     "silence data": 4,
 }
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
+SEARCHES = 0.2
+"""Share of the requests that are beam searches where they fit."""
 MIN_OVERLAP = 4
 RECOVERS = True
 """Whether lost workers and broken streams must be recovered from, exactly and without a trace."""
@@ -54,7 +56,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
     transport = rng.choice(("shm", "shm", "tcp"))
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
-    return Plan(
+    plan = Plan(
         seed=rng.getrandbits(32),
         asks=asks,
         faults=_faults(rng, moving, transport),
@@ -82,6 +84,28 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         stall_s=rng.choice((0.3, 1.0)),
         announced=rng.random() < 0.6,
     )
+    _search(plan, Random(f"searches {seed}"))
+    return plan
+
+
+def _search(plan: Plan, rng: Random) -> None:
+    """Some of the requests become beam searches, as wide as the decode workers' pools and steps allow."""
+    size, blocks = plan.block_size["decode"], plan.blocks["decode"]
+    for ask in plan.asks:
+        record = ask.record
+        shared = (record.prompt_tokens - 1) // size
+        rest = -(-(record.prompt_tokens + record.max_tokens) // size) - shared
+        width = min(rng.randint(2, 4), plan.decode.max_batch, (blocks - shared) // rest)
+        if rng.random() < SEARCHES and width >= 2 and not record.group:
+            beams = BeamParams(
+                width=width,
+                answers=rng.randint(1, width),
+                length_penalty=rng.choice((1.0, 0.0, 2.0)),
+                early_stopping=rng.choice(list(EarlyStopping)),
+            )
+            # Where nothing is said before the end, there is no stop string to be found, and nothing to resume.
+            ask.record = replace(record, beams=beams, context=b"")
+            ask.stop_after = None
 
 
 def _going(rng: Random) -> Going:

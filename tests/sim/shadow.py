@@ -7,18 +7,20 @@ read, and the next token is a function of the last row. Blocks that are handed o
 
 from array import array
 from collections import Counter
+from functools import reduce
 from types import SimpleNamespace
 
 import xxhash
 
+from engine.beam import BeamSearch
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
-from engine.plan import banned_tokens, finish_reason
-from engine.step import Row, StepPlan
-from engine.types import BlockId, RequestRecord
+from engine.plan import banned_tokens, end_tokens, finish_reason
+from engine.step import Candidates, Drawn, Row, StepPlan
+from engine.types import Beam, BlockId, RequestRecord
 from tests.sim.clock import Process, Violation
 from transfer import digest
 
@@ -43,6 +45,16 @@ def draw(row: int, sample_index: int, banned: tuple[int, ...]) -> int:
     return token
 
 
+def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
+    """The likeliest tokens, with log probabilities of their own for every row."""
+    likely = []
+    for token in range(VOCAB):
+        mixed = (row ^ (token + 1) * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D & _MASK
+        likely.append((-(mixed >> 40) / (1 << 18), token))
+    likely.sort(reverse=True)
+    return tuple((t, log_prob) for log_prob, t in likely if t not in banned)[:count]
+
+
 def expected_output(record: RequestRecord) -> list[int]:
     """The whole answer of the uninterrupted run, from the tokens alone."""
     past = root(record.namespace)
@@ -55,6 +67,22 @@ def expected_output(record: RequestRecord) -> list[int]:
         if finish_reason(record, len(output), token, STOP_IDS) is not None:
             return output
         past = mix(past, token)
+
+
+def expected_answers(record: RequestRecord) -> list[Beam]:
+    """The answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
+    assert record.beams is not None
+    search = BeamSearch(record.beams, record.max_tokens, end_tokens(record, STOP_IDS))
+    prompt = root(record.namespace)
+    for token in record.tokens[: record.prompt_tokens]:
+        prompt = mix(prompt, token)
+    while not search.is_over:
+        drawn = []
+        for live in search.live:
+            banned = banned_tokens(record, len(live.ids), STOP_IDS)
+            drawn.append(candidates(reduce(mix, live.ids, prompt), search.candidates, banned))
+        search.advance(drawn)
+    return search.answers
 
 
 def block_digest(
@@ -107,7 +135,7 @@ class ShadowRunner:
         self.computed_tokens = 0
         self._copied: Counter[BlockId] = Counter()
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[Drawn]:
         rows, pool = self.kv.rows, self.kv.pool
         self._copied.clear()
         for source, target in plan.copies:
@@ -119,9 +147,9 @@ class ShadowRunner:
         self.computed_tokens += plan.computed_tokens
         # Whoever holds a block only for its copy does not hold it any more.
         self._copied = Counter(source for source, _ in plan.copies)
-        return [token for row in plan.rows for token in self._row(row)]
+        return [drawn for row in plan.rows for drawn in self._row(row)]
 
-    def _row(self, row: Row) -> list[int]:
+    def _row(self, row: Row) -> list[Drawn]:
         kv, size, blocks = self.kv, self.kv.block_size, row.blocks
         rows, tokens, start = kv.rows, row.tokens, row.start
         for index in range(start // size, (row.end - 1) // size + 1):
@@ -137,7 +165,11 @@ class ShadowRunner:
                     f"{kv.process}: {row.request} reads a {'wrong' if block[at % size] else 'blank'} row"
                     f" at position {at}, block {blocks[at // size]}"
                 )
-        return [draw(past, row.record.sample_index, row.banned)] if row.draw else []
+        if not row.draw:
+            return []
+        if row.candidates:
+            return [candidates(past, row.candidates, row.banned)]
+        return [draw(past, row.record.sample_index, row.banned)]
 
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache

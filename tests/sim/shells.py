@@ -92,7 +92,7 @@ class SimThread:
         try:
             shell.hear(items)
             if items:
-                world.check(self.process)
+                world.audit.check(self.process)
             if shell.is_settling():
                 if self._linger_until is None:
                     self._linger_until = now + world.rng.uniform(0, self._linger_s)
@@ -107,7 +107,7 @@ class SimThread:
             what = f"{self.process}: the engine dies of {type(error).__name__}: {error}"
             raise Violation(what) from error
         if self._busy:
-            world.check(self.process)
+            world.audit.check(self.process)
         if self._ended:
             world.left(self.process)
             return

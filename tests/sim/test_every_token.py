@@ -3,7 +3,7 @@
 import pytest
 
 from engine.types import FinishReason
-from tests.sim import front
+from tests.sim import client as clients
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
 from tests.sim.world import World
@@ -21,7 +21,7 @@ def test_a_worker_killed_at_every_token(
     victim: str, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards every position of an answer, the first and the last included: no token lost, doubled or changed. The
-    client compares each token as it comes (`front.Client.tokens`) and the end with all of them."""
+    client compares each token as it comes (`clients.Client.tokens`) and the end with all of them."""
     world = World(_plan(_resumable("a", 1, 2, max_tokens=TOKENS)))
     killed: list[str] = []
 
@@ -35,16 +35,16 @@ def test_a_worker_killed_at_every_token(
         world.kill(process)
         world.clock.at(0.05, lambda: world.boot(process.name, process.role))
 
-    take = front.Client.tokens
+    take = clients.Client.tokens
 
-    def tokens(self: front.Client, ids: list[int], now: float) -> int | None:
+    def tokens(self: clients.Client, ids: list[int], now: float) -> int | None:
         before = len(self.tokens_)
         kept = take(self, ids, now)
         if before < token <= len(self.tokens_) and not killed:
             strike()
         return kept
 
-    monkeypatch.setattr(front.Client, "tokens", tokens)
+    monkeypatch.setattr(clients.Client, "tokens", tokens)
     if token == 0:
         world.clock.at(0.0525, strike)
     world.run()

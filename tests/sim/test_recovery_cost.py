@@ -3,7 +3,7 @@
 import pytest
 
 from prefill_worker.config import PrefillConfig
-from tests.sim import front
+from tests.sim import client as clients
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
 from tests.sim.supervision import BOOT_S
@@ -71,9 +71,9 @@ def test_lost_at_a_token(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens that had been said, the next decode worker those that had not, and nobody anything twice."""
     world = lossy(16)
     before: list[tuple[int, int]] = []
-    take = front.Client.tokens
+    take = clients.Client.tokens
 
-    def tokens(self: front.Client, ids: list[int], now: float) -> int | None:
+    def tokens(self: clients.Client, ids: list[int], now: float) -> int | None:
         had = len(self.tokens_)
         kept = take(self, ids, now)
         if had < token <= len(self.tokens_) and not before:
@@ -83,7 +83,7 @@ def test_lost_at_a_token(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
             replace(world, process)
         return kept
 
-    monkeypatch.setattr(front.Client, "tokens", tokens)
+    monkeypatch.setattr(clients.Client, "tokens", tokens)
     world.run()
     assert world.notes["interrupted, and placed again"] == 1, "another one was killed"
     ((prefilled, decoded),) = before

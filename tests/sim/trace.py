@@ -35,6 +35,7 @@ from engine.messages import (
     decode_router_frame,
     decode_to_prefill_frame,
 )
+from tests.sim.client import Client, Searcher
 from tests.sim.clock import Violation
 from tests.sim.network import Stream
 from tests.sim.world import World
@@ -65,12 +66,18 @@ def tell(world: World) -> list[str]:
     try:
         world.run()
         for client in world.clients:
-            lines.append(f"  {client.name}: {client.outcome}, tokens {client.tokens_}")
+            lines.append(f"  {client.name}: {client.outcome}, {_got(client)}")
         lines += _pools(world)
     except Violation as violation:
         world.failure = str(violation)
         say("BROKEN", world.failure)
     return lines
+
+
+def _got(client: Client) -> str:
+    if isinstance(client, Searcher):
+        return f"answers {[beam.ids for beam in client.answers]}"
+    return f"tokens {client.tokens_}"
 
 
 def _pools(world: World) -> list[str]:
@@ -115,9 +122,11 @@ def describe(record: Record) -> str:
             tokens, prompt = len(record.record.tokens), record.record.prompt_tokens
             history = f" and {tokens - prompt} emitted" if tokens > prompt else ""
             fork = f", fork of {record.fork_of}" if record.fork_of is not None else ""
+            beams = record.record.beams
+            search = f", a search {beams.width} wide" if beams is not None else ""
             return (
                 f"place {record.record.request}/{record.placement}: {prompt} prompt tokens{history}, "
-                f"prefill on {record.prefill.name}{fork}"
+                f"prefill on {record.prefill.name}{fork}{search}"
             )
         case StartPrefill():
             return f"start {_name(record.handoff)}: {len(record.record.tokens)} tokens, have {record.have_tokens}"
@@ -140,7 +149,8 @@ def describe(record: Record) -> str:
             return f"tokens {request}/{placement} from {index}: {ids}"
         case Ended():
             fault = f" ({record.fault.code})" if record.fault else ""
-            return f"ended {record.request}/{record.placement}: {record.reason.value}{fault}"
+            found = f", answers {[beam.ids for beam in record.beams]}" if record.beams else ""
+            return f"ended {record.request}/{record.placement}: {record.reason.value}{fault}{found}"
         case Cancel(request, placement, reason):
             return f"cancel {request}/{placement}: {reason.value}"
         case Finish(request, placement, kept):

@@ -1,36 +1,28 @@
-"""One simulated cluster: real workers, real router, virtual time; it runs a plan to its end and judges it."""
+"""One simulated cluster: real workers, real router, virtual time; it runs a plan to its end."""
 
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from engine.messages import (
-    Ended,
-    FirstToken,
-    Handoff,
-    Load,
-    Orphan,
-    PrefillFailed,
-    Record,
-    StartPrefill,
-)
-from prefill_worker.scheduler import GIVEN_UP
+from engine.messages import Handoff
 from tests.sim import shells
+from tests.sim.audit import Audit
+from tests.sim.client import Client, Searcher
 from tests.sim.clock import Clock, Process, Violation
 from tests.sim.faults import Faults
-from tests.sim.front import Client, Front
+from tests.sim.front import Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
 from tests.sim.pipes import Pipe
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import ShadowKV
 from tests.sim.supervision import BOOT_S, Supervision
+from tests.sim.witness import Witness
 
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
-CHECK_EVERY = 4
 ROLES = ("prefill", "decode")
 
 
@@ -58,11 +50,8 @@ class World:
         self.overlap = 0
         self.breaks = 0
         self.failure = ""
-        self._asked = 0
-        self._reported: set[str] = set()
-        self._preempted: dict[int, dict[str, int]] = {}
-        self._orphan: str | None = None
-        self._occasions = 0
+        self.to_come = 0
+        self.witness, self.audit = Witness(self), Audit(self)
         self.supervision = Supervision(self)
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
@@ -81,7 +70,7 @@ class World:
         if self.say is not None and self.clock.now > 0:
             self.say(name, "starts again, as a new life")
         if role == "router":
-            self._reported.clear()
+            self.witness.router_begins()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
             self.supervision.tell()
             self.front.start()
@@ -94,20 +83,9 @@ class World:
     def kill(self, process: Process) -> None:
         """SIGKILL: its state is gone, its streams break, nothing of it runs any more."""
         if process.pid in self.workers:
-            self._collect(process)
-            if self.movers[process.pid].copying:
-                self.note("killed while copying")
-            self._note_moves(process)
+            self.witness.collect(process)
+            self.witness.kills(process)
         self._bury(process)
-
-    def _note_moves(self, process: Process) -> None:
-        if process.role == "decode":
-            scheduler = self.workers[process.pid]._scheduler
-            if scheduler.departures:
-                self.note("source of a move died")
-            decodes = {p.incarnation for p in self.processes.values() if p.role == "decode"}
-            if any(name.prefill in decodes for name in scheduler.receiver.unfinished):
-                self.note("target of a move died")
 
     def ask_to_leave(self, going: Going) -> None:
         """A worker of the role takes no new work from now on, and is replaced when it has left."""
@@ -129,7 +107,7 @@ class World:
         """It has ended by itself, as it was asked to."""
         if self.say is not None:
             self.say(process.name, "has left")
-        self._collect(process)
+        self.witness.collect(process)
         scheduler = self.workers[process.pid]._scheduler
         self.note("leave completed" if scheduler.is_idle else "leave cut short by its grace")
         self._bury(process)
@@ -225,47 +203,6 @@ class World:
     def saw_copy(self, reader: Process, owner: Process, name: Handoff) -> None:
         self.faults.saw_copy(reader, owner)
 
-    def saw_record(self, record: Record) -> None:
-        if isinstance(record, StartPrefill):
-            if record.have_tokens:
-                self.note("only a part is migrated")
-            if record.handoff.attempt:
-                self.note("second try of a handoff")
-            if len(record.record.tokens) > record.record.prompt_tokens:
-                self.note("resumed with history")
-            if record.handoff.placement > 1:
-                self.note("second placement")
-        elif type(record).__name__ in ("Stop", "PrefillFailed"):
-            self.note(type(record).__name__)
-        if isinstance(record, PrefillFailed) and record.fault.message == GIVEN_UP:
-            self.note("leaving prefill worker gave up what waited")
-
-    def saw_move(self, record: Record) -> None:
-        """Between a decode worker and one that yields its requests."""
-        if isinstance(record, FirstToken):
-            self.note("served by a decode worker")
-        elif isinstance(record, PrefillFailed):
-            self.note("a decode worker could not serve")
-        elif isinstance(record, StartPrefill) and record.handoff.attempt:
-            self.note("second try of a move")
-
-    def heard(self, record: Record) -> None:
-        """The router hears this of a worker."""
-        if isinstance(record, Load):
-            if record.evicted:
-                self.note("cache evicted")
-        elif isinstance(record, Orphan):
-            if record.record.request in self._reported:
-                self.note("orphan: reported by two workers")
-            self._reported.add(record.record.request)
-            self._orphan = record.record.request
-        elif isinstance(record, Ended):
-            if record.request == self._orphan:
-                self.note("orphan: had ended")
-            self._orphan = None
-        elif type(record).__name__ in ("Refused", "NeedPrefill"):
-            self.note(type(record).__name__)
-
     def unavailable(self, client: Client, message: str) -> None:
         self.note("UNAVAILABLE")
         if self.plan.strict and not self._may_fail():
@@ -288,100 +225,6 @@ class World:
         if self.say is not None:
             self.say("client", f"{client.name} ends: {client.outcome}")
 
-    def _collect(self, process: Process) -> None:
-        scheduler = self.workers[process.pid]._scheduler
-        for name, part in (("sender", "sender"), ("receiver", "receiver")):
-            for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
-                self.notes[f"{name} dropped {why}"] += count
-        if process.role == "decode":
-            self.notes["orphan expired"] += scheduler.orphans.expired
-            self.notes["sample forked"] += scheduler.forks.forked
-            for state, count in scheduler.preemption.preempted.items():
-                self.notes[f"preempted: {state}"] += count
-            for way, count in scheduler.preemption.ways.items():
-                self.notes[f"resumed after preemption: {way}"] += count
-            self.notes["parent gone before fork"] += scheduler.forks.inherited
-            self.notes["boundary block copied"] += self.memories[process.pid].runner.copies
-        self.notes["copy on write"] += self.memories[process.pid].runner.copies
-
-    # ---- checks
-
-    def is_checked(self) -> bool:
-        """Is it this time's turn? All ledgers are recomputed at every fourth occasion, and at each one when the story
-        is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
-        self._occasions += 1
-        return self._occasions % CHECK_EVERY == 0 or self.say is not None
-
-    def check(self, process: Process) -> None:
-        """After every step and every batch of events."""
-        worker = self.workers[process.pid]
-        scheduler = worker._scheduler
-        if self.say is not None and process.role == "decode":
-            self._say_preempted(process)
-        try:
-            self.memories[process.pid].check()
-            if self.is_checked():
-                scheduler.check()
-        except Violation:
-            raise
-        except Exception as error:
-            raise Violation(f"{process}: {type(error).__name__}: {error}\n{scheduler!r}") from error
-        counts = scheduler.kv.pool.counts()
-        if counts["quarantined"]:
-            self.notes["blocks quarantined"] += 1
-        if any(not request.record.group for request in getattr(getattr(scheduler, "batch", None), "local", ())):
-            self.notes["prefilled by the decode worker"] += 1
-        if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
-            self.notes["prompt waits for blocks"] += 1
-
-    def _say_preempted(self, process: Process) -> None:
-        assert self.say is not None
-        waits = {r.record.request: len(r.tokens) for r in self.workers[process.pid]._scheduler.preemption.line}
-        before = self._preempted.get(process.pid, {})
-        for request in waits.keys() - before.keys():
-            self.say(process.name, f"preempts {request}, which has {waits[request]} tokens")
-        for request in before.keys() - waits.keys():
-            self.say(process.name, f"has room for {request} again")
-        self._preempted[process.pid] = waits
-
-    def rest(self) -> str:
-        """Nothing, if everything has come to rest; otherwise what has not."""
-        if self._is_unreconciled():
-            return ""
-        for client in self.clients:
-            if not client.outcome:
-                return f"{client.name} has not ended ({len(client.tokens_)} of {len(client.want)} tokens)"
-        if self._asked:
-            return f"{self._asked} requests are still to come"
-        for process in self.live.values():
-            if not process.alive or process.frozen:
-                return f"{process} is not back"
-            if process.role == "router":
-                if self.front.core.open:
-                    return f"the router still knows requests: {self.front.core!r}"
-                continue
-            scheduler = self.workers[process.pid]._scheduler
-            counts = scheduler.kv.pool.counts()
-            if counts["free"] + counts["cached"] != scheduler.kv.pool.total:
-                return f"{process} holds blocks: {counts} {scheduler!r} {self._side(scheduler)!r}"
-            if self.handoffs(process):
-                return f"{process} keeps handoffs: {self._side(scheduler)!r}"
-            if self.movers[process.pid].copying:
-                return f"{process} still copies"
-        return ""
-
-    def _is_unreconciled(self) -> bool:
-        """Without `strict`, blocks kept for a decode worker after their stream broke may starve the others."""
-        if self.plan.strict or not self.breaks:
-            return False
-        return bool(self.notes["dropped: a stream that was replaced"]) or any(
-            bool(self.handoffs(p)) for p in self.live.values() if p.alive and p.role == "prefill"
-        )
-
-    @staticmethod
-    def _side(scheduler: Any) -> object:
-        return getattr(scheduler, "receiver", None) or scheduler.sender
-
     # ---- the run
 
     def run(self) -> None:
@@ -396,7 +239,7 @@ class World:
                 self.boot(peer.name, role)
         self.boot("router", "router")
         self.supervision.start()
-        self._asked = len(self.plan.asks)
+        self.to_come = len(self.plan.asks)
         for ask in self.plan.asks:
             clock.at(BOOT_S + ask.at_s, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
         for going in self.plan.goings:
@@ -408,29 +251,30 @@ class World:
                 continue
             looks_at = clock.now + pause_s
             if clock.events > MAX_EVENTS:
-                raise Violation(f"no end in sight after {clock.events} events: {self.rest()}")
-            if not self.faults.over or self._asked:
+                raise Violation(f"no end in sight after {clock.events} events: {self.audit.rest()}")
+            if not self.faults.over or self.to_come:
                 continue
             if healed_at is None:
                 healed_at = clock.now
             pause_s = min(0.5, pause_s * 1.3)
-            why = self.rest()
+            why = self.audit.rest()
             if not why:
                 break
             if clock.now > healed_at + PATIENCE_S:
                 raise Violation(f"{PATIENCE_S} s after the last fault: {why}")
         for process in self.live.values():
             if process.pid in self.workers:
-                self._collect(process)
+                self.witness.collect(process)
 
     def _ask(self, ask: Ask) -> None:
         router = self.live["router"]
         if not router.alive or router.frozen or not self.front.hub.ready():
             self.clock.at(0.05, lambda: self._ask(ask))
             return
-        self._asked -= 1
+        self.to_come -= 1
         now = self.clock.now
-        client = Client(self, ask.record, stop_after=ask.stop_after)
+        kind = Client if ask.record.beams is None else Searcher
+        client = kind(self, ask.record, stop_after=ask.stop_after)
         client.deadline_s = None if ask.deadline_s is None else now + ask.deadline_s
         self.clients.append(client)
         self.overlap = max(self.overlap, sum(not c.outcome for c in self.clients))

@@ -1,0 +1,95 @@
+"""The judge of a world: ledgers that add up at every step, and at the end everything at rest."""
+
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Process, Violation
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+CHECK_EVERY = 4
+
+
+class Audit:
+    """Changes nothing in the world. Mutable state: how often it was asked, and who was preempted when it last was."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._occasions = 0
+        self._preempted: dict[int, dict[str, int]] = {}
+
+    def is_due(self) -> bool:
+        """Is it this time's turn? All ledgers are recomputed at every fourth occasion, and at each one when the story
+        is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
+        self._occasions += 1
+        return self._occasions % CHECK_EVERY == 0 or self._world.say is not None
+
+    def check(self, process: Process) -> None:
+        """After every step and every batch of events. Raises Violation."""
+        world = self._world
+        scheduler = world.workers[process.pid]._scheduler
+        if world.say is not None and process.role == "decode":
+            self._say_preempted(process)
+        try:
+            world.memories[process.pid].check()
+            if self.is_due():
+                scheduler.check()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{process}: {type(error).__name__}: {error}\n{scheduler!r}") from error
+        world.witness.passes(process)
+
+    def _say_preempted(self, process: Process) -> None:
+        world, pid = self._world, process.pid
+        assert world.say is not None
+        waits = {r.record.request: len(r.tokens) for r in world.workers[pid]._scheduler.preemption.line}
+        before = self._preempted.get(pid, {})
+        for request in (one for one in waits if one not in before):
+            world.say(process.name, f"preempts {request}, which has {waits[request]} tokens")
+        for request in (one for one in before if one not in waits):
+            world.say(process.name, f"has room for {request} again")
+        self._preempted[pid] = waits
+
+    def rest(self) -> str:
+        """Nothing, if everything has come to rest; otherwise what has not."""
+        world = self._world
+        if self._is_unreconciled():
+            return ""
+        for client in world.clients:
+            if not client.outcome:
+                return f"{client.name} has not ended ({len(client.tokens_)} of {len(client.want)} tokens)"
+        if world.to_come:
+            return f"{world.to_come} requests are still to come"
+        for process in world.live.values():
+            if not process.alive or process.frozen:
+                return f"{process} is not back"
+            if process.role == "router":
+                if world.front.core.open:
+                    return f"the router still knows requests: {world.front.core!r}"
+            elif held := self._holds(process):
+                return held
+        return ""
+
+    def _holds(self, process: Process) -> str:
+        world = self._world
+        scheduler = world.workers[process.pid]._scheduler
+        counts = scheduler.kv.pool.counts()
+        if counts["free"] + counts["cached"] != scheduler.kv.pool.total:
+            return f"{process} holds blocks: {counts} {scheduler!r} {_side(scheduler)!r}"
+        if world.handoffs(process):
+            return f"{process} keeps handoffs: {_side(scheduler)!r}"
+        return f"{process} still copies" if world.movers[process.pid].copying else ""
+
+    def _is_unreconciled(self) -> bool:
+        """Without `strict`, blocks kept for a decode worker after their stream broke may starve the others."""
+        world = self._world
+        if world.plan.strict or not world.breaks:
+            return False
+        return bool(world.notes["dropped: a stream that was replaced"]) or any(
+            bool(world.handoffs(p)) for p in world.live.values() if p.alive and p.role == "prefill"
+        )
+
+
+def _side(scheduler: Any) -> object:
+    return getattr(scheduler, "receiver", None) or scheduler.sender
