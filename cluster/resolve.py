@@ -26,6 +26,7 @@ from cluster.config import (
     problem,
 )
 from cluster.memory import available_bytes
+from transfer.algorithms import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -116,6 +117,13 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
             f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
             f"is {values[theirs]!r}: both pools must agree"
         )
+    for pool in ("prefill", "decode"):
+        ours, theirs = f"{pool}.engine.deterministic", f"{pool}.transfer.wire"
+        if values[ours] == "on" and values[theirs] != AS_STORED:
+            raise ConfigError(
+                f"{ours} ({origins[ours]}) is 'on' but {theirs} ({origins[theirs]}) is {values[theirs]!r}: "
+                "what has travelled in 8 bits is not what would be computed again"
+            )
     settings = tuple(Setting(key, values[key], origins[key]) for key in known)
     return Resolved(build(values), settings)
 

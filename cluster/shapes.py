@@ -8,7 +8,9 @@ import msgspec
 from cluster.config import ConfigError
 from cluster.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
 
+_SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -24,9 +26,11 @@ def _published(
     head_dim: int = 128,
     tied: bool = False,
     qkv_bias: bool = False,
+    family: Family = LLAMA,
 ) -> ModelConfig:
     return ModelConfig(
-        family="llama",
+        family=family.name,
+        qk_norm=family.qk_norm,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -67,8 +71,8 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen2.5-14b": _published(48, 5120, 40, 8, 13824, 152064, 32768, qkv_bias=True),
     "qwen2.5-32b": _QWEN25_32B,
     "qwen2.5-72b": _published(80, 8192, 64, 8, 29568, 152064, 32768, qkv_bias=True),
-    "qwen3-8b": _published(36, 4096, 32, 8, 12288, 151936, 40960),
-    "qwen3-32b": _published(64, 5120, 64, 8, 25600, 151936, 40960),
+    "qwen3-8b": _published(36, 4096, 32, 8, 12288, 151936, 40960, family=QWEN3),
+    "qwen3-32b": _published(64, 5120, 64, 8, 25600, 151936, 40960, family=QWEN3),
     "deepseek-r1-distill-qwen-7b": msgspec.structs.replace(_QWEN25_7B, context_tokens=131072),
     "deepseek-r1-distill-qwen-32b": msgspec.structs.replace(_QWEN25_32B, context_tokens=131072),
     "deepseek-r1-distill-llama-8b": _LLAMA_8B,
@@ -77,7 +81,7 @@ PUBLISHED: dict[str, ModelConfig] = {
     "smollm2-1.7b": _published(24, 2048, 32, 32, 8192, 49152, 8192, head_dim=64, tied=True),
 }
 """Sizes as in the `config.json` that each model's publisher put on Hugging Face; a test holds them against the
-published numbers of parameters. Qwen3's norms of queries and keys (some 10⁴ weights) are left out."""
+published numbers of parameters."""
 
 
 def find_shape(named: str) -> Shape:
@@ -137,17 +141,16 @@ def _read(path: Path) -> ModelConfig:
 
 def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:
     """Its sizes, also of a family that this engine does not run: a plan needs no more. Raises ModelError."""
-    from engine.model.families import LLAMA
     from engine.model.hf_model import model_config
 
     for key in ("kv_lora_rank", *_EXPERTS):
         if raw.get(key):
             why = "latent attention" if key == "kv_lora_rank" else "a mixture of experts"
             raise ModelError(file, f"{key}: {why} is not planned for; give the sizes by flags")
-    # Neither scaling nor activation changes a size, and both may be of a kind that cannot be run.
-    sizes = {
-        k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters", "hidden_act")
-    }
-    config = model_config(file, LLAMA, sizes, file.resolve().parent.name)
-    biased = raw.get("model_type") == "qwen2"
+    # None of these changes a size, and all may be of a kind that cannot be run.
+    sizes = {k: v for k, v in raw.items() if k not in _SIZELESS}
+    kind = raw.get("model_type")
+    family = next((known for known in FAMILIES.values() if known.hugging_face == kind), LLAMA)
+    config = model_config(file, family, sizes, file.resolve().parent.name)
+    biased = kind == "qwen2"
     return msgspec.structs.replace(config, qkv_bias=True, output_bias=False) if biased else config

@@ -167,6 +167,7 @@ class DecodeWorker:
             endpoints=[transport.describe() for transport in self._transports.values()],
             digest=self._config.transfer.digest_on(device.kv.device),
             digest_share=self._config.transfer.digest_share,
+            wire=self._config.transfer.wire,
         )
         self._peers = Peers(
             self._rpc,

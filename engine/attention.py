@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class Rotation:
         return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of each head's query and key before they are rotated: weights `[head_dim]` (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """What a step computes beside products of matrices. One step at a time."""
 
@@ -39,10 +47,17 @@ class AttentionBackend(Protocol):
         """Plan a step; called once before its first layer."""
 
     def attend(
-        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]`, write keys and values into the
-        pool, then attend. Returns `[rows, heads * head_dim]`; padding rows are zero, and write nothing."""
+        """Norm, where the model does so, and rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]`,
+        write keys and values into the pool, then attend. Returns `[rows, heads * head_dim]`; padding rows are zero, and
+        write nothing."""
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` `[rows, hidden]` in place; return the RMS norm of the sum, times `weight`."""
@@ -81,13 +96,23 @@ class TorchAttention:
         self._rows = plan_kv_write(batch.slots, kv.tensor)
 
     def attend(
-        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         if self._plan is None or self._rows is None:
             raise RuntimeError("attend before begin")
         kv_heads = kv.tensor.shape[1]
         cos, sin = rotation.rows
         qk = qkv[:, : self._heads + kv_heads]
+        if norms is not None:
+            q, k = qk.split([self._heads, kv_heads], 1)
+            q = rms_norm(q, norms.q.shape, norms.q, norms.eps)
+            qk = torch.cat([q, rms_norm(k, norms.k.shape, norms.k, norms.eps)], 1)
         qk = torch.addcmul(qk * cos, qk.roll(qkv.shape[-1] // 2, -1), sin)
         q, k = qk.split([self._heads, kv_heads], 1)
         write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows, kv.scales)

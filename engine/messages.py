@@ -282,6 +282,8 @@ class Hello(Record, kw_only=True):
     digest: str = "xxh3-64"
     digest_share: float = 1.0
     """The share of blocks that shall have a digest, 0 to 1; the larger of both hellos holds."""
+    wire: str = "as_stored"
+    """In which form blocks shall travel, where both say the same."""
 
 
 class StartPrefill(Record, kw_only=True):

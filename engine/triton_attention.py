@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Rotation
+from engine.attention import HeadNorms, Rotation
 from engine.batch import ForwardBatch
 from engine.kv.layout import KVLayout
 from engine.kv.paged import TORCH_DTYPES, KVTensors
@@ -149,12 +149,19 @@ class TritonAttention:
         self._step = _Step(self._room(kind, rows), rows, None, None, slots)
 
     def attend(
-        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
         pool, configs = kv.pool, self._configs
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
         q = rope_kv_write(
             qkv,
             pool,
@@ -164,6 +171,9 @@ class TritonAttention:
             rotation.cos,
             rotation.sin,
             configs["rope_kv_write"],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
         )
         out = torch.empty_like(q)
         out[batch.rows :] = 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.attention import Rotation, TorchAttention
+from engine.attention import HeadNorms, Rotation, TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import StepLimits
 from engine.kv.layout import KVLayout
@@ -154,7 +154,13 @@ class _InPlace(TorchAttention):
         pass
 
     def attend(
-        self, layer: int, qkv: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVTensors
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         q = torch.empty_like(qkv[:, : self._heads])
         return torch.empty_like(q).view(len(q), -1)

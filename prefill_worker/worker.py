@@ -165,6 +165,7 @@ class PrefillWorker:
             endpoints=[],
             digest=self._config.transfer.digest_on(device.kv.device),
             digest_share=self._config.transfer.digest_share,
+            wire=self._config.transfer.wire,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)
         self._mover.start()

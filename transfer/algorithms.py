@@ -1,10 +1,16 @@
-"""The names of the digests, and which blocks have them. Pure: the schedulers' side of `transfer.digest`."""
+"""The names of the digests and which blocks have them, and of the forms in which blocks travel. Pure: the schedulers'
+side of `transfer.digest` and `transfer.narrow`."""
+
+from typing import Final
 
 from engine.kv.layout import KVLayout
 from kernels.block_shape import BlockShape
 
 XXH3, WP64 = "xxh3-64", "wp64"
 ALGORITHMS = (XXH3, WP64)
+AS_STORED: Final = "as_stored"
+WIRES = (AS_STORED, "int8", "fp8")
+"""How blocks may travel: as they are stored, or in 8 bits."""
 
 
 def digest_shape(layout: KVLayout) -> BlockShape:

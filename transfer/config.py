@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from transfer.algorithms import WP64, XXH3
+from transfer.algorithms import AS_STORED, WP64, XXH3
 
 
 class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +38,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     digest_algorithm: Literal["auto", "xxh3-64", "wp64"] = "auto"
     """Two workers must come to the same. `wp64` is the one that a GPU makes in its copy kernel; on a CPU it is slower.
     `auto` takes it for a pool on a GPU, and `xxh3-64` elsewhere."""
+    wire: Literal["as_stored", "int8", "fp8"] = AS_STORED
+    """In which form blocks travel over `tcp` and `nccl`. `int8`, `fp8`: in 8 bits, with a scale for each token and
+    head, if both workers say the same and store more than 8 bits; less precise, for slow networks (docs/handoff.md).
+    Transports that read the sender's memory themselves move blocks as they are stored."""
     tcp_host: str = ""
     """The address the tcp transport listens on and tells its peers; empty means the worker's own."""
     escalate_s: float = 5.0

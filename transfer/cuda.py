@@ -18,9 +18,11 @@ import torch.utils.dlpack
 from cupy.cuda import nccl, runtime
 from torch import Tensor
 
+from kernels.block_convert import convert_blocks
 from kernels.block_copy import copy_blocks
 from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, config_for
+from kernels.pool import KVPool
 from transfer.device import DeviceMemory, Event
 from transfer.transport import TransferError
 
@@ -80,8 +82,8 @@ class CudaDevice:
         except (RuntimeError, AssertionError, ValueError) as error:
             raise TransferError(f"no device {name}: {error}") from error
         self.name = str(properties.uuid)
-        arch = 90 if properties.major >= 9 else 80
-        self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", arch))
+        self._arch = 90 if properties.major >= 9 else 80
+        self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", self._arch))
         self._mapped: dict[bytes, int] = {}
 
     def stream(self) -> CudaStream:
@@ -103,6 +105,19 @@ class CudaDevice:
         rows = torch.tensor(numbers, dtype=torch.int32).to(self._device)
         valid = None if tokens is None else rows[2]
         return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
+
+    def convert(
+        self,
+        source: KVPool,
+        target: KVPool,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+    ) -> None:
+        numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
+        eight = source if source.scales is not None else target
+        dtype = str(eight.payload.dtype).removeprefix("torch.")
+        key = ConfigKey("convert_blocks", source.head_dim, 0, source.block_size, dtype, self._arch)
+        convert_blocks(source, target, numbers[0], numbers[1], config_for(key))
 
     def export(self, memory: DeviceMemory) -> bytes:
         pointer = memory.memory.data_ptr()

@@ -142,7 +142,7 @@ class CudaIpcTransport:
         self.disconnect(peer)
         self._peers[peer] = _Mapping(details, received, self.device)
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
+    def send(self, peer: Incarnation, move: Move, packed: None = None) -> Ticket:
         if peer not in self._peers:
             raise TransferError(f"{peer} is not connected")
         ticket = self._ticket()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_shape import BlockShape
+from kernels.pool import KVPool
 from transfer.transport import KVMemory, Span, TransferError
 
 
@@ -63,6 +64,15 @@ class Device(Protocol):
     ) -> Tensor | None:
         """Enqueue `kernels.block_copy.copy_blocks` on the current stream: int64 `[blocks, heads, words]` to the same,
         with digests int64 `[n, heads]` of the valid `tokens` if these are given."""
+
+    def convert(
+        self,
+        source: KVPool,
+        target: KVPool,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+    ) -> None:
+        """Enqueue `kernels.block_convert.convert_blocks` on the current stream."""
 
     def export(self, memory: DeviceMemory) -> bytes:
         """A name under which another process of this host can `open` the pool. Raises TransferError."""

@@ -101,8 +101,7 @@ class DeviceRepacked:
         blocks: Sequence[IncomingBlock],
         verifier: Verifier,
     ) -> None:
-        if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
-            raise ValueError(f"{unit} does not fit into {layout}")
+        held_heads(unit, layout)
         self.wrong = 0
         self._device = device
         self._memory = memory.memory
@@ -111,8 +110,6 @@ class DeviceRepacked:
         self._blocks = blocks
         self._verifier = verifier
         self._shape = digest_shape(unit)
-        first = unit.first_head - layout.first_head
-        self._heads = slice(first, first + unit.kv_heads)
         self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Tensor]] = []
 
     def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
@@ -132,13 +129,25 @@ class DeviceRepacked:
         for block, words in zip(blocks, buffer, strict=True):
             sources = planes(words.view(torch.uint8), self._unit)
             for rows in block.rows:
-                self._store(rows, sources)
+                store(self._memory, self._layout, self._unit, rows, sources)
 
-    def _store(self, rows: Rows, sources: Sequence[Tensor]) -> None:
-        block = self._memory[rows.target].view(self._layout.kv_heads, -1)[self._heads]
-        for source, target in zip(sources, planes(block, self._layout), strict=True):
-            mine = target[:, :, :, rows.at : rows.at + rows.count]
-            mine.copy_(source[:, :, :, rows.first : rows.first + rows.count], non_blocking=True)
+
+def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
+    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
+    if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
+        raise ValueError(f"{unit} does not fit into {layout}")
+    first = unit.first_head - layout.first_head
+    return slice(first, first + unit.kv_heads)
+
+
+def store(
+    memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]
+) -> None:
+    """Enqueue the copy of `rows` of a block that came as `unit`, its planes `sources`, into a pool of `layout`."""
+    block = memory[rows.target].view(layout.kv_heads, -1)[held_heads(unit, layout)]
+    for source, target in zip(sources, planes(block, layout), strict=True):
+        mine = target[:, :, :, rows.at : rows.at + rows.count]
+        mine.copy_(source[:, :, :, rows.first : rows.first + rows.count], non_blocking=True)
 
 
 def planes(heads: Tensor, layout: KVLayout) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from typing import cast
 
 from engine.kv.layout import KVLayout
-from transfer.algorithms import WP64, digest_shape
+from transfer.algorithms import AS_STORED, WP64, digest_shape
 from transfer.commands import PostRecv, PostSend
 from transfer.device import DeviceMemory, words_of
 from transfer.device_landing import (
@@ -12,6 +12,7 @@ from transfer.device_landing import (
     Verifier,
     unsigned,
 )
+from transfer.device_narrow import DevicePacked, DeviceWidened, heads_of, warm_up
 from transfer.digest import Tally, binding, combine, is_sampled
 from transfer.negotiation import Agreement
 from transfer.route import Checked, Route
@@ -37,12 +38,23 @@ class DeviceRoute(Route):
         self._device = transport.device
         self._pool = cast(DeviceMemory, memory)
         self._stream = self._device.stream()
+        self._shape = digest_shape(self.outgoing)
+        if self.wire != AS_STORED:
+            self._stored = heads_of(self._pool.memory, layout, self.outgoing)
+            with self._stream.use():
+                warm_up(self._device, self._pool.memory, layout, self.outgoing, self.incoming)
+            return
         words = words_of(self._pool.memory, self.sent)
         self._source = words.unflatten(1, (self.outgoing.kv_heads, -1))
-        self._shape = digest_shape(self.outgoing)
 
-    def digests(self, command: PostSend) -> tuple[int, ...]:
-        """Waits for the kernel that makes them: it reads the chunk once."""
+    def pack(self, command: PostSend) -> DevicePacked | None:
+        if self.wire == AS_STORED:
+            return None
+        blocks = [block.source for block in command.blocks]
+        return DevicePacked(self._device, self._stored, self.outgoing, blocks)
+
+    def digests(self, command: PostSend, packed: DevicePacked | None) -> tuple[int, ...]:
+        """Waits for the kernels that make them: they read the chunk once, and what they make of it, if anything."""
         handoff = command.move.handoff
         bounds = [binding(b.identity, b.generation, handoff) for b in command.blocks]
         chosen = [at for at, bound in enumerate(bounds) if is_sampled(bound, self._share)]
@@ -52,9 +64,13 @@ class DeviceRoute(Route):
             sources = [block.source for block in blocks]
             tokens = [block.tokens for block in blocks]
             with self._stream.use():
-                made = self._device.copy(self._source, None, sources, sources, self._shape, tokens)
-                assert made is not None
-                heads = unsigned(made)
+                if packed is not None:
+                    pieces = packed.digests(chosen, tokens)
+                else:
+                    made = self._device.copy(self._source, None, sources, sources, self._shape, tokens)
+                    assert made is not None
+                    pieces = [made]
+                heads = [of_block for piece in pieces for of_block in unsigned(piece)]
             for at, block, of_heads in zip(chosen, blocks, heads, strict=True):
                 found[at] = combine(of_heads, block.tokens, bounds[at])
         self._tally.made += len(chosen)
@@ -66,6 +82,7 @@ class DeviceRoute(Route):
             return DeviceInPlace(
                 self._device, self._pool, self._layout, command.blocks, verifier
             )
-        return DeviceRepacked(
+        kind = DeviceRepacked if self.wire == AS_STORED else DeviceWidened
+        return kind(
             self._device, self._pool, self._layout, self.incoming, command.blocks, verifier
         )

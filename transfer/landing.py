@@ -5,17 +5,19 @@ the transfer thread, and no more once the receive has ended or its cancel is con
 transport's own writes holds for these. They keep what they find in `wrong`; `transfer.mover` turns it into the error of
 the receive.
 
-`Repacked` converts another block size, or another range of KV heads. It writes rows into the pool only after the whole
-block has come and its digest fits, only the rows that the handoff named, and never into a block that was cached before
-(`transfer.conversion`). Its buffer holds one block, however long the chunk is.
+`Repacked` converts another block size, another range of KV heads, or 8 bits (`transfer.narrow`). It writes rows into
+the pool only after the whole block has come and its digest fits, only the rows that the handoff named, and never into a
+block that was cached before (`transfer.conversion`). Its buffer holds one block, however long the chunk is.
 """
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from engine.kv.layout import KVLayout
 from transfer.commands import IncomingBlock
+from transfer.narrow import convert
 from transfer.rows import block_rows
 from transfer.transport import KVMemory
 
@@ -58,6 +60,7 @@ class Repacked:
         self._check = check
         self._unit = unit
         self._layout = layout
+        self._wide = msgspec.structs.replace(unit, dtype=layout.dtype)
         self._first_head = unit.first_head - layout.first_head
         self._buffer: memoryview | None = None
 
@@ -73,7 +76,10 @@ class Repacked:
             self.wrong += 1
         if self.wrong:
             return  # the receive has failed: nothing more needs to be stored
-        sources = block_rows(self._buffer, self._unit)
+        wide = self._buffer
+        if self._unit != self._wide:
+            wide = convert(self._buffer, self._unit, self._wide)
+        sources = block_rows(wide, self._wide)
         heads = slice(self._first_head, self._first_head + self._unit.kv_heads)
         for rows in block.rows:
             targets = block_rows(self._memory.block(rows.target), self._layout)

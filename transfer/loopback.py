@@ -151,7 +151,7 @@ class LoopbackTransport:
             raise TransferError(f"no fitting pool of {peer} in this process")
         self._peers[peer] = _Pool(memory, received)
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
+    def send(self, peer: Incarnation, move: Move, packed: None = None) -> Ticket:
         if peer not in self._peers:
             raise TransferError(f"{peer} is not connected")
         ticket = self._puller.ticket()

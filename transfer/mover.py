@@ -203,8 +203,9 @@ class Mover:
         move = command.move
         started_s = time.perf_counter()
         route = self._route(command.peer)
-        digests = route.digests(command)
-        key = (route.transport.name, route.transport.send(command.peer, move))
+        packed = route.pack(command)
+        digests = route.digests(command, packed)
+        key = (route.transport.name, route.transport.send(command.peer, move, packed))
         self._sends[key] = (command, started_s)
         self._posted[move.handoff, move.seq] = key
         self._on_event(Posted(move.handoff, move.seq, digests))

@@ -23,6 +23,7 @@ from engine.types import Incarnation
 from transfer.config import NcclConfig
 from transfer.device import Device, DeviceMemory, words_of
 from transfer.device_landing import DeviceLanding
+from transfer.device_narrow import DevicePacked
 from transfer.link import chunk_key
 from transfer.nccl_dispatch import Dispatch, Posted
 from transfer.nccl_library import NcclLibrary
@@ -100,12 +101,12 @@ class NcclTransport:
         self._peers[peer] = self._meeting.begin(peer, details, sent, received)
         self._meeting.ring()
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
+    def send(self, peer: Incarnation, move: Move, packed: DevicePacked | None = None) -> Ticket:
         found = self._known(peer)
         for block in move.local:
             if not 0 <= block < self._memory.blocks:
                 raise TransferError(f"no block {block} in this pool")
-        return self._post(found, move, len(move.local), True, None)
+        return self._post(found, move, len(move.local), True, None, packed)
 
     def recv(self, peer: Incarnation, move: Move, landing: DeviceLanding | None) -> Ticket:
         found = self._known(peer)
@@ -212,12 +213,18 @@ class NcclTransport:
     # ---- chunks
 
     def _post(
-        self, peer: Peer, move: Move, blocks: int, sends: bool, landing: DeviceLanding | None
+        self,
+        peer: Peer,
+        move: Move,
+        blocks: int,
+        sends: bool,
+        landing: DeviceLanding | None,
+        packed: DevicePacked | None = None,
     ) -> Ticket:
         ticket = self._ticket()
         key = chunk_key(move, blocks, peer.span(sends).nbytes)
         chunk, said = peer.pair.post(sends, ticket, key, blocks)
-        self._posted[ticket] = Posted(peer, chunk, move, landing)
+        self._posted[ticket] = Posted(peer, chunk, move, landing, packed)
         peer.say(*said)
         self._rest(chunk)
         self._meeting.ring()

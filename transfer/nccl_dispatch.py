@@ -10,6 +10,7 @@ from engine.types import Incarnation
 from transfer.config import NcclConfig
 from transfer.device import Device, DeviceMemory, flat, settle, words_of
 from transfer.device_landing import DeviceLanding
+from transfer.device_narrow import DevicePacked
 from transfer.nccl_communicator import Communicator, Stage
 from transfer.nccl_lane import Deed, Job, Lane
 from transfer.nccl_library import NcclLibrary
@@ -29,6 +30,7 @@ class Posted(msgspec.Struct, frozen=True):
     chunk: Chunk
     move: Move
     landing: DeviceLanding | None
+    packed: DevicePacked | None
 
 
 Guard = Callable[[Peer, Callable[[Peer, float], bool | None], float], bool]
@@ -187,11 +189,15 @@ class Dispatch:
         self._lane.launch(job, now)
 
     def _pack(self, peer: Peer, piece: Piece, chunk: Chunk, job: Job) -> None:
-        blocks = self._posted[chunk.ticket].move.local[piece.first : piece.first + piece.count]
-        source, shape = flat(words_of(self._memory.memory, peer.sent))
-        target, _ = flat(_view(job.slot, piece.count, peer.sent))
+        posted = self._posted[chunk.ticket]
+        slot = _view(job.slot, piece.count, peer.sent)
         with self._packing.use():
-            self._device.copy(source, target, blocks, range(piece.count), shape)
+            if posted.packed is not None:
+                posted.packed.pack(piece.first, slot)
+            else:
+                blocks = posted.move.local[piece.first : piece.first + piece.count]
+                source, shape = flat(words_of(self._memory.memory, peer.sent))
+                self._device.copy(source, flat(slot)[0], blocks, range(piece.count), shape)
             job.packed = self._packing.record()
 
     # ---- collecting

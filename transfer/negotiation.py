@@ -2,15 +2,15 @@
 
 Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
 difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
-the receiver (`transfer.landing`). Of both shares of blocks that shall have a digest, the larger holds. Both sides come
-to the same result.
+the receiver (`transfer.landing`). Of both shares of blocks that shall have a digest, the larger holds. Blocks travel
+in 8 bits only where both ask for the same and store more. Both sides come to the same result.
 """
 
 import msgspec
 
-from engine.kv.layout import KVLayout
+from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Hello
-from transfer.algorithms import ALGORITHMS, WP64, XXH3, digest_shape
+from transfer.algorithms import ALGORITHMS, AS_STORED, WIRES, WP64, XXH3, digest_shape
 
 
 class NegotiationError(Exception):
@@ -18,11 +18,13 @@ class NegotiationError(Exception):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What two workers have settled: the peer's layout, the share of blocks with a digest, and its algorithm."""
+    """What two workers have settled: the peer's layout, the share of blocks with a digest and its algorithm, and in
+    which form blocks travel where there is a wire."""
 
     layout: KVLayout
     digest_share: float = 1.0
     digest: str = XXH3
+    wire: str = AS_STORED
 
 
 def negotiate(mine: Hello, theirs: Hello) -> Agreement:
@@ -40,15 +42,23 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
         raise NegotiationError(f"there is no digest {mine.digest!r}")
     if not common_heads(here, there):
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
+    wire = _wire(mine, theirs, here)
+    try:
+        forms = [
+            unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}
+        ]
+    except ValueError as error:
+        raise NegotiationError(f"these blocks cannot travel as {wire}: {error}") from error
     if mine.digest == WP64:
         try:
-            digest_shape(unit(here, there)), digest_shape(unit(there, here))
+            for form in forms:
+                digest_shape(form)
         except ValueError as error:
             raise NegotiationError(f"these blocks have no {WP64} digest: {error}") from error
     for hello in (mine, theirs):
         if not 0.0 <= hello.digest_share <= 1.0:
             raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
-    return Agreement(there, max(mine.digest_share, theirs.digest_share), mine.digest)
+    return Agreement(there, max(mine.digest_share, theirs.digest_share), mine.digest, wire)
 
 
 def common_heads(one: KVLayout, other: KVLayout) -> range:
@@ -56,10 +66,11 @@ def common_heads(one: KVLayout, other: KVLayout) -> range:
     return range(max(one.heads.start, other.heads.start), min(one.heads.stop, other.heads.stop))
 
 
-def unit(sender: KVLayout, receiver: KVLayout) -> KVLayout:
+def unit(sender: KVLayout, receiver: KVLayout, wire: str = AS_STORED) -> KVLayout:
     """The form in which a block travels, and over which its digest is made: the sender's block, of the heads that both
-    hold. Raises ValueError if there are none."""
-    return sender.restricted(common_heads(sender, receiver))
+    hold. Raises ValueError if there are none, or they cannot be in that form."""
+    common = sender.restricted(common_heads(sender, receiver))
+    return common if wire == AS_STORED else msgspec.structs.replace(common, dtype=wire)
 
 
 def check_whole(sender: KVLayout, receiver: KVLayout) -> None:
@@ -68,6 +79,13 @@ def check_whole(sender: KVLayout, receiver: KVLayout) -> None:
         raise NegotiationError(
             f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender"
         )
+
+
+def _wire(mine: Hello, theirs: Hello, layout: KVLayout) -> str:
+    for hello in (mine, theirs):
+        if hello.wire not in WIRES:
+            raise NegotiationError(f"there is no form {hello.wire!r} to travel in")
+    return mine.wire if mine.wire == theirs.wire and layout.dtype in DTYPE_BYTES else AS_STORED
 
 
 def _layout(hello: Hello) -> KVLayout:

@@ -97,7 +97,7 @@ class ShmTransport:
             raise TransferError(f"the peer's blocks are not those of its layout: {details}")
         self._peers[peer] = _Mapping(details, received)
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
+    def send(self, peer: Incarnation, move: Move, packed: None = None) -> Ticket:
         if peer not in self._peers:
             raise TransferError(f"{peer} is not connected")
         ticket = self._puller.ticket()

@@ -31,6 +31,7 @@ from transfer.transport import (
     Landing,
     Move,
     Outcome,
+    Packed,
     Span,
     Ticket,
     TransferError,
@@ -132,12 +133,13 @@ class TcpTransport:
         place = (str(address[0]), int(address[1]))
         self._peers[peer] = _Peer(family, place, hello, sent, received, self._stall_s)
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
+    def send(self, peer: Incarnation, move: Move, packed: Packed | None = None) -> Ticket:
         found = self._known(peer)
         link, span = found.outgoing, found.sent
-        blocks = [self._block(block)[span.offset : span.offset + span.nbytes] for block in move.local]
+        end = span.offset + span.nbytes
+        blocks = packed or [self._block(block)[span.offset : end] for block in move.local]
         ticket = self._ticket()
-        link.post(ticket, header(move, len(blocks), span.nbytes), blocks)
+        link.post(ticket, header(move, len(blocks), span.nbytes), list(blocks))
         if link.sock is not None:
             self._rewatch(link.sock, self._out_events(link))
         return ticket

@@ -9,6 +9,7 @@ retries and chunking live above it, in `transfer.migration`; digests in `transfe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NewType, Protocol, TypeVar
 
@@ -44,11 +45,15 @@ class Move(msgspec.Struct, frozen=True):
 
 class Span(msgspec.Struct, frozen=True):
     """The bytes of each block of `block_bytes` that travel: all, or the contiguous slice of the KV heads that both
-    workers hold."""
+    workers hold; of blocks that are converted on the way, `nbytes` each."""
 
     offset: int
     nbytes: int
     block_bytes: int
+
+
+Packed = Sequence[memoryview]
+"""What travels of each block of a send, on the CPU, where that is not as it is stored."""
 
 
 class Landing(Protocol):
@@ -101,10 +106,12 @@ class KVMemory(Protocol):
 
 
 LandingT = TypeVar("LandingT", contravariant=True)
+PackedT = TypeVar("PackedT", contravariant=True)
 
 
-class Transport(Protocol[LandingT]):
-    """`LandingT`: `Landing` where blocks are in host memory, `transfer.device_landing.DeviceLanding` on a device."""
+class Transport(Protocol[LandingT, PackedT]):
+    """`LandingT`: `Landing` where blocks are in host memory, `transfer.device_landing.DeviceLanding` on a device.
+    `PackedT`: `Packed`, `transfer.device_narrow.DevicePacked` on a device, None where the receiver `reads_remotely`."""
 
     name: str
 
@@ -129,8 +136,9 @@ class Transport(Protocol[LandingT]):
         """Make a peer reachable: `sent` of each block of this worker goes there, `received` of each of the peer's comes
         from there. Raises TransferError."""
 
-    def send(self, peer: Incarnation, move: Move) -> Ticket:
-        """Post a send; never blocks."""
+    def send(self, peer: Incarnation, move: Move, packed: PackedT | None = None) -> Ticket:
+        """Post a send; never blocks. `packed`: what travels of each block where `sent` is not a part of it as it is
+        stored."""
 
     def recv(self, peer: Incarnation, move: Move, landing: LandingT | None) -> Ticket:
         """Post a receive; never blocks. None is scrap: if the wire carries bytes for it, they land nowhere."""

@@ -77,6 +77,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are RMS-normed, head by head, before they are rotated (Qwen3)."""
     dtype: str = "float32"
     name: str = ""
     fingerprint: str = ""

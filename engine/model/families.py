@@ -45,6 +45,7 @@ class Family(msgspec.Struct, frozen=True):
     gguf: str
     weights: tuple[Weight, ...]
     layer_weights: tuple[Weight, ...]
+    qk_norm: bool = False
 
 
 def _bias(weight: Weight, option: str) -> Weight:
@@ -59,6 +60,12 @@ def _bias(weight: Weight, option: str) -> Weight:
     return Weight(f"{weight.name}_bias", sources, option=option)
 
 
+def _head_norm(name: str) -> Weight:
+    """Of one head's row, the same for every head of a layer."""
+    source = Source(_HF + f"self_attn.{name}.weight", _GGUF + f"attn_{name}.weight", "head_dim")
+    return Weight(name, (source,), option="qk_norm")
+
+
 _HF = "model.layers.{layer}."
 _GGUF = "blk.{layer}."
 
@@ -70,6 +77,11 @@ _QKV = Weight(
         Source(_HF + "self_attn.v_proj.weight", _GGUF + "attn_v.weight", "kv_rows"),
     ),
     columns="hidden",
+)
+# Only the converter of the Llama family interleaves rotary pairs in GGUF files.
+_QKV_IN_HALVES = msgspec.structs.replace(
+    _QKV,
+    sources=tuple(msgspec.structs.replace(source, rope_heads="") for source in _QKV.sources),
 )
 _OUTPUT = Weight(
     "output",
@@ -90,31 +102,32 @@ _DOWN = Weight(
     columns="intermediate",
 )
 
-LLAMA = Family(
-    name="llama",
-    hugging_face="llama",
-    gguf="llama",
-    weights=(
-        Weight(
-            "embedding",
-            (Source("model.embed_tokens.weight", "token_embd.weight", "vocab"),),
-            columns="hidden",
-        ),
-        Weight("norm", (Source("model.norm.weight", "output_norm.weight", "hidden"),)),
-        Weight(
-            "head",
-            (Source("lm_head.weight", "output.weight", "vocab"),),
-            columns="hidden",
-            unless="tied",
-        ),
+_ONCE = (
+    Weight(
+        "embedding",
+        (Source("model.embed_tokens.weight", "token_embd.weight", "vocab"),),
+        columns="hidden",
     ),
-    layer_weights=(
+    Weight("norm", (Source("model.norm.weight", "output_norm.weight", "hidden"),)),
+    Weight(
+        "head",
+        (Source("lm_head.weight", "output.weight", "vocab"),),
+        columns="hidden",
+        unless="tied",
+    ),
+)
+
+
+def _layer(qkv: Weight) -> tuple[Weight, ...]:
+    return (
         Weight(
             "attention_norm",
             (Source(_HF + "input_layernorm.weight", _GGUF + "attn_norm.weight", "hidden"),),
         ),
-        _QKV,
-        _bias(_QKV, "qkv_bias"),
+        qkv,
+        _bias(qkv, "qkv_bias"),
+        _head_norm("q_norm"),
+        _head_norm("k_norm"),
         _OUTPUT,
         _bias(_OUTPUT, "output_bias"),
         Weight(
@@ -125,11 +138,29 @@ LLAMA = Family(
         _bias(_GATE_UP, "mlp_bias"),
         _DOWN,
         _bias(_DOWN, "mlp_bias"),
-    ),
+    )
+
+
+LLAMA = Family(
+    name="llama",
+    hugging_face="llama",
+    gguf="llama",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV),
 )
 """Llama 2, Llama 3 and SmolLM2: one architecture, told apart by sizes, rope scaling and tied embeddings."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA,)}
+QWEN3 = Family(
+    name="qwen3",
+    hugging_face="qwen3",
+    gguf="qwen3",
+    weights=_ONCE,
+    layer_weights=_layer(_QKV_IN_HALVES),
+    qk_norm=True,
+)
+"""Qwen3's dense models (Qwen3 technical report, arXiv 2505.09388): Llama's, with query-key norm."""
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN3)}
 
 
 def layer_key(layer: int, name: str) -> str:

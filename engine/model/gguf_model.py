@@ -94,6 +94,7 @@ class GGUFModel:
             qkv_bias="blk.0.attn_q.bias" in file,
             output_bias="blk.0.attn_output.bias" in file,
             mlp_bias="blk.0.ffn_down.bias" in file,
+            qk_norm=self.family.qk_norm,
         ).check(path)
 
     def _rope_scaling(self, architecture: str) -> RopeScaling | None:

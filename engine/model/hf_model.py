@@ -91,6 +91,9 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
     """The sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
+    kinds = {"sliding_attention"} if raw.get("use_sliding_window") else raw.get("layer_types") or ()
+    if not set(kinds) <= {"full_attention"}:
+        raise ModelError(path, f"layer_types {sorted(set(kinds))} are not supported, only full_attention")
     bias = bool(raw.get("attention_bias", False))
     theta, scaling = _rope(path, raw)
     try:
@@ -114,6 +117,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
         ).check(path)
     except KeyError as error:
         raise ModelError(path, f"{error.args[0]} is missing") from error

@@ -1,4 +1,4 @@
-"""The Llama family's forward pass over paged KV. Everything is passed in; nothing is kept between steps.
+"""The forward pass of the families in `families.py` over paged KV. Everything is passed in, nothing kept.
 
 Row independence: with products over a multiple of four rows, a row's bits do not depend on the other rows (fewer rows
 take other kernels, with other bits); `engine.determinism` checks it on each machine. Only attention mixes rows.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.attention import AttentionBackend, Rotation
+from engine.attention import AttentionBackend, HeadNorms, Rotation
 from engine.batch import ForwardBatch
 from engine.kv.paged import KVTensors
 from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig, ModelError
@@ -26,7 +26,7 @@ from kernels.linear import linear
 class _Layer:
     """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them, biases or None."""
 
-    def __init__(self, weights: dict[str, Tensor], layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], layer: int) -> None:
         def need(name: str) -> Tensor:
             return weights[layer_key(layer, name)]
 
@@ -35,6 +35,9 @@ class _Layer:
 
         self.attention_norm = need("attention_norm")
         self.qkv, self.qkv_bias = need("qkv"), maybe("qkv_bias")
+        self.head_norms = (
+            HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
+        )
         self.output, self.output_bias = need("output"), maybe("output_bias")
         self.mlp_norm = need("mlp_norm")
         self.gate_up, self.gate_up_bias = need("gate_up"), maybe("gate_up_bias")
@@ -49,7 +52,7 @@ class Llama:
         self._embedding = weights["embedding"]
         self._norm = weights["norm"]
         self._head = weights.get("head", self._embedding)
-        self._layers = [_Layer(weights, layer) for layer in range(config.layers)]
+        self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
         tables = rope_tables(config, self._embedding.dtype)
         self._cos, self._sin = (table.to(self._embedding.device) for table in tables)
 
@@ -86,7 +89,7 @@ class Llama:
         for number, layer in enumerate(self._layers):
             normed = attention.norm(x, delta, layer.attention_norm, eps)
             qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
-            attended = attention.attend(number, qkv, rotation, batch, kv)
+            attended = attention.attend(number, qkv, rotation, batch, kv, layer.head_norms)
             delta = linear(attended, layer.output, layer.output_bias)
             normed = attention.norm(x, delta, layer.mlp_norm, eps)
             gated = attention.gate(linear(normed, layer.gate_up, layer.gate_up_bias))

@@ -31,6 +31,9 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+"""Every digit alone."""
+
 
 class Vocabulary(msgspec.Struct, kw_only=True):
     """The tokenizer's part of a GGUF file's metadata, under the file's own names."""
@@ -65,18 +68,28 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
 
 
 def _llama3() -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+    return _by_pattern(_LLAMA3_SPLIT)
+
+
+def _qwen2() -> pre_tokenizers.PreTokenizer:
+    return _by_pattern(_QWEN2_SPLIT)
+
+
+def _by_pattern(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
 
 
 class _Splitting(msgspec.Struct, frozen=True):
-    """`whole_words`: a word that is a token is taken as it is, merges or not. `bos`: the family's default."""
+    """`whole_words`: a word that is a token is taken as it is, merges or not. `bos`: the family's default. `composed`:
+    letters and their accents are joined first (Unicode's NFC)."""
 
     pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
     whole_words: bool = False
     bos: bool = False
+    composed: bool = False
 
 
 SPLITTINGS: dict[str, _Splitting] = {
@@ -84,6 +97,7 @@ SPLITTINGS: dict[str, _Splitting] = {
     "gpt-2": _Splitting(_gpt2),
     "smollm": _Splitting(_smollm),
     "llama-bpe": _Splitting(_llama3, whole_words=True, bos=True),
+    "qwen2": _Splitting(_qwen2, composed=True),
 }
 
 
@@ -131,6 +145,8 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
         )
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in vocabulary.merges)]
     tokenizer = _bpe(vocabulary, merges, ignore_merges=splitting.whole_words)
+    if splitting.composed:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splitting.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     _add_template(tokenizer, vocabulary, splitting.bos)

@@ -107,6 +107,12 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             "variable HEADRACE_PREFIL__CHUNK_TOKENS: unknown setting .*did you mean",
         ),
         ([], {"HEADRACE_DECODE__MAX_BATCH": "-1"}, r"decode.max_batch .*-1 is negative"),
+        (["--set", "prefill.transfer.wire=int4"], {}, r"prefill.transfer.wire .*'int4' is not one of"),
+        (
+            ["--set", "decode.transfer.wire=fp8", "--set", "decode.engine.deterministic=on"],
+            {},
+            r"decode.engine.deterministic \(flag --set\) is 'on' but decode.transfer.wire .* is 'fp8'",
+        ),
     ],
 )
 def test_bad_settings_name_key_and_origin(

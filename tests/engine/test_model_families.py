@@ -1,4 +1,4 @@
-"""The Llama family against transformers on small random models, from safetensors and from GGUF."""
+"""The Llama family and Qwen3 against transformers on small random models, from safetensors and from GGUF."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.model.cache import prepare
+from engine.model.config import ModelError
 from engine.model.llama import Llama, load_model
 from engine.model.mapped import map_weights
 
@@ -56,12 +57,29 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
 }
+QWEN3_CASES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "qwen3_untied": {"tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen3_biases": {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 8},
+}
+
+
+Reference = LlamaForCausalLM | Qwen3ForCausalLM
 
 
 def reference(seed: int = 0, **options: Any) -> LlamaForCausalLM:
     """A random model whose every weight matters: norms are not ones, biases are not zeros."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **options})).float().eval()
+    return randomized(LlamaForCausalLM(LlamaConfig(**{**BASE, **options})))
+
+
+def qwen3_reference(seed: int = 0, **options: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**{**BASE, **options})))
+
+
+def randomized(model: Any) -> Any:
+    model = model.float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -79,7 +97,7 @@ def byte_tokens() -> list[str]:
     return alphabet + [f"<extra_{index}>" for index in range(VOCAB - len(alphabet))]
 
 
-def save_hf(model: LlamaForCausalLM, folder: Path, **options: Any) -> str:
+def save_hf(model: Reference, folder: Path, **options: Any) -> str:
     model.save_pretrained(folder, **options)
     tokenizer = Tokenizer(BPE(vocab={t: i for i, t in enumerate(byte_tokens())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,6 +122,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -111,12 +131,13 @@ GGUF_NAMES = {
 
 
 def save_gguf(
-    model: LlamaForCausalLM, path: Path, kind: gguf.GGMLQuantizationType | None = None
+    model: Reference, path: Path, kind: gguf.GGMLQuantizationType | None = None
 ) -> str:
     """Write the model as llama.cpp's converter would; with `kind`, matrices are quantized and `model` takes on the
     quantized values, so that it stays the reference."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    interleaved = config.model_type == "llama"
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -143,9 +164,9 @@ def save_gguf(
             _, _, number, rest = stem.split(".", 3)
             layer = f"blk.{number}."
         values = weight.numpy()
-        if ".q_proj" in name:
+        if interleaved and ".q_proj" in name:
             values = rotary_pairs(values, config.num_attention_heads)
-        elif ".k_proj" in name:
+        elif interleaved and ".k_proj" in name:
             values = rotary_pairs(values, config.num_key_value_heads)
         if kind is None or values.ndim == 1:
             writer.add_tensor(f"{layer}{GGUF_NAMES[rest]}.{leaf}", values)
@@ -209,7 +230,7 @@ class Ours:
         self.kv.close()
 
 
-def compare(source: str, model: LlamaForCausalLM, cache: Path) -> None:
+def compare(source: str, model: Reference, cache: Path) -> None:
     """Logits of a chunked prompt within 1e-4, then 20 greedy tokens equal."""
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randint(0, VOCAB, (75,), generator=generator).tolist()
@@ -247,6 +268,25 @@ def test_equals_transformers_from_gguf(case: str, tmp_path: Path) -> None:
     """Guards the way back from llama.cpp's order of q and k rows (and of their biases), and its rope factors."""
     model = reference(**CASES[case])
     compare(save_gguf(model, tmp_path / "model.gguf"), model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("case", QWEN3_CASES)
+def test_qwen3_equals_transformers(case: str, form: str, tmp_path: Path) -> None:
+    """Guards query-key norm: left out, of the wrong head or after the rotation, all of which change every logit; and
+    Qwen3's GGUF files, whose rotary rows stand in halves."""
+    model = qwen3_reference(**QWEN3_CASES[case])
+    save = save_hf if form == "safetensors" else save_gguf
+    compare(save(model, tmp_path / f"model.{form}"), model, tmp_path / "cache")
+
+
+def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
+    """Guards a model that would be run as one without a window, and answer wrongly past it."""
+    model = qwen3_reference(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert "sliding_attention" in model.config.layer_types
+    source = save_hf(model, tmp_path / "model")
+    with pytest.raises(ModelError, match="sliding_attention"):
+        prepare(source, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
@@ -288,7 +328,9 @@ def test_old_style_rope_fields(tmp_path: Path) -> None:
 class _NoAttention(TorchAttention):
     """Hands the queries through, so that only the model's own products are looked at."""
 
-    def attend(self, layer: int, qkv: Any, rotation: Any, batch: Any, kv: Any) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: Any, rotation: Any, batch: Any, kv: Any, norms: Any = None
+    ) -> torch.Tensor:
         return qkv[:, : self._heads].reshape(len(qkv), -1)
 
 

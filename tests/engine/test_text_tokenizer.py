@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from engine.model.cache import find_demo_model
 from engine.model.config import ModelError
@@ -175,6 +175,21 @@ def test_llama3_splitting_takes_whole_words() -> None:
         vocabulary(pre="llama-bpe", tokens=tokens, kinds=kinds, bos=bos, add_bos=False)
     )
     assert tokenizer(without).encode("123").tokens == ["123"]
+
+
+def test_qwen2_splitting_equals_transformers() -> None:
+    """Guards Qwen's GGUF files: every digit alone, accents composed first. Merges join across what must be split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["1 2", "12 3", "Ġ 1", "Ġ a", "l l", "' l", "Ċ Ċ", "Ã ©"]
+    tokens = [*alphabet, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    kinds = [1] * (len(tokens) - 1) + [3]
+    files = text_files(vocabulary(pre="qwen2", tokens=tokens, kinds=kinds, merges=merges))
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    oracle = Qwen2Tokenizer(vocab={token: at for at, token in enumerate(tokens)}, merges=pairs)
+    mine = tokenizer(files)
+    assert mine.encode("123 e\u0301").tokens == ["1", "2", "3", "Ġ", "Ã©"]
+    for text in strings(300):
+        assert mine.encode(text).ids == oracle(text)["input_ids"], repr(text)
 
 
 SPM_TEXT = """

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.attention import TorchAttention
 from engine.kv.device_pool import DeviceKV
@@ -32,13 +33,16 @@ DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repeti
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
-    source = tmp_path_factory.mktemp("hf")
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **SMALL})).float()
+    return prepared(LlamaForCausalLM(LlamaConfig(**{**BASE, **SMALL})), tmp_path_factory)
+
+
+def prepared(model: Any, made: pytest.TempPathFactory) -> Path:
+    source = made.mktemp("hf")
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in model.float().parameters():
             weight.normal_(1.0 if weight.ndim == 1 else 0.0, 0.2)
     save_hf(model, source)
-    return prepare(str(source), tmp_path_factory.mktemp("cache"))
+    return prepare(str(source), made.mktemp("cache"))
 
 
 class Side:
@@ -116,6 +120,32 @@ def test_mixed_steps_give_the_cpus_logits_and_tokens(folder: Path, kv_dtype: str
     assert cpu.logits.std() > 20 * 2e-4, "a flat reference would prove nothing"
     if kv_dtype != "float32":
         assert (cpu.logits - exact_logits(folder, steps)).abs().max() > 0, "nothing was quantized"
+
+
+def test_qwen3_equals_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Guards query-key norm in the kernel's launch: another model's weights, eps, or none. Logits, then 20 tokens."""
+    torch.manual_seed(4)
+    config = Qwen3Config(**{**BASE, **SMALL, "head_dim": 16, "rms_norm_eps": 1e-2})
+    model = Qwen3ForCausalLM(config).eval()
+    gpu = Side(prepared(model, tmp_path_factory), "triton")
+    tokens = prompt(6, 21)
+    wanted = model.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=20,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    gpu.run(row(1, tokens[:9], 0, FIRST, draw=False))
+    start = 9
+    for logits in wanted.logits:
+        (token,) = gpu.run(row(1, tokens, start, FIRST))
+        torch.testing.assert_close(gpu.logits[:1].cpu(), logits, atol=1e-4, rtol=0)
+        start, tokens = len(tokens), [*tokens, int(token)]  # type: ignore[arg-type]
+    assert tokens == wanted.sequences[0].tolist()
 
 
 def test_a_beam_search_beside_a_drawn_row_gets_its_candidates(folder: Path) -> None:

@@ -25,7 +25,8 @@ from torch import Tensor
 from engine.kv.paged import header_bytes
 from engine.types import Incarnation
 from kernels.block_shape import BlockShape
-from kernels.reference_blocks import wp64
+from kernels.pool import KVPool
+from kernels.reference_blocks import convert_blocks, wp64
 from transfer.config import NcclConfig, TransferConfig
 from transfer.cuda_ipc import CudaIpcTransport
 from transfer.device import DeviceMemory, Event
@@ -137,6 +138,15 @@ class FakeDevice:
             if tokens is not None:
                 digests.append(wp64(source[old], shape, tokens[at]))
         return torch.stack(digests) if tokens is not None else None
+
+    def convert(
+        self,
+        source: KVPool,
+        target: KVPool,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+    ) -> None:
+        convert_blocks(source, target, source_blocks, target_blocks)
 
     def export(self, memory: DeviceMemory) -> bytes:
         return json.dumps([os.getpid(), memory.fd, memory.blocks]).encode()

@@ -11,6 +11,7 @@ from engine.kv.paged import PagedKV
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.wire import open_any
+from transfer.algorithms import AS_STORED
 from transfer.commands import (
     Arrived,
     Broken,
@@ -54,9 +55,9 @@ class Worker:
         self.transport = open_any(kind, self.pool, me, hub, config)
         self.mover = Mover({kind: self.transport}, self.pool, layout, self.inbox.append)
 
-    def connect(self, other: "Worker", digest_share: float) -> None:
+    def connect(self, other: "Worker", digest_share: float, wire: str = AS_STORED) -> None:
         digest = XXH3 if self.transport.device is None else WP64
-        agreement = Agreement(other.pool.layout, digest_share, digest)
+        agreement = Agreement(other.pool.layout, digest_share, digest, wire)
         self.mover.submit(Connect(other.me, other.transport.describe(), agreement))
 
 
@@ -70,6 +71,7 @@ class Pair:
         digest_share: float = 1.0,
         layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
         stall_s: float = 10.0,
+        wire: str = AS_STORED,
     ) -> None:
         self.hub = LoopbackHub()
         self.threaded = threaded
@@ -78,7 +80,7 @@ class Pair:
         self.sender, self.receiver = KVSender(), KVReceiver()
         self.told: list[Command] = []
         self.events: list[MoverEvent] = []
-        self.connect(digest_share)
+        self.connect(digest_share, wire)
         if threaded:
             self.prefill.mover.start()
             self.decode.mover.start()
@@ -87,10 +89,10 @@ class Pair:
             self.prefill.mover.run_once()
             self.decode.mover.run_once()
 
-    def connect(self, digest_share: float = 1.0) -> None:
+    def connect(self, digest_share: float = 1.0, wire: str = AS_STORED) -> None:
         """What the hellos of a new stream make both ends do."""
-        self.prefill.connect(self.decode, digest_share)
-        self.decode.connect(self.prefill, digest_share)
+        self.prefill.connect(self.decode, digest_share, wire)
+        self.decode.connect(self.prefill, digest_share, wire)
 
     def at_prefill(self, commands: list[Command]) -> None:
         for command in commands:
