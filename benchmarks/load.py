@@ -29,8 +29,10 @@ CUSTOM = Preset(
 
 
 def main(argv: list[str]) -> int:
-    """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage. Raises ConfigError,
-    and LaunchError where the cluster of that name serves nothing."""
+    """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage.
+
+    Raises ConfigError, and LaunchError where the cluster of that name serves nothing.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     try:
