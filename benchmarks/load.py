@@ -8,7 +8,6 @@ against the same server with the same seed does meet its own prompts in the cach
 
 import argparse
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from benchmarks.environment import describe
 from benchmarks.report import Report, print_report, to_json
 from benchmarks.workloads import PRESETS, Kind, Preset, Workload
 from cluster.find import served_at
-from cluster.resolve import add_flags, resolve
+from cluster.resolve import add_flags
 from router.api import ApiError
 
 CUSTOM = Preset(
@@ -31,7 +30,7 @@ CUSTOM = Preset(
 def main(argv: list[str]) -> int:
     """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage.
 
-    Raises ConfigError, and LaunchError where the cluster of that name serves nothing.
+    Raises ConfigError, and LaunchError where the cluster of that name does not serve the target.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -40,8 +39,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     if not plan.address:
-        config = resolve(options, os.environ).config
-        plan = msgspec.structs.replace(plan, address=served_at(config, os.environ, options.target))
+        plan = msgspec.structs.replace(plan, address=served_at(options, options.target))
     try:
         levels = asyncio.run(run(plan))
     except ApiError as error:

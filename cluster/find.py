@@ -1,22 +1,22 @@
 """Where the cluster of a name serves on this host: what verbs that ask it go by."""
 
-from collections.abc import Mapping
+import argparse
+import os
 from typing import Literal
 
 from cluster.admin_client import AdminClient
-from cluster.config import ClusterConfig
+from cluster.resolve import resolve
 from cluster.rundir import RunDir
 from cluster.spec import LaunchError
 
 
-def served_at(
-    config: ClusterConfig, environ: Mapping[str, str], kind: Literal["grpc", "http"]
-) -> str:
-    """HOST:PORT of the cluster that runs here, whatever its ports; if none does, where it would serve by `config`.
-    Raises LaunchError where it runs and does not serve that."""
+def served_at(arguments: argparse.Namespace, kind: Literal["grpc", "http"]) -> str:
+    """HOST:PORT of the cluster that `arguments` name, whatever its ports; if none runs here, where it would serve by
+    its settings. Raises ConfigError, and LaunchError where it runs and does not serve that."""
+    config = resolve(arguments, os.environ).config
     router = config.router
     try:
-        with AdminClient(RunDir(config, environ)) as client:
+        with AdminClient(RunDir(config, os.environ)) as client:
             status = client.status()
     except LaunchError:
         port = router.grpc_port if kind == "grpc" else router.http_port

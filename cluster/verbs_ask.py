@@ -1,10 +1,9 @@
 """Verbs that ask a model: generate, chat, bench."""
 
 import argparse
-import os
 from typing import Any
 
-from cluster.resolve import add_flags, resolve
+from cluster.resolve import add_flags
 
 
 def add(verbs: Any) -> None:
@@ -34,19 +33,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from cluster.ask import stream_answer
+    from cluster.find import served_at
 
-    arguments.server = arguments.server or _here(arguments)
+    arguments.server = arguments.server or served_at(arguments, "grpc")
     return stream_answer(arguments)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     from cluster.chat import run_chat
-
-    arguments.server = arguments.server or _here(arguments)
-    return run_chat(arguments)
-
-
-def _here(arguments: argparse.Namespace) -> str:
     from cluster.find import served_at
 
-    return served_at(resolve(arguments, os.environ).config, os.environ, "grpc")
+    arguments.server = arguments.server or served_at(arguments, "grpc")
+    return run_chat(arguments)
