@@ -70,6 +70,7 @@ _MAY_BE_ZERO = frozenset(
         "stop_grace_s",
         "restart.limit",
         "tracing.sample",
+        "ray.gpus_per_worker",
         "router.seed",
         "router.grpc_port",
         "router.http_port",

@@ -24,6 +24,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool_label: str = "pool"
     """Prefill workers go to the nodes with the label `pool=prefill`, decode workers to those with `pool=decode`; empty:
     to any node. A Ray of our own has no labels."""
+    gpus_per_worker: float = 1.0
+    """What a worker with `engine.device = "cuda"` asks of a Ray cluster, which then shows it no other GPU: 0.5 puts two
+    on one; 0 asks for none and shows all, as it is with `cuda:N` and on a Ray of our own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Node:
     id: str
     labels: Mapping[str, str] = field(default_factory=dict)
     is_leaving: bool = False
+
+
+def gpus(kind: Kind, device: str, config: RayConfig) -> float:
+    """What a process on a Ray cluster asks of its node; `device` is its engine's."""
+    return config.gpus_per_worker if kind != "router" and device == "cuda" else 0.0
 
 
 def selector(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cluster.keeper import KILLED_S, Keeper
-from cluster.placement import NODE_ID_LABEL, Node, RayConfig, selector
+from cluster.placement import NODE_ID_LABEL, Node, RayConfig, gpus, selector
 from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
 from cluster.ray_launcher import imported_ray, init
 from cluster.signals import check
@@ -108,7 +108,9 @@ class RayClusterLauncher:
         # The node's own address: only the actor knows it.
         spec = msgspec.structs.replace(spec, host="")
         try:
-            child = RayChild(self._ray, spec, process, label_selector=labels)
+            device = str(spec.config.get("engine", {}).get("device", ""))
+            wanted = gpus(spec.kind, device, self._config)
+            child = RayChild(self._ray, spec, process, label_selector=labels, num_gpus=wanted)
         except ValueError as error:  # the name still belongs to the actor that it replaces
             raise LaunchError(cause_of(error)) from error
         self._children = [kept for kept in self._children if kept[0].spec.name != spec.name]

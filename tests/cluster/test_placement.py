@@ -1,6 +1,6 @@
 """Which node a process goes to."""
 
-from cluster.placement import NODE_ID_LABEL, Node, RayConfig, selector
+from cluster.placement import NODE_ID_LABEL, Node, RayConfig, gpus, selector
 
 CONFIG = RayConfig(address="auto")
 NODES = [
@@ -37,3 +37,11 @@ def test_another_label_or_none() -> None:
     assert selector("decode", named, nodes, {}, "x") == {"role": "decode", NODE_ID_LABEL: "a"}
     anywhere = RayConfig(address="auto", pool_label="")
     assert selector("decode", anywhere, nodes, {"a": 1}, "x") == {NODE_ID_LABEL: "b"}
+
+
+def test_who_asks_for_a_gpu() -> None:
+    """Guards against a router or a CPU worker that takes a GPU from others, and one named by its number taken twice."""
+    assert gpus("prefill", "cuda", CONFIG) == gpus("decode", "cuda", CONFIG) == 1.0
+    assert gpus("decode", "cuda", RayConfig(gpus_per_worker=0.5)) == 0.5
+    assert gpus("router", "", CONFIG) == gpus("decode", "cpu", CONFIG) == 0.0
+    assert gpus("decode", "cuda:1", CONFIG) == 0.0

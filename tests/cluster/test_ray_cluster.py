@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cluster.config import ClusterConfig
 from cluster.launch import Cluster
 from cluster.leftovers import descendants, running
 from cluster.placement import RayConfig
@@ -21,6 +22,9 @@ from cluster.ray_launcher import RAY_VARIABLES, imported_ray
 from cluster.ray_leave import empty
 from cluster.spec import ChildReady, LaunchError
 from cluster.supervisor import RestartConfig
+from decode_worker.config import DecodeConfig
+from engine.config import EngineConfig
+from prefill_worker.config import PrefillConfig
 from tests.cluster.test_launchers import CONFIG, FAKES, eventually, gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -42,7 +46,7 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     nodes = Nodes(initialize_head=True, head_node_args=head)
     try:
         for pool in ("prefill", "decode", "decode"):
-            nodes.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+            nodes.add_node(num_cpus=1, num_gpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
         yield nodes
     finally:
         nodes.shutdown()
@@ -51,10 +55,10 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @contextmanager
-def watched(nodes: Any) -> Iterator[Cluster]:
+def watched(nodes: Any, config: ClusterConfig = CLUSTER) -> Iterator[Cluster]:
     """Our cluster of fakes on those nodes, watched by a thread."""
     launcher = RayClusterLauncher(RayConfig(address=nodes.address))
-    with Cluster(CLUSTER, launcher, FAKES, model_dir="x") as cluster:
+    with Cluster(config, launcher, FAKES, model_dir="x") as cluster:
         cluster.start()
         end = threading.Event()
         watcher = threading.Thread(target=cluster.watch, args=(end,))
@@ -107,6 +111,29 @@ def test_workers_go_to_their_pools_and_are_ended_on_their_nodes(ray_cluster: Any
         assert sum(node["Alive"] for node in imported_ray().nodes()) == 4, "it was not ours to end"
     finally:
         imported_ray().shutdown()
+
+
+def test_a_worker_on_a_gpu_has_it_for_itself(ray_cluster: Any) -> None:
+    """Guards against two workers on one GPU of a host that has several, as Ray gives none to who asks for none."""
+    engine = EngineConfig(device="cuda")
+    config = msgspec.structs.replace(
+        CLUSTER, prefill=PrefillConfig(engine=engine), decode=DecodeConfig(engine=engine)
+    )
+    with watched(ray_cluster, config):
+        import ray
+
+        shown = {
+            name: ray.get(
+                ray.get_actor(name).__ray_call__.remote(
+                    lambda actor: os.environ.get("CUDA_VISIBLE_DEVICES", "")
+                )
+            )
+            for name in ray.util.list_named_actors()
+        }
+        free = ray.available_resources().get("GPU", 0.0)
+    assert shown.pop("router") == ""
+    assert shown == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "0")
+    assert free == 0.0, "three GPUs were there, and three were asked for"
 
 
 def test_a_process_that_nobody_can_end_is_named_with_its_host(

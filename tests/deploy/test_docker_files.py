@@ -15,6 +15,7 @@ from tests.deploy.test_ray_files import DEPLOY
 BIN = Path(sys.prefix) / "bin"
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
 COMPOSE = DEPLOY / "docker/compose.yaml"
+ON_A_GPU = DEPLOY / "docker/compose.gpu.yaml"
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -53,8 +54,12 @@ def test_an_image_for_each_kind_of_machine() -> None:
 
 
 def test_compose_fits_its_schema(tmp_path: Path) -> None:
-    done = check_compose(COMPOSE)
-    assert done.returncode == 0, done.stdout
+    for file in (COMPOSE, ON_A_GPU):
+        done = check_compose(file)
+        assert done.returncode == 0, done.stdout
+    slip = tmp_path / "compose.gpu.yaml"
+    slip.write_text(ON_A_GPU.read_text().replace("capabilities:", "capability:"))
+    assert check_compose(slip).returncode != 0, "a device without capabilities passes"
     wrong = tmp_path / "compose.yaml"
     wrong.write_text(COMPOSE.read_text().replace("network_mode:", "network_mod:"))
     assert check_compose(wrong).returncode != 0, "the schema lets anything pass"
@@ -78,3 +83,20 @@ def test_what_compose_names_is_there(capsys: pytest.CaptureFixture[str]) -> None
         assert services[name]["network_mode"] == "service:headrace"
     published = " ".join(services["headrace"]["ports"])
     assert all(f"127.0.0.1:{port}:{port}" in published for port in (8000, 50051, 3000))
+
+
+def test_the_gpu_is_asked_for_where_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a container without a GPU whose workers want one, and against one that a laptop must have."""
+    services = yaml.safe_load(ON_A_GPU.read_text())["services"]
+    assert set(services) == {"headrace"} <= set(compose()["services"]), "it only adds to the other"
+    (device,) = services["headrace"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    target = services["headrace"]["build"]["target"]
+    assert services["headrace"]["image"] == f"headrace:{target}"
+    assert f" AS {target}\n" in DOCKERFILE.read_text()
+    _, _, *flags = services["headrace"]["command"]
+    assert main(["dump-config", *flags]) == 0
+    shown = capsys.readouterr().out
+    for pool in ("prefill", "decode"):
+        assert re.search(rf'{pool}\.engine\.device +"cuda"', shown)
+    assert "deploy" not in compose()["services"]["headrace"]

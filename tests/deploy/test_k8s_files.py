@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 
+from cluster.placement import gpus
 from tests.deploy.test_ray_files import DEPLOY, check_ray_start, resolved
 
 KUBERNETES = "1.33"
@@ -198,6 +199,38 @@ def test_the_config_map_is_ours(tmp_path: Path) -> None:
     file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
     config = resolved(file)
     assert config.ray.address == "auto" and config.router.host == "0.0.0.0"
+
+
+def gpus_by_group(spec: RayClusterSpec) -> dict[str, int]:
+    """GPUs that a pod of each group is given."""
+    return {
+        group.group_name: sum(
+            int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
+            for container in group.template["spec"]["containers"]
+        )
+        for group in spec.worker_group_specs
+    }
+
+
+def test_workers_that_compute_on_a_gpu_are_given_one(tmp_path: Path) -> None:
+    """Guards against a pod on a node without a GPU, or one that waits for ever for a GPU that no pod was given. Ray
+    counts the limits of KubeRay's pods as its own."""
+    spec = ray_cluster().spec
+    file = tmp_path / "headrace.toml"
+    file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
+    config = resolved(file)
+    asked = {
+        kind: gpus(kind, pool.engine.device, config.ray)
+        for kind, pool in (("prefill", config.prefill), ("decode", config.decode))
+    }
+    assert gpus_by_group(spec) == asked == {"prefill": 1, "decode": 1}
+    for group in spec.worker_group_specs:
+        (toleration,) = group.template["spec"]["tolerations"]
+        assert toleration["key"] == "nvidia.com/gpu"
+    (head,) = spec.head_group_spec.template["spec"]["containers"]
+    (front,) = documents()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    images = {c["image"] for g in spec.worker_group_specs for c in g.template["spec"]["containers"]}
+    assert images == {head["image"], front["image"]} and images.pop().endswith(":cuda12")
 
 
 def test_a_user_edits_two_places() -> None:

@@ -12,11 +12,13 @@ import jsonschema
 import pytest
 import yaml
 
+from cluster.placement import gpus
 from cluster.resolve import add_flags, resolve
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FILES = ("local", "aws", "gcp")
 CLOUDS = ("aws", "gcp")
+MOUNTED = {"local": "headrace.toml", "aws": "headrace-gpu.toml", "gcp": "headrace-gpu.toml"}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -60,8 +62,8 @@ def test_ray_accepts_the_file(name: str) -> None:
         assert flags["head"] == (commands == "head_start_ray_commands")
         assert flags["head"] or flags["address"] == "$RAY_HEAD_IP:6379"
         assert flags["object_store_memory"] >= 75 * 1024 * 1024, "Ray accepts no less"
-    for target, source in config["file_mounts"].items():
-        assert target == "~/headrace.toml" and (DEPLOY.parent / source).is_file()
+    assert config["file_mounts"] == {"~/headrace.toml": f"deploy/ray/{MOUNTED[name]}"}
+    assert (DEPLOY / "ray" / MOUNTED[name]).is_file()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -93,6 +95,36 @@ def test_cloud_pools_are_told_apart_by_labels(name: str) -> None:
     assert all(types[pool]["min_workers"] >= 1 for pool in ("prefill", "decode"))
 
 
+def gpus_of(name: str, node: dict[str, Any]) -> int:
+    """GPUs of a machine, as its cloud's words have it."""
+    if name == "gcp":
+        return sum(one["acceleratorCount"] for one in node.get("guestAccelerators", []))
+    return {"m7i.xlarge": 0, "g6e.2xlarge": 1}[node["InstanceType"]]
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_workers_that_compute_on_a_gpu_are_given_one(name: str) -> None:
+    """Guards against GPUs that are rented and that Ray knows nothing of, against containers that do not see them, and
+    against workers that wait for more than there are."""
+    config = read(name)
+    types = validated(config)["available_node_types"]
+    ours = resolved(DEPLOY / "ray" / MOUNTED[name])
+    for pool, engine in (("prefill", ours.prefill.engine), ("decode", ours.decode.engine)):
+        asked = gpus(pool, engine.device, ours.ray)  # type: ignore[arg-type]
+        told = types[pool]["resources"].get("GPU", 0)
+        assert asked == told == gpus_of(name, types[pool]["node_config"]) == 1
+    assert "GPU" not in types["head"]["resources"]
+    assert gpus_of(name, types["head"]["node_config"]) == 0
+    assert config["docker"]["worker_run_options"] == ["--gpus=all"]
+    assert config["docker"]["image"].endswith(":cuda12")
+
+
+def test_own_machines_and_laptops_compute_on_the_cpu() -> None:
+    """Guards against a first try that fails for want of a GPU."""
+    config = resolved(DEPLOY / "ray/headrace.toml")
+    assert config.prefill.engine.device == config.decode.engine.device == "cpu"
+
+
 def test_local_hosts_that_decode_are_hosts() -> None:
     """Guards against an example whose decode host is not in the list of hosts."""
     config = read("local")
@@ -105,5 +137,6 @@ def test_local_hosts_that_decode_are_hosts() -> None:
 
 def test_the_shipped_configuration_is_ours() -> None:
     """Guards against a setting that `headrace up` does not know."""
-    config = resolved(DEPLOY / "ray/headrace.toml")
-    assert config.ray.address == "auto" and config.launcher == "ray"
+    for name in set(MOUNTED.values()):
+        config = resolved(DEPLOY / "ray" / name)
+        assert config.ray.address == "auto" and config.launcher == "ray"
