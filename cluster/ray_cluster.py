@@ -18,6 +18,7 @@ from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
 from cluster.ray_launcher import imported_ray, init
 from cluster.signals import check
 from cluster.spec import ChildSpec, LaunchError
+from engine.config import EngineConfig
 
 NAMESPACE = "headrace"
 """Of the actors: who knows it finds them by name."""
@@ -108,8 +109,8 @@ class RayClusterLauncher:
         # The node's own address: only the actor knows it.
         spec = msgspec.structs.replace(spec, host="")
         try:
-            device = str(spec.config.get("engine", {}).get("device", ""))
-            wanted = gpus(spec.kind, device, self._config)
+            engine = msgspec.convert(spec.config.get("engine", {}), EngineConfig)
+            wanted = gpus(spec.kind, engine.device, self._config)
             child = RayChild(self._ray, spec, process, label_selector=labels, num_gpus=wanted)
         except ValueError as error:  # the name still belongs to the actor that it replaces
             raise LaunchError(cause_of(error)) from error
