@@ -168,7 +168,7 @@ class Soak:
             self._note(ask.error.code, ask, "" if known else f"{question}: {ask.error!r}")
         elif ask.finished is not None:
             short = ask.tokens != whole
-            self._note("exact", ask, f"{question}: {len(ask.tokens)} tokens" if short else "")
+            self._note(f"exact ({question.mode})", ask, f"{question}: {len(ask.tokens)} tokens" if short else "")
         else:
             self._note("left", ask, "" if left else f"{question}: ended without a word")
 
