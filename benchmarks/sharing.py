@@ -1,12 +1,16 @@
-"""What parallel samples save by sharing their prompt's blocks: `python -m benchmarks.sharing`.
+"""What samples and beam searches save by sharing blocks: `python -m benchmarks.sharing`.
 
-`n` samples of one prompt on the demo model, both workers in one process and thread: once as forks of the first, once as
-`n` requests with the same prompt that come at the same moment. `blocks` is the most that the decode worker's pool held
-at once, `migrated` what came to it, `tokens/s` the output over the time from the first placement to the last end. Both
-draw the same tokens, which is checked. The median of `--repeats` runs that take turns, each on an empty cache.
+On the demo model, both workers in one process and thread. `n` samples of one prompt: once as forks of the first, once
+as `n` requests with the same prompt that come at the same moment. A search of width `n`: once with hypotheses that
+fork each other's blocks, once with every fork copied whole, as where a sequence's memory is one piece. `blocks` is the
+most that the decode worker's pool held at once, `migrated` what came to it, `tokens/s` the rows of all samples or
+hypotheses over the processor time from the first placement to the last end, which other work on the machine inflates
+little. Both ways give the same answers, which is checked. The median of `--repeats` runs that take turns, each on an
+empty cache.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +24,16 @@ from benchmarks import output
 from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
+from engine.kv.block_pool import BlockPool
+from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
-from engine.types import RequestId, RequestRecord, SamplingParams
+from engine.runner import Runner
+from engine.step import Drawn, StepPlan
+from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
 
 Make = Callable[[], Device]
+Table = list[dict[str, str | int | float]]
 
 
 @dataclass(frozen=True)
@@ -33,49 +43,119 @@ class Run:
     peak_blocks: int
     migrated_blocks: int
     seconds: float
-    tokens: list[list[int]]
+    answers: list[list[int]]
 
 
-def run(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> Run:
+class _Copying(KVCacheManager):
+    """Shares nothing: a fork has a copy of every block, and no block is indexed for others to find."""
+
+    def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
+        if not self.grow(child, tokens // self.block_size):  # for the rest it has a promise
+            raise RuntimeError("the pool is too small for hypotheses that share nothing")
+        self.extend(child, tokens)
+        child.cached_tokens = tokens
+        pending = {target: source for source, target in parent.copies}
+        sources = parent.blocks[: len(child.blocks)]
+        child.copies = [(pending.get(s, s), t) for s, t in zip(sources, child.blocks, strict=True)]
+        for source, _ in child.copies:
+            self._hold(source)
+
+    def commit(self, lease: Lease, tokens: Sequence[int], *, tail: bool = False) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Apart(Device):
+    def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
+        return _Copying(self.blocks, self.layout.block_size, self.fingerprint, tiers)
+
+
+def _record(prompt: list[int], answer: int, at: int, width: int) -> RequestRecord:
+    return RequestRecord(
+        request=RequestId(str(at)),
+        tokens=prompt,
+        prompt_tokens=len(prompt),
+        max_tokens=answer,
+        seed=5,
+        sample_index=at,
+        sampling=SamplingParams(temperature=1.0),
+        beams=BeamParams(width=width, answers=width) if width else None,
+        ignore_eos=True,
+    )
+
+
+class _Watched:
+    """Fulfils `engine.runner.Runner`, and looks at the pool at each step: a fork that nobody goes on from lives no
+    longer."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.kv = runner.kv
+        self.pool: BlockPool | None = None
+        self.peak_blocks = 0
+        self._runner = runner
+
+    def look(self) -> None:
+        assert self.pool is not None
+        counts = self.pool.counts()
+        self.peak_blocks = max(self.peak_blocks, counts["active"] + counts["reserved"])
+
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+        self.look()
+        return self._runner.run(plan)
+
+
+def samples(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> Run:
     """`n` samples of `answer` tokens each behind `prompt`, on two new devices."""
-    engine = Colocated(make(), make())
-    began_s = time.perf_counter()
-    answers = []
-    for at in range(n):
-        record = RequestRecord(
-            request=RequestId(str(at)),
-            tokens=prompt,
-            prompt_tokens=len(prompt),
-            max_tokens=answer,
-            seed=5,
-            sample_index=at,
-            sampling=SamplingParams(temperature=1.0),
-            ignore_eos=True,
-        )
-        answers.append(engine.submit(record, RequestId("0") if is_sharing and at else None))
-    peak_blocks = 0
-    while any(one.ended is None for one in answers):
+    records = [_record(prompt, answer, at, width=0) for at in range(n)]
+    return _run(make(), make(), records, is_sharing)
+
+
+def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> Run:
+    """One of width `n` to `answer` tokens, on two new devices."""
+    decode = make()
+    if not is_sharing:
+        values = {field.name: getattr(decode, field.name) for field in dataclasses.fields(decode)}
+        decode = _Apart(**values)
+    return _run(make(), decode, [_record(prompt, answer, 0, width=n)], False)
+
+
+def _run(prefill: Device, decode: Device, records: list[RequestRecord], is_forking: bool) -> Run:
+    watched = _Watched(decode.runner)
+    engine = Colocated(prefill, dataclasses.replace(decode, runner=watched))
+    watched.pool = engine.decode.kv.pool
+    began_s = time.thread_time()
+    first = records[0].request
+    asked = [
+        engine.submit(one, first if is_forking and one.sample_index else None) for one in records
+    ]
+    while any(one.ended is None for one in asked):
         if not engine.turn():
             raise RuntimeError("stuck")
-        counts = engine.decode.kv.pool.counts()
-        peak_blocks = max(peak_blocks, counts["active"] + counts["reserved"])
-    seconds = time.perf_counter() - began_s
+        watched.look()
+    seconds = time.thread_time() - began_s
     while engine.turn():
         pass
     migrated_blocks = sum(migration.blocks for migration in engine.decode.take_migrated())
     engine.close()
-    return Run(peak_blocks, migrated_blocks, seconds, [one.tokens for one in answers])
+    found = [beam.ids for one in asked if one.ended for beam in one.ended.beams]
+    answers = found or [one.tokens for one in asked]
+    return Run(watched.peak_blocks, migrated_blocks, seconds, answers)
 
 
 def measure(
-    make: Make, prompt: list[int], answer: int, samples: Sequence[int], repeats: int
-) -> list[dict[str, str | int | float]]:
-    """Raises RuntimeError if sharing changes a token."""
-    run(make, prompt, 2, 1, is_sharing=False)  # what a first run pays for
-    table: list[dict[str, str | int | float]] = []
-    for n in samples:
+    run: Callable[[Make, list[int], int, int, bool], Run],
+    make: Make,
+    prompt: list[int],
+    answer: int,
+    widths: Sequence[int],
+    repeats: int,
+) -> Table:
+    """`run` is `samples` or `search`. Raises RuntimeError if sharing changes a token."""
+    samples(make, prompt, 2, 1, False)  # what a first run pays for
+    table: Table = []
+    for n in widths:
         pairs = [[run(make, prompt, answer, n, on) for on in (True, False)] for _ in range(repeats)]
-        if any(shared.tokens != alone.tokens for shared, alone in pairs):
+        if any(shared.answers != alone.answers for shared, alone in pairs):
             raise RuntimeError("sharing changes tokens")
         rates = [
             statistics.median(n * answer / pair[at].seconds for pair in pairs) for at in (0, 1)
@@ -99,9 +179,8 @@ def measure(
 def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=400, help="tokens")
     parser.add_argument("--answer", type=int, default=48, help="tokens of each sample")
-    parser.add_argument("--samples", type=int, nargs="+", default=[2, 4, 6])
+    parser.add_argument("--samples", type=int, nargs="+", default=[2, 4, 6], help="and widths")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
 
@@ -110,11 +189,15 @@ def main() -> None:
     random = Random(0)
     prompt = [random.randrange(1000, 40_000) for _ in range(options.prompt)]
     with TemporaryDirectory() as folder:
-        config = EngineConfig(model_dir=str(prepare(None, Path(folder))), threads=options.threads)
+        config = EngineConfig(model_dir=str(prepare(None, Path(folder))), threads=1)
         make = partial(open_device, config)
-        table = measure(make, prompt, options.answer, options.samples, options.repeats)
-    title = f"{options.prompt} prompt tokens, {options.answer} output tokens a sample, demo model"
-    output.tell(options, "sharing", {title: table})
+        tables = {
+            f"{what.__name__}: {options.prompt} prompt tokens, {options.answer} tokens, demo model": measure(
+                what, make, prompt, options.answer, options.samples, options.repeats
+            )
+            for what in (samples, search)
+        }
+    output.tell(options, "sharing", tables)
 
 
 if __name__ == "__main__":

@@ -133,9 +133,19 @@ def test_sharing_saves_whole_blocks_of_the_prompt() -> None:
     """The tokens are compared by the program itself; five of the prompt's six blocks are whole. Not shared, they are
     there three times until they have landed."""
     layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
-    (row,) = sharing.measure(lambda: fake_device(layout, 64), list(range(22)), 5, [3], repeats=1)
+    make = lambda: fake_device(layout, 64)  # noqa: E731
+    (row,) = sharing.measure(sharing.samples, make, list(range(22)), 5, [3], repeats=1)
     assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 and row["not shared"] == 3 * 6  # type: ignore[operator]
     assert (row["migrated"], row["migrated, not shared"]) == (6, 18)
+
+
+def test_hypotheses_share_what_they_have_in_common() -> None:
+    """The answers are compared by the program itself; copied whole, each of three has seven blocks at its end."""
+    layout = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
+    make = lambda: fake_device(layout, 64)  # noqa: E731
+    (row,) = sharing.measure(sharing.search, make, list(range(22)), 5, [3], repeats=1)
+    assert 5 + 3 <= row["blocks"] <= 5 + 3 * 2 and 3 * 7 <= row["not shared"] <= 3 * 7 + 3  # type: ignore[operator]
+    assert (row["migrated"], row["migrated, not shared"]) == (6, 6)
 
 
 def _fake(size: int = 4, blocks: int = 200) -> Device:

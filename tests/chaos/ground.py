@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, make_launcher
@@ -120,12 +121,13 @@ class Ground:
         router_hung_s: float = 30.0,
         stuck_s: float = 10.0,
         stall_s: float = 10.0,
+        deterministic: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         transfer = TransferConfig(
             transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
         )
         self.hung_s = hung_s
-        engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES)
+        engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES, deterministic=deterministic)
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
             prefill_workers=prefill,

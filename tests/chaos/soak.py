@@ -1,9 +1,9 @@
 """Faults of every kind, mixed at random under load, for as long as you like: `python -m tests.chaos.soak`.
 
-Clients ask without pause, greedy and seeded, short and long, some leave early, half of them come back after a broken
-connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is killed. The
-report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if a token was
-wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
+Clients ask without pause, greedy, seeded and by beam search, short and long, some leave early, half of them come back
+after a broken connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is
+killed. The report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if a
+token was wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
 """
 
 import argparse
@@ -31,6 +31,9 @@ LEAVES = 0.1
 """Share of the requests whose client leaves after the first token."""
 ROUTER_DIES = 0.1
 """Share of the faults that are the router's death."""
+SEARCH = "search"
+"""A mode beside those of `ground.MODES`; it says nothing before its end, and cannot be resumed."""
+BEAM_WIDTH = 3
 SILENCE_S = 120.0
 PAUSE_S = (2.0, 6.0)
 ALLOWED_ERRORS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
@@ -78,15 +81,22 @@ class Soak:
         self.report = Report()
 
     def learn(self) -> None:
-        """The fault-free answers; a shorter one is the beginning of a longer one."""
+        """The fault-free answers; a shorter one is the beginning of a longer one, but for a search."""
         for prompt in range(len(PROMPT_LENGTHS)):
+            for count in ANSWER_LENGTHS:
+                search = Question(prompt, SEARCH, count)
+                self._answers[search] = self._learn(search)
             for mode in MODES:
                 longest = max(ANSWER_LENGTHS)
-                ask = self._ask(Question(prompt, mode, longest), "reference")
-                ask.join(SILENCE_S)
-                assert ask.finished is not None, ask.error
+                whole = self._learn(Question(prompt, mode, longest))
                 for count in ANSWER_LENGTHS:
-                    self._answers[Question(prompt, mode, count)] = ask.tokens[:count]
+                    self._answers[Question(prompt, mode, count)] = whole[:count]
+
+    def _learn(self, question: Question) -> list[int]:
+        ask = self._ask(question, "reference")
+        ask.join(SILENCE_S)
+        assert ask.finished is not None, ask.error
+        return ask.tokens
 
     def run(self, seconds: float) -> None:
         clients = [
@@ -107,6 +117,8 @@ class Soak:
 
     def _ask(self, question: Question, tenant: str, resume: bool = False) -> Ask:
         prompt = tokens(PROMPT_LENGTHS[question.prompt], question.prompt)
+        if question.mode == SEARCH:
+            return self._ground.ask(prompt, "greedy", question.count, tenant, beam_width=BEAM_WIDTH)
         return self._ground.ask(prompt, question.mode, question.count, tenant, resume=resume)
 
     def _break_things(self, until_s: float) -> None:
@@ -156,7 +168,7 @@ class Soak:
             self._note(ask.error.code, ask, "" if known else f"{question}: {ask.error!r}")
         elif ask.finished is not None:
             short = ask.tokens != whole
-            self._note("exact", ask, f"{question}: {len(ask.tokens)} tokens" if short else "")
+            self._note(f"exact ({question.mode})", ask, f"{question}: {len(ask.tokens)} tokens" if short else "")
         else:
             self._note("left", ask, "" if left else f"{question}: ended without a word")
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from decode_worker import handoffs
+from decode_worker.beams import Beams
 from decode_worker.departures import Departures
 from decode_worker.events import Tell
 from decode_worker.forks import Forks
@@ -233,6 +234,15 @@ def promise_counts_shared_blocks() -> list[Patch]:
     return [(Forks, "promise", greedy)]
 
 
+def hypotheses_outlive_their_search() -> list[Patch]:
+    """A search that ends or gives way lets its own lease go, and those of its other hypotheses are nobody's."""
+
+    def drop(self: Beams, request: Any) -> None:
+        self._live.pop(request, None)
+
+    return [(Beams, "drop", drop)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -250,6 +260,7 @@ BUGS: dict[str, Plant] = {
         cached_rows_repacked,
         boundary_block_shared,
         promise_counts_shared_blocks,
+        hypotheses_outlive_their_search,
     )
 }
 
