@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture proto setup clean
+.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture extras proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -72,6 +72,11 @@ check: $(DEV)
 # Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (1-5 minutes).
 contract: $(DEV)
 	$(BIN)/python -m tests.kernels.contract $(ARGS)
+
+# The extras for GPUs cannot run everywhere, but pip must be able to find a set of versions for them.
+extras: $(READY)
+	$(PIP) --dry-run ".[cuda12]"
+	$(PIP) --dry-run ".[cuda13]"
 
 proto: $(DEV)
 	$(BIN)/python -m protos.generate

@@ -2,7 +2,8 @@
 
 Checks the kernels against 64 bits, measures them beside torch's own and beside what the card can copy, and runs decode
 steps of a whole model. Needs neither Ray nor a model's files. Writes `gpu.json` with the card and all versions. A part
-that fails is told, does not stop the others, and makes the status 1; without a GPU the status is 2.
+that fails is told, does not stop the others, and makes the status 1; without a GPU the status is 2. `--dry-run` runs
+all of it on tiny shapes without a GPU, in Triton's interpreter.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.environment import describe as describe_host
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
+from benchmarks.gpu.dry import dry_card
 
 PARTS = {
     "copy_rate": "benchmarks.gpu.card:copy_rate",
@@ -29,9 +31,10 @@ PARTS = {
     "eight_bits": "benchmarks.gpu.decode:eight_bits",
     "shared": "benchmarks.gpu.decode:shared",
     "blocks": "benchmarks.gpu.decode:blocks",
+    "peers": "benchmarks.gpu.peers:peers",
     "prefill": "benchmarks.gpu.others:prefill",
     "copies": "benchmarks.gpu.others:copies",
-    "steps": "benchmarks.gpu.steps:steps",
+    "steps": "benchmarks.gpu.steps:on_card",
     "transport": "benchmarks.gpu.transport:transport",
 }
 """Imported when they run, so that a package which only one of them needs is missed by that one alone."""
@@ -39,18 +42,21 @@ PARTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        card = open_card(Sizes())
-    except NoCard as error:
-        print(f"benchmarks.gpu: {error}", file=sys.stderr)
-        return 2
-    free_bytes, _ = torch.cuda.mem_get_info(card.device)
-    sizes = replace(card.sizes, pool_bytes=min(card.sizes.pool_bytes, free_bytes * 6 // 10))
-    results, failures = run(replace(card, sizes=sizes), options.only or list(PARTS))
+    what: Line = {"gpu": "none: a dry run, whose figures mean nothing"}
+    if options.dry_run:
+        card = dry_card()
+    else:
+        try:
+            card = whole_card()
+        except NoCard as error:
+            print(f"benchmarks.gpu: {error}", file=sys.stderr)
+            return 2
+        what = describe(card)
+    results, failures = run(card, options.only or list(PARTS))
     told = {
         "benchmark": "gpu",
         "date": date.today().isoformat(),
-        "card": describe(card),
+        "card": what,
         "environment": describe_host(),
         "results": results,
         "failures": failures,
@@ -61,6 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"written: {path}")
     wrong = [line for line in results.get("correct", []) if not line["right"]]
     return 1 if failures or wrong else 0
+
+
+def whole_card() -> Card:
+    """The first GPU, with a pool that fits into what is free of its memory. Raises NoCard."""
+    card = open_card(Sizes())
+    free_bytes, _ = torch.cuda.mem_get_info(card.device)
+    sizes = replace(card.sizes, pool_bytes=min(card.sizes.pool_bytes, free_bytes * 6 // 10))
+    return replace(card, sizes=sizes)
 
 
 def run(card: Card, parts: Sequence[str]) -> tuple[dict[str, list[Line]], dict[str, str]]:
@@ -94,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for gpu.json")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="of these parts")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing")
     return parser
 
 

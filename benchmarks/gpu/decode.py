@@ -1,10 +1,11 @@
 """Paged decode attention: K0 to K5, K8, and what splitting contexts is for. `docs/kernels.md` says what bounds it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
@@ -132,7 +133,7 @@ def _seconds(
     shared: Sequence[SharedPrefix] = (),
     tables_of: SharedPrefix | None = None,
 ) -> float:
-    """One step's attention, the merge included."""
+    """How long one step's attention takes, the merge included."""
     size = card.sizes
     order = list(range(blocks))
     if scattered:
@@ -142,6 +143,24 @@ def _seconds(
     if tables_of is not None:
         head = tables_of.tokens // pool.block_size
         tables = [tables[0][:head] + table[head:] for table in tables]
+    q = card.random(len(lengths), size.heads, size.head_dim)
+    step = attention_step(card, q, pool, lengths, tables, layer=layer, split=split, shared=shared)
+    return card.timer.seconds(step)
+
+
+def attention_step(
+    card: Card,
+    q: Tensor,
+    pool: KVPool,
+    lengths: list[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    layer: int = 0,
+    split: bool = True,
+    shared: Sequence[SharedPrefix] = (),
+) -> Callable[[], Tensor]:
+    """What computes `[batch, heads, head_dim]` of one step, planned beforehand; always into the same memory."""
+    size = card.sizes
     group = size.heads // size.kv_heads
     dtype = str(pool.payload.dtype).removeprefix("torch.")
     kind = "decode_shared" if shared else "decode"
@@ -161,13 +180,12 @@ def _seconds(
         batch=len(lengths),
         heads=size.heads,
         head_dim=size.head_dim,
-        table_blocks=max(need),
+        table_blocks=max(map(len, tables)),
         device=card.device,
     )
     buffers.load(plan_decode(lengths, geometry, shared), lengths, tables)
-    q = card.random(len(lengths), size.heads, size.head_dim)
     out = torch.empty_like(q)
-    return card.timer.seconds(lambda: decode_attention(q, pool, layer, buffers, config, out=out))
+    return lambda: decode_attention(q, pool, layer, buffers, config, out=out)[0]
 
 
 def _line(

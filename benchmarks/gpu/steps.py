@@ -21,17 +21,22 @@ BLOCK = 64
 STEPS = 32
 
 
-def steps(card: Card, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> list[Line]:
+def on_card(card: Card) -> list[Line]:
+    """As a part of `benchmarks.gpu`."""
+    return steps(card, CudaRecorder if card.device.type == "cuda" else None)
+
+
+def steps(card: Card, recorder: Callable[[torch.device], Recorder] | None) -> list[Line]:
     """A model of an 8B's shape with random weights, greedy, one sequence and a batch, each with 2k tokens of context.
 
-    `idle` is the share of a step's wall time in which no kernel runs.
+    `idle` is the share of a step's wall time in which no kernel runs. Without a GPU nothing is recorded.
     """
     model = _model(card)
     context = card.sizes.tokens(2048)
     lines: list[Line] = []
     for batch in sorted({1, card.sizes.batch}):
-        for recorded in (False, True):
-            lines.append(_steps(card, model, batch, context, recorder if recorded else None))
+        for how in (None, recorder) if recorder is not None else (None,):
+            lines.append(_steps(card, model, batch, context, how))
     return lines
 
 

@@ -25,8 +25,10 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.gpu.card import Card
+from benchmarks.gpu.dry import BLOCKS
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
+from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from transfer.algorithms import WP64
@@ -70,6 +72,10 @@ def opened(kind: str, pool: Any, me: Incarnation) -> Transport:
     name, nccl = WAYS[kind]
     os.environ.update(nccl_environment(nccl, f"{me}"))
     return open_transport(name, pool, me, TransferConfig(nccl=nccl))
+
+
+def by_name(name: str, pool: Any, me: Incarnation) -> Transport:
+    return open_transport(name, pool, me, TransferConfig())
 
 
 def on_gpu(layout: KVLayout, blocks: int) -> DeviceKV:
@@ -231,6 +237,8 @@ def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
 
 def transport(card: Card) -> list[Line]:
     """As a part of `benchmarks.gpu`: every way, each in processes of its own."""
+    if card.device.type == "cpu":
+        return measure("shm", card.sizes.rounds, layout=BLOCKS, pool_of=PagedKV, opener=by_name)
     spawn = multiprocessing.get_context("spawn")
     lines: list[Line] = []
     for kind in WAYS:

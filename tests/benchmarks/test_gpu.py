@@ -1,9 +1,9 @@
 """`benchmarks.gpu` without a GPU: what it says, and that every part runs, on tiny shapes in the interpreter."""
 
+import json
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,33 +11,11 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import decode, steps
-from benchmarks.gpu.card import Card, Sizes
+from benchmarks.gpu import decode, peers, steps, transport
+from benchmarks.gpu.dry import dry_card
 from tests.engine.recording import FakeRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
-TINY = Sizes(
-    heads=4, kv_heads=2, head_dim=16, batch=2, unit=256, layers=1, pool_bytes=1 << 16, rounds=1, programs_per_sm=1
-)
-
-
-class Clock:
-    """Runs work once and looks at the clock: the figures mean nothing, their being there does."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        self.calls += 1
-        began_s = time.perf_counter()
-        work()
-        return time.perf_counter() - began_s
-
-    busy_seconds = seconds
-
-
-def tiny() -> Card:
-    return Card(torch.device("cpu"), Clock(), torch.float16, 90, 2, TINY)
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
@@ -52,11 +30,8 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_every_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the one command: parts that only a GPU has ever run would fail there first. All but the measuring itself
     is the same code."""
-    card = tiny()
-    monkeypatch.setattr(steps, "steps", partial(steps.steps, recorder=lambda device: FakeRecorder()))
-    # The transports' part has processes and a test of its own.
-    parts = [part for part in program.PARTS if part != "transport"]
-    results, failures = program.run(card, parts)
+    monkeypatch.setattr(steps, "on_card", partial(steps.steps, recorder=lambda device: FakeRecorder()))
+    results, failures = program.run(dry_card(), list(program.PARTS))
     assert not failures
     assert all(line["right"] for line in results["correct"])
     assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
@@ -64,6 +39,22 @@ def test_every_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed = {line["what"]: line["replayed"] for line in results["steps"]}
     assert replayed["batch 2, recorded"] > 0 and replayed["batch 2, not recorded"] == 0
     assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["steps"])
+    absent = {line["what"] for line in results["peers"] if "absent" in line}
+    assert absent == set(peers.PEERS), "a package is installed here, or its absence was not told"
+    assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
+
+
+def test_a_dry_run_is_one_command(tmp_path: Path) -> None:
+    """Guards the command line, which nothing else calls where there is no GPU, and figures of a dry run that pass for
+    measured ones."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
+    command += ["--only", "copy_rate", "--only", "peers", "--only", "transport"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(told["results"]) == {"copy_rate", "peers", "transport"} and not told["failures"]
+    assert "mean nothing" in told["card"]["gpu"]
 
 
 def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +68,11 @@ def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         return out + 0.02, lse
 
     monkeypatch.setattr(correct, "decode_attention", off)
-    wrong = [line["what"] for line in correct.correct(tiny()) if not line["right"]]
+    wrong = [line["what"] for line in correct.correct(dry_card()) if not line["right"]]
     assert len(wrong) == 1 and str(wrong[0]).startswith("decode")
 
 
 def test_a_part_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(program.PARTS, "copies", "benchmarks.gpu.nowhere:copies")
-    results, failures = program.run(tiny(), ["copies", "copy_rate"])
+    results, failures = program.run(dry_card(), ["copies", "copy_rate"])
     assert list(results) == ["copy_rate"] and "nowhere" in failures["copies"]

@@ -10,6 +10,7 @@ from tests.kernels.contract.other_cases import (
     rope_case,
     sample_case,
     silu_case,
+    widen_case,
 )
 
 BUILDERS = {
@@ -25,11 +26,15 @@ BUILDERS = {
     "sample": sample_case,
 }
 
+BACK = {"convert_blocks": (widen_case,)}
+"""The way back of a kernel that goes both ways."""
+
 
 def cases(arch: int) -> list[Case]:
-    """One case for each entry of the configuration table for this compute capability."""
+    """One case for each entry of the configuration table for this compute capability; two for conversions."""
     return [
-        BUILDERS[key.kernel](key, config)
+        build(key, config)
         for key, config in configs.TABLE.items()
         if key.arch == arch
+        for build in (BUILDERS[key.kernel], *BACK.get(key.kernel, ()))
     ]

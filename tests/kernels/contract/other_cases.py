@@ -1,5 +1,7 @@
 """The row, block and sampling kernels as cases of the contract."""
 
+from dataclasses import replace
+
 import triton
 
 from kernels import (
@@ -143,6 +145,21 @@ def convert_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def widen_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
+    """From the key's type to bfloat16."""
+    there = convert_case(key, config)
+    types, constants = dict(there.types), dict(there.constants)
+    for side in ("ptr", "scales_ptr"):
+        types[f"source_{side}"], types[f"target_{side}"] = (
+            there.types[f"target_{side}"],
+            there.types[f"source_{side}"],
+        )
+    for part in ("", "_SCALES", "_FORMAT"):
+        constants[f"SOURCE{part}"] = there.constants[f"TARGET{part}"]
+        constants[f"TARGET{part}"] = there.constants[f"SOURCE{part}"]
+    return replace(there, name=f"{there.name} back", types=types, constants=constants)
 
 
 def sample_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
