@@ -46,6 +46,7 @@ from transfer.sender import KVSender
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 ADDRESS = PeerAddress("prefill-0", "loopback")
 LINK = 1
+Opening = Callable[[Callable[[object], None]], Tiering]
 
 
 @dataclass(slots=True)
@@ -73,9 +74,11 @@ class Colocated:
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
         digest_share: float = 1.0,
-        tiering: Callable[[Callable[[object], None]], Tiering] | None = None,
+        tiering: Opening | None = None,
+        decode_tiering: Opening | None = None,
     ) -> None:
-        """`tiering` opens the prefill side's lower tiers, given who is told what became of loads and spills."""
+        """`tiering` and `decode_tiering` open the lower tiers of either side, given who is told what became of stores,
+        loads and spills."""
         self.hub = LoopbackHub()
         self.answers: dict[RequestId, Answer] = {}
         self._waiting: list[Answer] = []
@@ -85,8 +88,11 @@ class Colocated:
         self._to_prefill: list[Any] = []
         self._to_decode: list[Any] = []
         self._from_movers: tuple[list[Any], list[Any]] = ([], [])
-        tiers = None if tiering is None else tiering(self._from_movers[0].append)
-        self._tier_mover = None if tiers is None else tiers.mover
+        tiers = [
+            None if opening is None else opening(inbox.append)
+            for opening, inbox in zip((tiering, decode_tiering), self._from_movers, strict=True)
+        ]
+        self._tier_movers = [None if one is None else one.mover for one in tiers]
         shared = {
             "fingerprint": prefill.fingerprint,
             "vocab": prefill.vocab,
@@ -95,13 +101,13 @@ class Colocated:
         }
         self.prefill = PrefillScheduler(
             prefill_config or PrefillConfig(),
-            prefill.manager(None if tiers is None else tiers.tiers),
+            prefill.manager(None if tiers[0] is None else tiers[0].tiers),
             KVSender(),
             **shared,  # type: ignore[arg-type]
         )
         self.decode = DecodeScheduler(
             config=decode_config or DecodeConfig(),
-            kv=decode.manager(),
+            kv=decode.manager(None if tiers[1] is None else tiers[1].tiers),
             receiver=KVReceiver(),
             name="decode-0",
             incarnation=DECODE,
@@ -109,8 +115,8 @@ class Colocated:
             **shared,  # type: ignore[arg-type]
         )
         self._engines = (
-            Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_mover),
-            Engine(self.decode, decode.runner, clock, self._carry_out(1)),
+            Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_movers[0]),
+            Engine(self.decode, decode.runner, clock, self._carry_out(1), self._tier_movers[1]),
         )
         transports = (
             LoopbackTransport(prefill.kv, PREFILL, self.hub),
@@ -152,9 +158,11 @@ class Colocated:
                 record=answer.record, placement=1, prefill=ADDRESS, fork_of=answer.fork_of
             )
             self._engines[1].receive([decode_events.FromRouter(LINK, place)])
-        worked = bool(offered) or (self._tier_mover is not None and self._tier_mover.run_once())
+        worked = bool(offered)
         for at, messages in enumerate((self._to_prefill, self._to_decode)):
             worked |= self._movers[at].run_once()
+            tier_mover = self._tier_movers[at]
+            worked |= tier_mover is not None and tier_mover.run_once()
             events = [*self._from_movers[at], *messages]
             self._from_movers[at].clear()
             messages.clear()
@@ -183,8 +191,9 @@ class Colocated:
     def close(self) -> None:
         for mover in self._movers:
             mover.stop()
-        if self._tier_mover is not None:
-            self._tier_mover.stop()
+        for tier_mover in self._tier_movers:
+            if tier_mover is not None:
+                tier_mover.stop()
 
     def _carry_out(self, at: int) -> Callable[[Sequence[object]], None]:
         def carry_out(commands: Sequence[object]) -> None:

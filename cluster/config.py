@@ -88,6 +88,8 @@ _MAY_BE_ZERO = frozenset(
         "decode.orphan_s",
         "prefill.tiers.host_bytes",
         "prefill.tiers.disk_bytes",
+        "decode.tiers.host_bytes",
+        "decode.tiers.disk_bytes",
     }
 )
 _SHARES = (".digest_sample", "tracing.sample")

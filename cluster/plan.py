@@ -88,10 +88,9 @@ def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[
     if not own:
         return ()
     prefill, decode = config.prefill, config.decode
-    below = prefill.tiers.host_bytes
-    return (
-        _configured("prefill", plan, asked, prefill.engine, prefill.step_limits, below),
-        _configured("decode", plan, asked, decode.engine, decode.step_limits),
+    return tuple(
+        _configured(role, plan, asked, one.engine, one.step_limits, one.tiers.host_bytes)
+        for role, one in (("prefill", prefill), ("decode", decode))
     )
 
 

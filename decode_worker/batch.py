@@ -46,6 +46,7 @@ class Batch:
         """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
         request.state, request.local_since = State.LOCAL, now
+        request.local_from = request.known
         self.local.append(request)
 
     def remove(self, request: Request) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.config import EngineConfig, StepLimits
+from engine.config import EngineConfig, StepLimits, TierConfig
 from transfer.config import TransferConfig
 
 
@@ -17,9 +17,11 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most open handoffs; past it the worker says no, and the router offers again."""
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left."""
-    preemption: Literal["recompute", "off"] = "recompute"
+    tiers: TierConfig = TierConfig()
+    preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """What happens when the pool is exhausted: the last of all requests gives its blocks away, and has its KV computed
-    again later. `off`: a request is only taken with room for its whole `max_tokens`, so that it never is."""
+    again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the cheaper for it, as
+    measured. `off`: a request is only taken with room for its whole `max_tokens`, so that it never is."""
     growth_tokens: int = 64
     """Room for so many tokens of its answer is promised to a request when it is taken, unless preemption is off."""
     orphan_s: float = 30.0

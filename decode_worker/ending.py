@@ -86,6 +86,9 @@ class Ending:
                 told += self._handoffs.abandon(request, now)
             request.state = State.ENDING
             return told
+        if state is State.LOADING:
+            request.state = State.ENDING
+            return told
         if state is State.FORKING:
             self._forks.leave(request)
         request.state = State.ENDING

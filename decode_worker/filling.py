@@ -1,5 +1,6 @@
 """How the KV of a request is filled in, by its prefill worker or here, in chunks, until it can decode. Pure.
 
+    LOADING --what a tier has is here--> handoff, or LOCAL
     handoff --every block and the first token are here--> READY
     handoff --no use in trying again--> ASKING --another worker is named--> handoff
     none is left --> LOCAL --last chunk--> READY
@@ -13,9 +14,10 @@ from decode_worker.events import Tell
 from decode_worker.forks import Forks
 from decode_worker.handoffs import MAX_ATTEMPTS, Handoffs
 from decode_worker.orphans import NOBODY
-from decode_worker.outcomes import Result
+from decode_worker.outcomes import Lifted, Result
 from decode_worker.preemption import Preemption
 from decode_worker.request import NO_PREFILL, Request, State
+from decode_worker.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.messages import NeedPrefill, PeerAddress
 
@@ -31,6 +33,8 @@ class Filling:
         handoffs: Handoffs,
         forks: Forks,
         preemption: Preemption,
+        swapping: Swapping,
+        local_chunk_tokens: int,
         name: str,
     ) -> None:
         self._kv = kv
@@ -39,6 +43,8 @@ class Filling:
         self._handoffs = handoffs
         self._forks = forks
         self._preemption = preemption
+        self._swapping = swapping
+        self._local_chunk_tokens = local_chunk_tokens
         self._name = name
 
     def begin(self, request: Request, now: float) -> list[Result]:
@@ -47,6 +53,25 @@ class Filling:
             self.here(request, now)
             return []
         return self._handoffs.begin(request, now)
+
+    def lifted(self, event: Lifted, now: float) -> list[Result]:
+        """What a tier had of it is here: have the rest filled in."""
+        request, have_tokens = event.request, event.request.have_blocks * self._kv.block_size
+        missing = len(request.tokens) - have_tokens
+        if request.preempted_at is None:
+            request.decode_cached_tokens = min(have_tokens, request.record.prompt_tokens)
+            return self.begin(request, now)
+        self._swapping.lifted(event.blocks, event.seconds, event.is_whole)
+        here = not request.prefill.name or missing <= self._local_chunk_tokens
+        if not event.is_whole:
+            request.way = "here" if here else "pool"
+        if not here:
+            return self.begin(request, now)
+        self._kv.landed(request.lease)
+        request.known, request.arrived = have_tokens, True
+        self._kv.commit(request.lease, request.tokens[:have_tokens])
+        self._batch.add_local(request, now)
+        return []
 
     def here(self, request: Request, now: float) -> None:
         """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
@@ -79,6 +104,13 @@ class Filling:
         request.clock.enter("decode_queue", now)
         here = self._name if request.local_since is not None else request.prefill.name
         request.prefilled_by = request.prefilled_by or here
+        if request.local_since is not None:
+            self._swapping.costs.computed(
+                request.known - request.local_from, now - request.local_since
+            )
+        else:
+            missing = len(request.tokens) - request.have_blocks * self._kv.block_size
+            self._swapping.costs.fetched(missing, now - request.sought)
         self._preemption.back(request, now)
         self._batch.add_ready(request, now)
         self.fork(request, now)

@@ -33,6 +33,15 @@ class Freed(msgspec.Struct, frozen=True):
     request: Request
 
 
+class Lifted(msgspec.Struct, frozen=True):
+    """A load out of a tier has ended: `blocks` are here after `seconds`, all that were found or not."""
+
+    request: Request
+    blocks: int
+    seconds: float
+    is_whole: bool
+
+
 class Over(msgspec.Struct, frozen=True):
     """Nobody wants it any more."""
 
@@ -46,5 +55,5 @@ class Drawn(msgspec.Struct, frozen=True):
     token: int
 
 
-Outcome = Landed | Unserved | Hopeless | Freed | Over | Drawn
+Outcome = Landed | Unserved | Hopeless | Freed | Lifted | Over | Drawn
 Result = Command | ConnectPeer | Tell | Outcome

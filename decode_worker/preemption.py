@@ -4,6 +4,7 @@
     PREEMPTED --room--> handoff: its tokens so far are a new prompt for its prefill worker
                     --> LOCAL: little is missing, or there is no prefill worker
                     --> FORKING: a sample of the same prompt is being fetched: wait for it, and share
+                    --> LOADING: its blocks were copied to host memory, and are copied back
 
 All requests of a worker stand in one order: higher priority first, then older first, samples of one prompt together.
 Room is made for each in that order and taken from the end, the samples of another prompt as a group. So the first of
@@ -25,9 +26,9 @@ from engine.types import RequestRecord
 
 YIELDING = frozenset({State.READY, State.RUNNING, State.LOCAL, State.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""
-WAYS = ("pool", "here", "shared")
+WAYS = ("pool", "here", "shared", "swap")
 """How the KV of a preempted request comes back: computed on the prefill pool, computed here, from a sample of its
-prompt that is fetched at the same time."""
+prompt that is fetched at the same time, from a lower tier."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.kv.manager import Lease
+from engine.kv.stashes import Stash
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
 from engine.types import Incarnation, RequestRecord
@@ -23,6 +24,8 @@ class State(StrEnum):
     """An attempt failed; copies of ours may still be under way."""
     ASKING = "asking"
     """The router is asked for another prefill worker."""
+    LOADING = "loading"
+    """Its next blocks come out of a lower tier (`decode_worker.loading`)."""
     LOCAL = "local"
     """Prefilled here, in chunks."""
     READY = "ready"
@@ -34,8 +37,10 @@ class State(StrEnum):
     ENDING = "ending"
 
 
-FETCHING = frozenset({State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING})
-"""A prefill worker has the request's prompt, or is looked for."""
+FETCHING = frozenset(
+    {State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING, State.LOADING}
+)
+"""A prefill worker has the request's prompt, or is looked for; or a tier has it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -81,11 +86,15 @@ class Request:
     orphan_until: float = float("inf")
     """Finite while it has no router: see `decode_worker.orphans`."""
     local_since: float | None = None
+    local_from: int = 0
+    """Tokens that were known when it began to be computed here."""
     prefilled_by: str = ""
     """Who has prefilled its prompt, once that is here."""
     preempted_at: float | None = None
     way: str = ""
     lost_tokens: int = 0
+    stash: Stash | None = None
+    """Of its blocks, while it is preempted and was swapped."""
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
     migrated_blocks: int = 0

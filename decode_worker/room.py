@@ -1,6 +1,8 @@
 """Room in the pool for those that run, taken from those that stand behind them, and given back. Pure.
 
-Who gives way to whom is the business of `decode_worker.preemption`; here it is done.
+Who gives way to whom is the business of `decode_worker.preemption`; here it is done. Blocks that are copied to host
+memory can be had when the copies have ended: who wants them waits for that, without a row in the step, and nobody else
+gives way for it meanwhile.
 """
 
 from collections.abc import Mapping
@@ -12,9 +14,11 @@ from decode_worker.config import DecodeConfig
 from decode_worker.filling import Filling
 from decode_worker.forks import Forks
 from decode_worker.handoffs import Handoffs
+from decode_worker.loading import Loading
 from decode_worker.outcomes import Result
 from decode_worker.preemption import Preemption, order
 from decode_worker.request import FETCHING, Request, State
+from decode_worker.swapping import Swapping
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestId
 
@@ -33,6 +37,8 @@ class Room:
         forks: Forks,
         admission: Admission,
         preemption: Preemption,
+        swapping: Swapping,
+        loading: Loading,
         filling: Filling,
     ) -> None:
         self._config = config
@@ -44,6 +50,8 @@ class Room:
         self._forks = forks
         self._admission = admission
         self._preemption = preemption
+        self._swapping = swapping
+        self._loading = loading
         self._filling = filling
 
     # taken
@@ -51,12 +59,15 @@ class Room:
     def make(self, now: float) -> bool:
         """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
         anybody has: others that are ready may take their rows."""
-        before = self._preemption.preempted.total()
+        before, awaited = self._preemption.preempted.total(), 0
         for request in sorted(self._batch.running, key=order):
             if request.state is not State.RUNNING:
                 continue  # it has given way to one before it
             wants = self._beams.wants(request)
-            while sum(short for _, short in wants) > self._kv.available:
+            while (short := sum(more for _, more in wants)) > self._kv.available:
+                if awaited + short <= self._kv.available + self._swapping.freeing:
+                    awaited += short
+                    break
                 victims = self._preemption.victims(
                     request, self._requests.values(), self._forks.waiting
                 )
@@ -64,12 +75,13 @@ class Room:
                 if not victims or request in victims:
                     break
             else:
-                for lease, short in wants:
-                    self._kv.grow(lease, short)
+                for lease, more in wants:
+                    self._kv.grow(lease, more)
         return self._preemption.preempted.total() > before
 
     def preempt(self, victims: list[Request], now: float) -> None:
-        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed."""
+        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed, and
+        in host memory, where it is swapped."""
         for request in victims:
             if request.state is State.FORKING:
                 self._forks.leave(request)
@@ -77,6 +89,7 @@ class Room:
             self._beams.drop(request)
             if request.arrived:
                 self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
+                self._swapping.out(request)
             self._kv.release(request.lease)
             request.lease = self.nothing(request)
             self._preemption.add(request, now)
@@ -90,6 +103,7 @@ class Room:
     def leave(self, request: Request) -> None:
         """It is over: it wants no room any more."""
         self._preemption.remove(request)
+        self._swapping.drop(request)
 
     # given back
 
@@ -107,8 +121,11 @@ class Room:
         """Get the KV of a preempted request back; None where there is no room for it yet."""
         record, tokens = request.record, request.tokens
         # Who runs wants its next block soon: to take it away would preempt this request again.
-        spare = len(self._batch.running)
-        parent = self._fetched_sample(request)
+        spare = max(len(self._batch.running), self._shortage)
+        mate = self._fetched_sample(request)
+        if mate is not None and request.stash is not None:
+            return None  # what they share is on its way: to fetch it twice would take room twice
+        parent = None if mate is None else self._forks.parent(record, mate)
         if parent is not None:
             room_tokens = self._admission.room_tokens(record, len(tokens))
             lease = self._forks.promise(record, room_tokens, spare)
@@ -119,25 +136,47 @@ class Room:
             self._forks.wait(request, parent)
             return []
         missing = len(tokens) - self._kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
-        here = not request.prefill.name or missing <= self._config.local_chunk_tokens
-        if not here and len(self._handoffs) >= self._config.max_handoffs:
+        # What was copied is copied back, unless all of it is here still.
+        size, few = self._kv.block_size, self._config.local_chunk_tokens
+        lifts = missing > (few if request.stash is None else size) and self._swapping.looks_up(request)
+        here = not request.prefill.name or missing <= few
+        under_way = len(self._handoffs) + len(self._loading)
+        if not here and under_way >= self._config.max_handoffs:
             return None
-        lease = self._admission.acquire(record, tokens, migrating=not here, spare=spare)
+        lease = self._admission.acquire(record, tokens, migrating=lifts or not here, spare=spare)
         if lease is None:
             return None
         self._preemption.remove(request)
         request.seek(lease, "here" if here else "pool", now)
-        request.have_blocks = lease.cached_tokens // self._kv.block_size
+        request.have_blocks = lease.cached_tokens // size
+        costs = self._swapping.costs
+        costs.resumed(len(tokens) - 1, request.lost_tokens)
+        if lifts:
+            speed = costs.tokens_per_s(here) if request.stash is None else None
+            found = self._loading.find(lease, tokens, speed)
+            if found is not None:
+                request.way = "swap"
+                self._loading.begin(request, found)
+        self._swapping.drop(request)
+        if request.state is State.LOADING:
+            return []
         if not here:
             return self._filling.begin(request, now)
+        self._kv.landed(lease)
         request.known, request.arrived = lease.cached_tokens, True
         self._batch.add_local(request, now)
         return []
 
+    @property
+    def _shortage(self) -> int:
+        """Blocks that those who run want now."""
+        wants = [want for request in self._batch.running for want in self._beams.wants(request)]
+        return sum(short for _, short in wants)
+
     def _fetched_sample(self, request: Request) -> Request | None:
-        """Another sample of its prompt that is being fetched now, which it can share."""
+        """Another sample of its prompt that is being fetched now."""
         group = request.record.group
         for other in self._requests.values():
             if group and other.record.group == group and other.state in FETCHING:
-                return self._forks.parent(request.record, other)
+                return other
         return None

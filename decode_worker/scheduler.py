@@ -6,7 +6,8 @@
     a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it
     any state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way
     a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.departures` owns
-    the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL or FORKING again
+    the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL, FORKING or LOADING
+    a lower tier has some of its blocks: LOADING --they are here--> handoff or LOCAL
 
 It is decided in parts, whose results are acted on here:
 
@@ -14,6 +15,7 @@ It is decided in parts, whose results are acted on here:
     filling, handoffs, forks    how the KV of a request gets here
     batch, beams                what a step holds
     room, preemption            who gives way when the pool is exhausted, and comes back
+    swapping, costs, loading    what is copied to lower tiers, and comes back from them
     departures                  what goes on elsewhere
     routers, orphans            whose a request is
     ending                      what becomes of its blocks
@@ -42,15 +44,18 @@ from decode_worker.events import (
 from decode_worker.filling import Filling
 from decode_worker.forks import Forks
 from decode_worker.handoffs import Handoffs
+from decode_worker.loading import Loading
 from decode_worker.orphans import NOBODY, Orphans
 from decode_worker.outcomes import Drawn as TokenDrawn
-from decode_worker.outcomes import Freed, Hopeless, Landed, Over, Result, Unserved
+from decode_worker.outcomes import Freed, Hopeless, Landed, Lifted, Over, Result, Unserved
 from decode_worker.preemption import Preemption, Resumed
 from decode_worker.request import Migrated, Request, State
 from decode_worker.room import Room
 from decode_worker.routers import Routers
+from decode_worker.swapping import Swapping
 from decode_worker.taking import Taking
 from engine.kv.manager import KVCacheManager
+from engine.kv.tier_io import Loaded, Spilled, Stored, TierEvent
 from engine.messages import (
     Cancel,
     Ended,
@@ -88,14 +93,14 @@ from transfer.sender import KVSender
 
 OfSource = PeerUp | PeerDown | FromPeer | Received
 OfReader = ReaderEvent | Posted | Sent
-Event = FromRouter | RouterLost | OfSource | OfReader | Leave
+Event = FromRouter | RouterLost | OfSource | OfReader | Leave | TierEvent
 Command = TransferCommand | Tell | ConnectPeer
 
 
 @dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests`, `leaving`, what is counted, and what `kv`, `batch`,
-    `beams`, `handoffs`, `departures`, `forks`, `preemption` and `orphans` own; `filling`, `room`, `ending` and
+    """Mutable state, all of it: `_requests`, `leaving`, what is counted, and what `kv`, `batch`, `beams`, `handoffs`,
+    `departures`, `forks`, `loading`, `preemption`, `swapping` and `orphans` own; `filling`, `room`, `ending` and
     `routers` change these and keep nothing, `taking` counts. Owner: the engine thread."""
 
     config: DecodeConfig
@@ -116,6 +121,8 @@ class DecodeScheduler:
     departures: Departures = field(init=False)
     forks: Forks = field(init=False)
     orphans: Orphans = field(init=False)
+    loading: Loading = field(init=False)
+    swapping: Swapping = field(init=False)
     filling: Filling = field(init=False)
     room: Room = field(init=False)
     ending: Ending = field(init=False)
@@ -141,6 +148,8 @@ class DecodeScheduler:
         self.departures = Departures(self.kv, self.fingerprint)
         self.forks = Forks(self.kv)
         self.orphans = Orphans(config.orphan_s)
+        self.loading = Loading(self.kv)
+        self.swapping = Swapping(config, self.kv)
         self.filling = Filling(
             self.kv,
             self.batch,
@@ -148,6 +157,8 @@ class DecodeScheduler:
             self.handoffs,
             self.forks,
             self.preemption,
+            self.swapping,
+            config.local_chunk_tokens,
             self.name,
         )
         self.room = Room(
@@ -160,6 +171,8 @@ class DecodeScheduler:
             self.forks,
             self.admission,
             self.preemption,
+            self.swapping,
+            self.loading,
             self.filling,
         )
         self.ending = Ending(
@@ -185,10 +198,12 @@ class DecodeScheduler:
             self.kv,
             self.handoffs,
             self.forks,
+            self.loading,
             self.orphans,
             self.admission,
             self.preemption,
             self.filling,
+            self.swapping.costs,
             self.name,
         )
 
@@ -200,7 +215,8 @@ class DecodeScheduler:
     def is_idle(self) -> bool:
         """Nothing is held for anybody, nobody reads or is read from, and no router is to be told of an end."""
         held = self._requests or len(self.handoffs) or len(self.departures)
-        return not (held or self.orphans.is_untold)
+        copied = len(self.loading) or self.swapping.under_way
+        return not (held or copied or self.orphans.is_untold)
 
     @property
     def running_requests(self) -> int:
@@ -266,12 +282,25 @@ class DecodeScheduler:
                 return self._settle(self.handoffs.peer_down(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
                 return [*self.departures.handle(event, now)]
+            case Stored() | Loaded() | Spilled():
+                return self._moved(event, now)
             case Leave():
                 self.leaving = True
                 return []
             case RouterLost(link):
                 return self._settle(self.routers.lost(link, now), now)
         raise TypeError(f"not an event: {event!r}")
+
+    def _moved(self, event: TierEvent, now: float) -> list[Command]:
+        """Copies to a lower tier, or from one, have ended."""
+        assert self.kv.tiers is not None
+        self.kv.tiers.handle(event)
+        match event:
+            case Stored():
+                self.swapping.stored(event, list(self._requests.values()))
+            case Loaded():
+                return self._settle(self.loading.loaded(event), now)
+        return []
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
@@ -311,6 +340,8 @@ class DecodeScheduler:
                     late = fault.code == "DEADLINE_EXCEEDED"
                     reason = FinishReason.DEADLINE if late else FinishReason.ERROR
                     commands += self._end(request, reason, now, fault)
+                case Lifted():
+                    commands += self._settle(self.filling.lifted(result, now), now)
                 case Freed(request):
                     commands += self._settle(self.ending.release(request, now), now)
                 case Over(request):
@@ -462,6 +493,8 @@ class DecodeScheduler:
         self.batch.check(list(self._requests.values()))
         self.beams.check(list(self._requests.values()))
         self.preemption.check(list(self._requests.values()))
+        self.swapping.check(list(self._requests.values()))
+        self.loading.check({r for r in self._requests.values() if r.state is State.LOADING})
         for request in self._requests.values():
             assert not request.lease.released and request.state is not State.ENDING
             assert (request.link == NOBODY) == (request.orphan_until < float("inf"))

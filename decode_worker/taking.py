@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 from decode_worker.admission import Admission
 from decode_worker.config import DecodeConfig
+from decode_worker.costs import Costs
 from decode_worker.events import Tell
 from decode_worker.filling import Filling
 from decode_worker.forks import Forks, shared_tokens
 from decode_worker.handoffs import Handoffs
+from decode_worker.loading import Loading
 from decode_worker.orphans import Orphans
 from decode_worker.outcomes import Over, Result
 from decode_worker.preemption import Preemption
@@ -32,10 +34,12 @@ class Taking:
         kv: KVCacheManager,
         handoffs: Handoffs,
         forks: Forks,
+        loading: Loading,
         orphans: Orphans,
         admission: Admission,
         preemption: Preemption,
         filling: Filling,
+        costs: Costs,
         name: str,
     ) -> None:
         self._config = config
@@ -43,10 +47,12 @@ class Taking:
         self._kv = kv
         self._handoffs = handoffs
         self._forks = forks
+        self._loading = loading
         self._orphans = orphans
         self._admission = admission
         self._preemption = preemption
         self._filling = filling
+        self._costs = costs
         self._name = name
         self._accepted = 0
 
@@ -82,7 +88,12 @@ class Taking:
         request.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
         yield Tell(link, Accepted(name, message.placement, cached_tokens))
         if parent is None:
-            yield from self._filling.begin(request, now)
+            speed = self._costs.tokens_per_s(here=not request.prefill.name)
+            found = self._loading.find(lease, request.tokens, speed)
+            if found is None:
+                yield from self._filling.begin(request, now)
+            else:
+                self._loading.begin(request, found)
             return
         self._forks.wait(request, parent)
         if parent.state in (State.READY, State.RUNNING):
@@ -100,7 +111,7 @@ class Taking:
         if parent is not None:
             room_tokens = self._admission.room_tokens(record, len(record.tokens))
             return self._forks.promise(record, room_tokens)
-        if len(self._handoffs) >= self._config.max_handoffs:
+        if len(self._handoffs) + len(self._loading) >= self._config.max_handoffs:
             return None
         return self._admission.acquire(record, record.tokens)
 

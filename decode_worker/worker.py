@@ -22,6 +22,7 @@ from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
 from engine.device_memory import device_memory
+from engine.kv.tier_io import Loaded, Spilled, Stored, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     Ended,
@@ -36,12 +37,14 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.tiering import open_tiers
 from engine.types import Incarnation, host_port
 from telemetry import tracing
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
+from telemetry.tier_metrics import TierMetrics
 from transfer.commands import (
     Emit,
     Leave,
@@ -95,16 +98,19 @@ class DecodeWorker:
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._s_per_block: dict[str, float] = {}
+        self._tier_metrics: TierMetrics | None = None
         self._journal = Journal(name, tracing.current())
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
-        device = open_device(self._config.engine, self._config.step_limits)
+        config = self._config
+        device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
         self._device = device
         self._closers.append(device.kv.close)
+        tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = DecodeScheduler(
-            config=self._config,
-            kv=device.manager(),
+            config=config,
+            kv=device.manager(None if tiering is None else tiering.tiers),
             receiver=KVReceiver(),
             name=self.name,
             incarnation=self._incarnation,
@@ -114,7 +120,13 @@ class DecodeWorker:
             stop_ids=device.stop_ids,
             block_bytes=device.layout.block_bytes,
         )
-        self._engine = Engine(self._scheduler, device.runner, time.monotonic, self._publish)
+        tier_mover = None if tiering is None else tiering.mover
+        self._engine = Engine(
+            self._scheduler, device.runner, time.monotonic, self._publish, tier_mover
+        )
+        if tier_mover is not None:
+            tier_mover.start()
+            self._closers.append(tier_mover.stop)
         self._transports = open_transports(
             device.kv, self._incarnation, self._config.transfer, self._host
         )
@@ -139,6 +151,8 @@ class DecodeWorker:
             cast("Nccl | None", self._transports.get("nccl")),
         )
         self._closers.append(self._metrics.close)
+        if tiering is not None:
+            self._tier_metrics = TierMetrics(self._metrics.families)
         self._auditor = Auditor(
             {"kv": self._scheduler.kv, "scheduler": self._scheduler},
             time.monotonic,
@@ -282,8 +296,10 @@ class DecodeWorker:
                 return (RouterLost(link),)
             case Unreachable(peer, error):
                 return self._peers.drop(peer, f"its memory cannot be reached: {error}")
-            case MoverDied(error):
-                raise RuntimeError(f"the transfer thread has died: {error}")
+            case Stored() | Loaded() | Spilled():
+                return (item,)
+            case MoverDied(error) | TiersDied(error):
+                raise RuntimeError(f"a thread that moves KV has died: {error}")
         raise TypeError(f"not an item: {item!r}")
 
     def _router_frame(self, link: int, data: bytes) -> list[Event]:
@@ -373,6 +389,8 @@ class DecodeWorker:
         for since in scheduler.departures.take_quarantined():
             metrics.quarantined(now - since)
         done, scrapped = self._mover.digests, self._mover.scrapped_bytes
+        if self._tier_metrics is not None and scheduler.kv.tiers is not None:
+            self._tier_metrics.seen(scheduler.kv.tiers)
         metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
 
     def _load(self, evicted: list[bytes]) -> Load:

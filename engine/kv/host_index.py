@@ -2,6 +2,7 @@
 
     free slot --put--> idle, in the line --pin--> pinned --last unpin--> idle
     idle --the first in line gives way to a newcomer--> forgotten
+    pinned --spoil--> pinned until the last unpin, and then free: its content is not what it should be
 
 The line is least recently used first. A pinned slot is in nobody's way: it is being read, or kept for somebody.
 """
@@ -13,7 +14,7 @@ from engine.kv.tier_io import Slot
 
 
 class HostIndex:
-    """Mutable state, all of it: `_free`, `_slots`, the line `_idle` and `_pins`."""
+    """Mutable state, all of it: `_free`, `_slots`, the line `_idle`, `_pins` and `_spoilt`."""
 
     def __init__(self, slots: int) -> None:
         self.total = slots
@@ -21,6 +22,7 @@ class HostIndex:
         self._slots: dict[bytes, Slot] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._pins: dict[bytes, int] = {}
+        self._spoilt: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -63,14 +65,26 @@ class HostIndex:
         self._pins[identity] = self._pins.get(identity, 0) + 1
         return self._slots[identity]
 
-    def unpin(self, identity: bytes, *, first: bool = False) -> None:
-        """Back into the line, once nobody pins it: last, or `first` to give way."""
+    def unpin(self, identity: bytes, *, first: bool = False) -> bool:
+        """Back into the line, once nobody pins it: last, or `first` to give way. Returns whether it is gone instead:
+        it was spoilt."""
         self._pins[identity] -= 1
-        if not self._pins[identity]:
-            del self._pins[identity]
-            self._idle[identity] = None
-            if first:
-                self._idle.move_to_end(identity, last=False)
+        if self._pins[identity]:
+            return False
+        del self._pins[identity]
+        if identity in self._spoilt:
+            self._spoilt.remove(identity)
+            self._free.append(self._slots.pop(identity))
+            return True
+        self._idle[identity] = None
+        if first:
+            self._idle.move_to_end(identity, last=False)
+        return False
+
+    def spoil(self, identity: bytes) -> None:
+        """A pinned block is not whole."""
+        assert identity in self._pins
+        self._spoilt.add(identity)
 
     def oldest(self, count: int) -> list[bytes]:
         """At most `count` idle blocks, the first in line first."""
@@ -83,6 +97,7 @@ class HostIndex:
         assert not self._idle.keys() & self._pins.keys()
         assert self._idle.keys() | self._pins.keys() == self._slots.keys()
         assert all(count > 0 for count in self._pins.values())
+        assert self._spoilt <= self._pins.keys()
 
     def __repr__(self) -> str:
         return f"HostIndex({len(self)} of {self.total}, {len(self._pins)} pinned)"

@@ -98,7 +98,7 @@ class SegmentFolder:
             return False
         finally:
             os.close(file)
-        return entry == _ENTRY.pack(identity, _digest(into, identity))
+        return entry == _ENTRY.pack(identity, block_digest(into, identity))
 
     def drop(self, number: int) -> None:
         """Raises OSError where the disk will not have it; a segment that is not there is no error."""
@@ -115,7 +115,7 @@ class SegmentFolder:
 
     def _header(self, identities: Sequence[bytes], blocks: Sequence[memoryview]) -> bytes:
         entries = b"".join(
-            _ENTRY.pack(ident, _digest(block, ident))
+            _ENTRY.pack(ident, block_digest(block, ident))
             for ident, block in zip(identities, blocks, strict=True)
         )
         fixed = (MAGIC, self._kind, self._block_bytes, len(identities))
@@ -140,7 +140,8 @@ class SegmentFolder:
         return tuple(ident for ident, _ in _ENTRY.iter_unpack(entries))
 
 
-def _digest(block: memoryview, identity: bytes) -> int:
+def block_digest(block: memoryview, identity: bytes) -> int:
+    """XXH3-64 of a block's bytes, bound to what they are."""
     whole = xxhash.xxh3_64(block)
     whole.update(identity)
     return whole.intdigest()

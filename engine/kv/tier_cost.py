@@ -23,9 +23,9 @@ class TierCost:
     def measured(self, host_blocks: int, host_s: float, disk_blocks: int, disk_s: float) -> None:
         """A load has taken so long for so many blocks of each tier."""
         if host_blocks:
-            self.host_s = _mean(self.host_s, host_s / host_blocks)
+            self.host_s = mean(self.host_s, host_s / host_blocks)
         if disk_blocks:
-            self.disk_s = _mean(self.disk_s, disk_s / disk_blocks)
+            self.disk_s = mean(self.disk_s, disk_s / disk_blocks)
 
     def worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> int:
         """How many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
@@ -42,5 +42,6 @@ class TierCost:
         return best
 
 
-def _mean(known: float, latest: float) -> float:
+def mean(known: float, latest: float) -> float:
+    """The running mean after the newest measurement; `known` 0.0: there was none."""
     return latest if known == 0.0 else known + NEWEST * (latest - known)

@@ -32,6 +32,17 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """Copy device blocks into host memory beside the engine, and keep a digest of each. Whoever asks holds the blocks
+    until it is answered, by `Stored`."""
+
+    number: int
+    identities: tuple[bytes, ...]
+    blocks: tuple[BlockId, ...]
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Copy blocks into device blocks, in order, up to the first that is not whole. Answered by `Loaded`."""
 
@@ -55,6 +66,16 @@ class Drop:
     """Remove a segment's file."""
 
     segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """All blocks of a store, so many, are in host memory, after so many seconds; or `error` says why they are not."""
+
+    number: int
+    blocks: int
+    seconds: float
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +104,5 @@ class TiersDied:
     error: str
 
 
-TierCommand = Save | Load | Spill | Drop
-TierEvent = Loaded | Spilled
+TierCommand = Save | Store | Load | Spill | Drop
+TierEvent = Stored | Loaded | Spilled

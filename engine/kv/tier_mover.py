@@ -1,6 +1,7 @@
 """Moves the bytes of the lower tiers. Saves are made at once, by the engine's own thread, before the device blocks that
-they copy are written again: one copy in memory each. All else happens in a thread of its own, loads first, with calls
-that release the GIL; the engine never waits for the disk.
+they copy are written again: one copy in memory each. All else happens in a thread of its own, with calls that release
+the GIL; the engine never waits for the disk. Stores go first: somebody waits for the blocks that they read. What was
+stored has a digest, of the bytes on the device where the CPU sees them, which is compared when it is loaded.
 """
 
 import itertools
@@ -15,16 +16,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv.segments import SegmentFolder
+from engine.kv.segments import SegmentFolder, block_digest
 from engine.kv.tier_io import (
     Drop,
     Load,
     Loaded,
     OnDisk,
+    Place,
     Save,
     Slot,
     Spill,
     Spilled,
+    Store,
+    Stored,
     TierCommand,
     TierEvent,
     TiersDied,
@@ -33,8 +37,10 @@ from engine.types import BlockId
 
 log = logging.getLogger(__name__)
 
-_STOP, _LOAD, _DROP, _SPILL = range(4)
-_URGENCY = {Load: _LOAD, Drop: _DROP, Spill: _SPILL}
+NO_DIGEST = -1
+"""No block has it: what was not stored whole is never loaded as if it were."""
+_STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
+_URGENCY = {Store: _STORE, Load: _LOAD, Drop: _DROP, Spill: _SPILL}
 
 
 class DeviceMemory(Protocol):
@@ -75,6 +81,8 @@ class TierMover:
         if device.memory.device.type != "cpu":
             self._staging = HostMemory(1, device.memory.shape[1], pinned=True)
         self._on_event = on_event
+        self._digests: dict[Slot, int] = {}
+        """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
@@ -83,6 +91,7 @@ class TierMover:
         """Make the copies among the commands, before anybody hears that their device blocks are handed out anew."""
         for command in commands:
             if isinstance(command, Save):
+                self._digests.pop(command.slot, None)
                 self._host.memory[command.slot.index].copy_(self._device.memory[command.block])
 
     def submit(self, commands: Iterable[TierCommand]) -> None:
@@ -124,6 +133,8 @@ class TierMover:
 
     def _do(self, command: TierCommand) -> None:
         match command:
+            case Store():
+                self._on_event(self._store(command))
             case Load():
                 self._on_event(self._load(command))
             case Spill(segment, identities, slots):
@@ -142,18 +153,42 @@ class TierMover:
                 except OSError as error:  # the next life finds it, and takes it over
                     log.warning("segment %d of the disk tier stays where it is: %s", segment, error)
 
+    def _store(self, store: Store) -> Stored:
+        started_s = time.perf_counter()
+        try:
+            for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
+                self._host.memory[slot.index].copy_(self._device.memory[block])
+                seen = self._host.block(slot) if self._staging else self._device.block(block)
+                self._digests[slot] = block_digest(seen, ident)
+        except RuntimeError as error:  # torch's, of a device that would not be read
+            log.warning("KV blocks could not be stored: %s", error)
+            self._digests.update(dict.fromkeys(store.slots, NO_DIGEST))
+            return Stored(store.number, 0, 0.0, str(error))
+        return Stored(store.number, len(store.blocks), time.perf_counter() - started_s)
+
     def _load(self, load: Load) -> Loaded:
         seconds = {Slot: 0.0, OnDisk: 0.0}
         for count, (ident, place, target) in enumerate(
             zip(load.identities, load.places, load.targets, strict=True)
         ):
             started_s = time.perf_counter()
-            if isinstance(place, Slot):
-                self._device.memory[target].copy_(self._host.memory[place.index])
-            elif not self._read(place, ident, target):
+            if not self._fill(target, ident, place):
                 return Loaded(load.number, count, seconds[Slot], seconds[OnDisk])
             seconds[type(place)] += time.perf_counter() - started_s
         return Loaded(load.number, len(load.places), seconds[Slot], seconds[OnDisk])
+
+    def _fill(self, target: BlockId, ident: bytes, place: Place) -> bool:
+        """False: there is no such block, or it is not whole."""
+        if isinstance(place, Slot):
+            return self._lift(place, ident, target)
+        return self._read(place, ident, target)
+
+    def _lift(self, slot: Slot, ident: bytes, target: BlockId) -> bool:
+        self._device.memory[target].copy_(self._host.memory[slot.index])
+        if slot not in self._digests:
+            return True
+        seen = self._host.block(slot) if self._staging else self._device.block(target)
+        return block_digest(seen, ident) == self._digests[slot]
 
     def _read(self, place: OnDisk, ident: bytes, target: BlockId) -> bool:
         if self._folder is None:

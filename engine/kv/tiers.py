@@ -1,13 +1,16 @@
 """What lies below the device: a host tier, and below it a disk tier, as an index of block identities. Pure.
 
     device cache --evicted: Save--> host --the oldest, ahead of time: Spill--> disk --segment dropped--> forgotten
+                 --kept: Store---->
                  <------Load------       <----------------Load----------------
 
 Whole blocks only. They are found by identity, which chains tokens, namespace and model: a tenant finds in a tier what
 it finds on the device, its own. A block that is loaded stays in its tier, so that evicting it again costs no copy.
 
 A `Save` is carried out before the device block is written again: what the index knows is there, or will be before
-anybody looks. Loads and spills take their time; what they read is pinned. The engine never waits for the disk: the
+anybody looks. Stores, loads and spills take their time; what they read is pinned, or held, and what a store has not
+written yet nobody finds. What is stored is kept for somebody (`engine.kv.stashes`), and has a digest: if it turns out
+not to be whole when it is loaded, it is lost, like a torn block on disk. The engine never waits for the disk: the
 oldest blocks of the host tier are written ahead, and when that falls behind they are lost to the disk tier.
 
 A disk that fails once, above all for being full, is given up, files and all, for the life of the process.
@@ -27,8 +30,11 @@ from engine.kv.tier_io import (
     OnDisk,
     Place,
     Save,
+    Slot,
     Spill,
     Spilled,
+    Store,
+    Stored,
     TierCommand,
     TierEvent,
 )
@@ -41,8 +47,8 @@ AHEAD_SEGMENTS = 8
 
 
 class Tiers:
-    """Mutable state, all of it: the two indexes, `cost`, `counts`, loads and the spill under way, and what the shell
-    is to be told. Owner: the engine thread."""
+    """Mutable state, all of it: the two indexes, `cost`, `counts`, loads, stores and the spill under way, and what
+    the shell is to be told. Owner: the engine thread."""
 
     def __init__(self, host_blocks: int, block_bytes: int, disk_bytes: int = 0) -> None:
         """`disk_bytes` 0: no disk tier. Raises ValueError for a disk tier without a host tier of four blocks."""
@@ -58,6 +64,9 @@ class Tiers:
         self._segment_blocks = min(SEGMENT_BLOCKS, max(1, host_blocks // 4))
         self._ahead_blocks = min(AHEAD_SEGMENTS * self._segment_blocks, host_blocks // 2)
         self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._storing: dict[bytes, int] = {}
+        """By identity, in which store."""
         self._spill: Spill | None = None
         self._numbers = 0
         self._saving: list[bytes] = []
@@ -79,19 +88,38 @@ class Tiers:
         if ident in self.host:
             self.host.touch(ident)
             return True
-        slot, forgotten = self.host.put(ident)
+        slot = self._put(ident)
         if slot is None:
             return self._is_on_disk(ident)
-        if forgotten is not None:
-            self.counts.evicted["host"] += 1
-            self._forget([forgotten])
         # Until the shell has copied it, nobody else may have the slot.
-        self.host.pin(ident)
         self._saving.append(ident)
         self._commands.append(Save(block, slot))
         self.counts.saved_blocks += 1
         self._spill_ahead()
         return True
+
+    def keep(self, identities: Sequence[bytes], blocks: Sequence[BlockId]) -> set[int] | None:
+        """Pin these in host memory until `unkeep`, and copy down those that are not there from the device blocks, which
+        must be held until all of the returned stores have ended. None where there is no room: nothing has changed."""
+        here = [ident for ident in identities if ident in self.host]
+        for ident in here:
+            self.host.pin(ident)
+        new = [pair for pair in zip(identities, blocks, strict=True) if pair[0] not in self.host]
+        if len(new) > self.host.room:
+            self.unkeep(here)
+            return None
+        if new:
+            slots = [self._put(ident) for ident, _ in new]
+            self._numbers += 1
+            idents, sources = zip(*new, strict=True)
+            store = Store(self._numbers, idents, sources, tuple(slot for slot in slots if slot))
+            self._stores[store.number] = store
+            self._storing.update(dict.fromkeys(idents, store.number))
+            self._commands.append(store)
+        return {self._storing[ident] for ident in identities if ident in self._storing}
+
+    def unkeep(self, identities: Iterable[bytes]) -> None:
+        self._forget([ident for ident in identities if self.host.unpin(ident)])
 
     def adopt(self, segments: Iterable[tuple[int, int, Sequence[bytes]]]) -> None:
         """Take over what an earlier life left on disk: (number, bytes, identities), the oldest first."""
@@ -123,7 +151,7 @@ class Tiers:
         found: list[bytes] = []
         for at in range(start, limit - block_size + 1, block_size):
             parent = identity.extend(parent, tokens[at : at + block_size])
-            if parent not in self:
+            if parent not in self or parent in self._storing:
                 break
             found.append(parent)
         return found
@@ -140,7 +168,7 @@ class Tiers:
     def unpin(self, places: Iterable[Place], identities: Iterable[bytes]) -> None:
         for place, ident in zip(places, identities, strict=True):
             if not isinstance(place, OnDisk):
-                self.host.unpin(ident)
+                self.unkeep([ident])
             elif self.disk is not None:
                 self.disk.unpin(place.segment)
 
@@ -169,6 +197,8 @@ class Tiers:
 
     def handle(self, event: TierEvent) -> None:
         match event:
+            case Stored():
+                self._stored(event)
             case Loaded():
                 self._loaded(event)
             case Spilled(segment, error):
@@ -176,20 +206,31 @@ class Tiers:
                 spill, self._spill = self._spill, None
                 self._spilled(spill, error)
 
+    def _stored(self, event: Stored) -> None:
+        store = self._stores.pop(event.number)
+        for ident in store.identities:
+            del self._storing[ident]
+            if event.error:
+                self.host.spoil(ident)
+        if not event.error:
+            self.counts.saved_blocks += len(store.identities)
+            self._spill_ahead()
+
     def _loaded(self, event: Loaded) -> None:
         load = self._loads.pop(event.number)
-        self.unpin(load.places, load.identities)
         whole = load.places[: event.blocks]
         disk_blocks = sum(isinstance(place, OnDisk) for place in whole)
         self.cost.measured(len(whole) - disk_blocks, event.host_s, disk_blocks, event.disk_s)
         self.counts.loaded(len(whole) - disk_blocks, event.host_s, disk_blocks, event.disk_s)
         if event.blocks < len(load.places):
             broken = load.places[event.blocks]
-            assert isinstance(broken, OnDisk), "a block in memory is always whole"
             self.counts.broken_blocks += 1
-            if self.disk is not None and self.disk.has(broken.segment):
+            if isinstance(broken, Slot):
+                self.host.spoil(load.identities[event.blocks])
+            elif self.disk is not None and self.disk.has(broken.segment):
                 self._forget(self.disk.remove(broken.segment))
                 self._commands.append(Drop(broken.segment))
+        self.unpin(load.places, load.identities)
 
     def _spill_ahead(self) -> None:
         """Keep the oldest of the host tier on disk as well: they can give way without loss."""
@@ -221,6 +262,14 @@ class Tiers:
             return
         self.disable_disk(error)
 
+    def _put(self, ident: bytes) -> Slot | None:
+        """A pinned slot for a block that has none; None where all are pinned."""
+        slot, forgotten = self.host.put(ident)
+        if forgotten is not None:
+            self.counts.evicted["host"] += 1
+            self._forget([forgotten])
+        return None if slot is None else self.host.pin(ident)
+
     def _pin(self, ident: bytes) -> Place:
         if ident in self.host:
             return self.host.pin(ident)
@@ -241,6 +290,11 @@ class Tiers:
         for load in self._loads.values():
             for place, ident in zip(load.places, load.identities, strict=True):
                 assert isinstance(place, OnDisk) or self.host.slot(ident) == place, "a slot that is read is reused"
+        for store in self._stores.values():
+            assert all(self._storing[ident] == store.number for ident in store.identities)
+            for ident, slot in zip(store.identities, store.slots, strict=True):
+                assert self.host.slot(ident) == slot, "a slot that is written is reused"
+        assert sum(len(store.identities) for store in self._stores.values()) == len(self._storing)
         if self._spill is not None:
             for ident, slot in zip(self._spill.identities, self._spill.slots, strict=True):
                 assert self.host.slot(ident) == slot, "a slot that is written out is reused"

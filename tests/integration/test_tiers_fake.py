@@ -108,7 +108,7 @@ def test_a_wrong_byte_in_a_tier_becomes_a_wrong_token() -> None:
     right = cluster.run([_record("a", one)])[0].tokens
     cluster.decode.kv.release(_all(cluster))
     _serve(cluster, "b", other)
-    tiers, mover = cluster.prefill.kv.tiers, cluster._tier_mover
+    tiers, mover = cluster.prefill.kv.tiers, cluster._tier_movers[0]
     assert tiers is not None and mover is not None and len(tiers.host) >= 8
     for index in range(64):
         mover._host.block(Slot(index))[5] ^= 1
