@@ -48,6 +48,8 @@ class Plan:
     slow_copies: float = 0.0
     tier_blocks: int = 0
     """Of host memory below each prefill worker's pool, with a small disk tier; 0: neither."""
+    decode_tier_blocks: int = 0
+    """The same below each decode worker's."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=8))
     router: RouterConfig = field(default_factory=RouterConfig)

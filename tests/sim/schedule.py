@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -55,6 +56,9 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
     asks = _asks(rng, size, (4, 8, 12, 16) if moving or crowded else (1, 2, 3, 4, 6, 8))
     longest = max(a.record.prompt_tokens + a.record.max_tokens for a in asks)
     transport = rng.choice(("shm", "shm", "tcp"))
+    # Of their own, so that everything else is as it was before there was swapping.
+    swaps = Random(f"swap {seed}")
+    mode, below = swaps.choice(("recompute", "swap", "swap", "auto")), swaps.choice((0, 4, 12, 24))
     most = {role: -(-longest // tokens) for role, tokens in sizes.items()}
     plan = Plan(
         seed=rng.getrandbits(32),
@@ -69,11 +73,12 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
         transport=transport,
         slow_copies=rng.choice((0.0, 0.05, 0.3)),
         tier_blocks=Random(f"tiers {seed}").choice((0, 0, 4, 12)),
+        decode_tier_blocks=below,
         decode=DecodeConfig(
             max_batch=rng.choice((2, 8)),
             max_handoffs=rng.choice((2, 16)),
             orphan_s=rng.choice((30.0, 30.0, 0.004)),
-            preemption=rng.choice(("recompute", "recompute", "off")),
+            preemption=_mode(rng.choice((True, True, False)), mode, below),
             growth_tokens=rng.choice((4, 4, 8)),
             local_chunk_tokens=rng.choice((2, 8, 64)),
         ),
@@ -106,6 +111,14 @@ def _search(plan: Plan, rng: Random) -> None:
             # Where nothing is said before the end, there is no stop string to be found, and nothing to resume.
             ask.record = replace(record, beams=beams, context=b"")
             ask.stop_after = None
+
+
+def _mode(preempts: bool, mode: str, tier_blocks: int) -> Literal["recompute", "swap", "auto", "off"]:
+    if not preempts:
+        return "off"
+    if mode == "swap" and tier_blocks:
+        return "swap"
+    return "auto" if mode == "auto" else "recompute"
 
 
 def _going(rng: Random) -> Going:

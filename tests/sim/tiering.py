@@ -1,7 +1,8 @@
 """The lower tiers in virtual time: the real index, the real commands; host memory and segments are rows.
 
-A target of a load must stay the reserved block that it was when the load was asked for, until it has ended. Now and
-then a segment cannot be read, or a disk is full.
+A target of a load must stay the reserved block that it was when the load was asked for, until it has ended, and what a
+store reads must stay held, and as it was. Now and then a segment cannot be read, a disk is full, a store fails, or what
+it wrote is worn when it is wanted.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from engine.kv.tier_io import (
     Save,
     Spill,
     Spilled,
+    Store,
+    Stored,
     TierCommand,
     TierEvent,
 )
@@ -33,15 +36,19 @@ SEGMENTS = 8
 LATE_S = (0.0001, 0.003)
 TORN = 0.4
 FULL = 0.03
+FAILS = 0.08
+WORN = 0.1
 
 
 def open_tiers(
     world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]
 ) -> SimpleNamespace | None:
     """As `engine.tiering.open_tiers`, of the size that the plan says."""
-    if not world.plan.tier_blocks:
+    plan = world.plan
+    blocks = plan.decode_tier_blocks if world.starting.role == "decode" else plan.tier_blocks
+    if not blocks:
         return None
-    tiers = Tiers(world.plan.tier_blocks, BLOCK_BYTES, SEGMENTS * 2 * BLOCK_BYTES)
+    tiers = Tiers(blocks, BLOCK_BYTES, SEGMENTS * 2 * BLOCK_BYTES)
     return SimpleNamespace(tiers=tiers, mover=SimTierMover(world, memory, on_event))
 
 
@@ -56,6 +63,8 @@ class SimTierMover:
         self._on_event = on_event
         self._slots: dict[int, list[int]] = {}
         self._segments: dict[int, list[list[int]]] = {}
+        self._stored: set[int] = set()
+        """Slots with a digest."""
 
     def start(self) -> None:
         """There is no thread."""
@@ -70,11 +79,14 @@ class SimTierMover:
                 if 0 in rows:
                     raise Violation(f"{self._process}: block {command.block} is saved, and was never filled")
                 self._slots[command.slot.index] = list(rows)
+                self._stored.discard(command.slot.index)
                 self._world.note("saved to a tier")
 
     def submit(self, commands: Iterable[TierCommand]) -> None:
         for command in commands:
             match command:
+                case Store():
+                    self._store(command)
                 case Load():
                     self._load(command)
                 case Spill():
@@ -84,6 +96,31 @@ class SimTierMover:
 
     def _later(self, event: TierEvent) -> None:
         self._process.later(self._rng.uniform(*LATE_S), lambda: self._on_event(event))
+
+    def _store(self, store: Store) -> None:
+        generations = [self._memory.generations[block] for block in store.blocks]
+        rows = [list(self._memory.rows[block]) for block in store.blocks]
+
+        def end() -> None:
+            for count, block in enumerate(store.blocks):
+                held = self._memory.pool.refs(block) > 0
+                as_it_was = self._memory.generations[block] == generations[count]
+                if not held or not as_it_was or self._memory.rows[block] != rows[count]:
+                    raise Violation(f"{self._process}: block {block} is stored, and is not as it was any more")
+                if 0 in rows[count]:
+                    raise Violation(f"{self._process}: block {block} is stored, and was never filled")
+            if self._rng.random() < FAILS:
+                self._world.note("a store failed")
+                for slot in store.slots:
+                    self._slots.pop(slot.index, None)
+                return self._on_event(Stored(store.number, 0, 0.0, "cannot be read"))
+            for slot, content in zip(store.slots, rows, strict=True):
+                self._slots[slot.index] = content
+                self._stored.add(slot.index)
+                self._world.note("stored for a swap")
+            self._on_event(Stored(store.number, len(rows), 0.0001 * len(rows)))
+
+        self._process.later(self._rng.uniform(*LATE_S), end)
 
     def _load(self, load: Load) -> None:
         generations = [self._memory.generations[target] for target in load.targets]
@@ -101,6 +138,11 @@ class SimTierMover:
                     rows = self._segments[place.segment][place.at]
                     self._world.note("loaded from disk")
                 else:
+                    worn = place.index in self._stored and self._rng.random() < WORN
+                    if worn or place.index not in self._slots:
+                        self._memory.rows[target] = [1] * self._memory.block_size
+                        self._world.note("what was stored was worn")
+                        return self._on_event(Loaded(load.number, count, 0.0001, 0.0001))
                     rows = self._slots[place.index]
                     self._world.note("loaded from host memory")
                 self._memory.rows[target] = list(rows)

@@ -225,6 +225,105 @@ class World:
         if self.say is not None:
             self.say("client", f"{client.name} ends: {client.outcome}")
 
+    def _collect(self, process: Process) -> None:
+        scheduler = self.workers[process.pid]._scheduler
+        for name, part in (("sender", "sender"), ("receiver", "receiver")):
+            for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
+                self.notes[f"{name} dropped {why}"] += count
+        if process.role == "decode":
+            self.notes["orphan expired"] += scheduler.orphans.expired
+            self.notes["sample forked"] += scheduler.forks.forked
+            for state, count in scheduler.preemption.preempted.items():
+                self.notes[f"preempted: {state}"] += count
+            for way, count in scheduler.preemption.ways.items():
+                self.notes[f"resumed after preemption: {way}"] += count
+            self.notes["swap chosen"] += scheduler.swapping.choices["swap"]
+            for why, count in scheduler.swapping.fallbacks.items():
+                self.notes[f"swap fell back: {why}"] += count
+            if scheduler.kv.tiers is not None:
+                self.notes["loaded by a decode worker"] += sum(scheduler.kv.tiers.counts.loaded_blocks.values())
+            self.notes["parent gone before fork"] += scheduler.forks.inherited
+            self.notes["boundary block copied"] += self.memories[process.pid].runner.copies
+        self.notes["copy on write"] += self.memories[process.pid].runner.copies
+
+    # ---- checks
+
+    def is_checked(self) -> bool:
+        """Is it this time's turn? All ledgers are recomputed at every fourth occasion, and at each one when the story
+        is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
+        self._occasions += 1
+        return self._occasions % CHECK_EVERY == 0 or self.say is not None
+
+    def check(self, process: Process) -> None:
+        """After every step and every batch of events."""
+        worker = self.workers[process.pid]
+        scheduler = worker._scheduler
+        if self.say is not None and process.role == "decode":
+            self._say_preempted(process)
+        try:
+            self.memories[process.pid].check()
+            if self.is_checked():
+                scheduler.check()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{process}: {type(error).__name__}: {error}\n{scheduler!r}") from error
+        counts = scheduler.kv.pool.counts()
+        if counts["quarantined"]:
+            self.notes["blocks quarantined"] += 1
+        if any(not request.record.group for request in getattr(getattr(scheduler, "batch", None), "local", ())):
+            self.notes["prefilled by the decode worker"] += 1
+        if process.role == "prefill" and scheduler.waiting_requests and scheduler.kv.available < 3:
+            self.notes["prompt waits for blocks"] += 1
+
+    def _say_preempted(self, process: Process) -> None:
+        assert self.say is not None
+        waits = {r.record.request: len(r.tokens) for r in self.workers[process.pid]._scheduler.preemption.line}
+        before = self._preempted.get(process.pid, {})
+        for request in waits.keys() - before.keys():
+            self.say(process.name, f"preempts {request}, which has {waits[request]} tokens")
+        for request in before.keys() - waits.keys():
+            self.say(process.name, f"has room for {request} again")
+        self._preempted[process.pid] = waits
+
+    def rest(self) -> str:
+        """Nothing, if everything has come to rest; otherwise what has not."""
+        if self._is_unreconciled():
+            return ""
+        for client in self.clients:
+            if not client.outcome:
+                return f"{client.name} has not ended ({len(client.tokens_)} of {len(client.want)} tokens)"
+        if self._asked:
+            return f"{self._asked} requests are still to come"
+        for process in self.live.values():
+            if not process.alive or process.frozen:
+                return f"{process} is not back"
+            if process.role == "router":
+                if self.front.core.open:
+                    return f"the router still knows requests: {self.front.core!r}"
+                continue
+            scheduler = self.workers[process.pid]._scheduler
+            counts = scheduler.kv.pool.counts()
+            if counts["free"] + counts["cached"] != scheduler.kv.pool.total:
+                return f"{process} holds blocks: {counts} {scheduler!r} {self._side(scheduler)!r}"
+            if self.handoffs(process):
+                return f"{process} keeps handoffs: {self._side(scheduler)!r}"
+            if self.movers[process.pid].copying:
+                return f"{process} still copies"
+        return ""
+
+    def _is_unreconciled(self) -> bool:
+        """Without `strict`, blocks kept for a decode worker after their stream broke may starve the others."""
+        if self.plan.strict or not self.breaks:
+            return False
+        return bool(self.notes["dropped: a stream that was replaced"]) or any(
+            bool(self.handoffs(p)) for p in self.live.values() if p.alive and p.role == "prefill"
+        )
+
+    @staticmethod
+    def _side(scheduler: Any) -> object:
+        return getattr(scheduler, "receiver", None) or scheduler.sender
+
     # ---- the run
 
     def run(self) -> None:
