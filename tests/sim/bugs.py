@@ -20,6 +20,7 @@ from decode_worker.handoffs import Handoffs
 from decode_worker.request import State
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
+from engine.kv.stashes import Stashes
 from engine.messages import Landed, Refused
 from engine.types import FinishReason
 from transfer import digest
@@ -243,6 +244,20 @@ def hypotheses_outlive_their_search() -> list[Patch]:
     return [(Beams, "drop", drop)]
 
 
+def swapped_blocks_freed_at_once() -> list[Patch]:
+    """A victim's blocks are had at once, while the copies to host memory still read them."""
+    put = Stashes.put
+
+    def hasty(self: Stashes, lease: Any, tokens: int) -> Any:
+        stash = put(self, lease, tokens)
+        if stash is not None and stash.stores:
+            self._kv.release(stash.lease)
+            stash.lease = self._kv.promise(lease.namespace, 0)
+        return stash
+
+    return [(Stashes, "put", hasty), (Stashes, "check", lambda self: None)]
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -261,6 +276,7 @@ BUGS: dict[str, Plant] = {
         boundary_block_shared,
         promise_counts_shared_blocks,
         hypotheses_outlive_their_search,
+        swapped_blocks_freed_at_once,
     )
 }
 

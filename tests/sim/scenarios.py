@@ -59,6 +59,19 @@ def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
     return replace(plan, **more)  # type: ignore[arg-type]
 
 
+def _swapped(seed: int) -> Plan:
+    """By the seed stores and loads fail, or not."""
+    return _plan(
+        _ask("a", 1, max_tokens=24),
+        _ask("b", *range(1, 5), max_tokens=20, at_s=0.001),
+        seed=seed,
+        workers={"prefill": 1, "decode": 1},
+        blocks={"prefill": 10, "decode": 11},
+        decode_tier_blocks=12,
+        decode=DecodeConfig(growth_tokens=4, local_chunk_tokens=2, preemption="swap"),
+    )
+
+
 def _one(kind: str, on: str, count: int = 1, delay_s: float = 0.0, lasts_s: float = 0.1) -> Plan:
     return _plan(faults=(Fault(kind, on, count=count, delay_s=delay_s, lasts_s=lasts_s),))
 
@@ -120,6 +133,18 @@ SCENARIOS: dict[str, tuple[str, Plan]] = {
             blocks={"prefill": 10, "decode": 10},
             decode=DecodeConfig(growth_tokens=4, local_chunk_tokens=2),
         ),
+    ),
+    "pool_exhausted_and_swapped": (
+        "The same with host memory below the pool: the younger's blocks are copied there, then taken, and copied back.",
+        _swapped(seed=1),
+    ),
+    "swapped_and_not_whole": (
+        "What is copied back is not what was copied out: found by its digest, and computed again.",
+        _swapped(seed=2),
+    ),
+    "swap_fails": (
+        "The copies cannot be made: the blocks are taken all the same, and what is gone is computed again.",
+        _swapped(seed=15),
     ),
     "refused_and_offered_again": (
         "A worker with one open handoff says no to a second; the router offers it again.",

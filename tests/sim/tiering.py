@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4096
 SEGMENTS = 8
-LATE_S = (0.0001, 0.003)
+LATE_S = {"prefill": (0.0001, 0.003), "decode": (0.0001, 0.012)}
+"""How long a load takes, or a spill or store: long enough, now and then, for a request to end meanwhile."""
 TORN = 0.4
 FULL = 0.03
 FAILS = 0.08
@@ -95,9 +96,14 @@ class SimTierMover:
                     self._segments.pop(segment, None)
 
     def _later(self, event: TierEvent) -> None:
-        self._process.later(self._rng.uniform(*LATE_S), lambda: self._on_event(event))
+        self._process.later(self._rng.uniform(*LATE_S[self._process.role]), lambda: self._on_event(event))
+
+    def _say(self, what: str) -> None:
+        if self._world.say is not None:
+            self._world.say(self._process.name, what)
 
     def _store(self, store: Store) -> None:
+        self._say(f"copies blocks {list(store.blocks)} to host memory")
         generations = [self._memory.generations[block] for block in store.blocks]
         rows = [list(self._memory.rows[block]) for block in store.blocks]
 
@@ -111,6 +117,7 @@ class SimTierMover:
                     raise Violation(f"{self._process}: block {block} is stored, and was never filled")
             if self._rng.random() < FAILS:
                 self._world.note("a store failed")
+                self._say("could not copy them")
                 for slot in store.slots:
                     self._slots.pop(slot.index, None)
                 return self._on_event(Stored(store.number, 0, 0.0, "cannot be read"))
@@ -118,11 +125,13 @@ class SimTierMover:
                 self._slots[slot.index] = content
                 self._stored.add(slot.index)
                 self._world.note("stored for a swap")
+            self._say("has copied them")
             self._on_event(Stored(store.number, len(rows), 0.0001 * len(rows)))
 
-        self._process.later(self._rng.uniform(*LATE_S), end)
+        self._process.later(self._rng.uniform(*LATE_S[self._process.role]), end)
 
     def _load(self, load: Load) -> None:
+        self._say(f"loads into blocks {list(load.targets)}")
         generations = [self._memory.generations[target] for target in load.targets]
 
         def end() -> None:
@@ -142,13 +151,14 @@ class SimTierMover:
                     if worn or place.index not in self._slots:
                         self._memory.rows[target] = [1] * self._memory.block_size
                         self._world.note("what was stored was worn")
+                        self._say(f"finds what belongs into block {target} not whole")
                         return self._on_event(Loaded(load.number, count, 0.0001, 0.0001))
                     rows = self._slots[place.index]
                     self._world.note("loaded from host memory")
                 self._memory.rows[target] = list(rows)
             self._on_event(Loaded(load.number, len(load.places), 0.0001, 0.0001))
 
-        self._process.later(self._rng.uniform(*LATE_S), end)
+        self._process.later(self._rng.uniform(*LATE_S[self._process.role]), end)
 
     def _spill(self, spill: Spill) -> None:
         if self._rng.random() < FULL:
@@ -160,4 +170,4 @@ class SimTierMover:
             self._segments[spill.segment] = [list(self._slots[slot.index]) for slot in spill.slots]
             self._on_event(Spilled(spill.segment))
 
-        self._process.later(self._rng.uniform(*LATE_S), end)
+        self._process.later(self._rng.uniform(*LATE_S[self._process.role]), end)
