@@ -39,6 +39,13 @@ class Swapping:
         return 0 if self.stashes is None else self.stashes.under_way
 
     @property
+    def copied(self) -> dict[str, tuple[int, float]]:
+        """Blocks to host memory and back, and the seconds that they took."""
+        stashes = self.stashes
+        out = (0, 0.0) if stashes is None else (stashes.stored_blocks, stashes.store_s)
+        return {"out": out, "in": (self.lifted_blocks, self.lift_s)}
+
+    @property
     def freeing(self) -> int:
         """Blocks that can be had when the copies under way have ended."""
         return 0 if self.stashes is None else self.stashes.freeing

@@ -44,6 +44,7 @@ from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
+from telemetry.swap_metrics import SwapMetrics
 from telemetry.tier_metrics import TierMetrics
 from transfer.commands import (
     Emit,
@@ -151,6 +152,7 @@ class DecodeWorker:
             cast("Nccl | None", self._transports.get("nccl")),
         )
         self._closers.append(self._metrics.close)
+        self._swap_metrics = SwapMetrics(self._metrics.families, device.layout.block_bytes)
         if tiering is not None:
             self._tier_metrics = TierMetrics(self._metrics.families)
         self._auditor = Auditor(
@@ -382,6 +384,7 @@ class DecodeWorker:
         )
         metrics.forks(scheduler.forks.forked, scheduler.forks.inherited)
         metrics.preempted(scheduler.preemption.preempted)
+        self._swap_metrics.seen(scheduler.swapping)
         metrics.orphans_expired(scheduler.orphans.expired)
         for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)

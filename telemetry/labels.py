@@ -35,8 +35,12 @@ FORKS = ("forked", "inherited")
 """A sample of a shared prompt: began with another one's blocks, or took its place."""
 PREEMPTED_STATES = ("running", "ready", "local", "forking")
 """What a request was doing when its blocks were taken."""
-RESUME_WAYS = ("pool", "here", "shared")
-"""How its KV came back: from the prefill pool, computed here, from another sample of its prompt."""
+RESUME_WAYS = ("pool", "here", "shared", "swap")
+"""How its KV came back: from the prefill pool, computed here, from another sample of its prompt, from a lower tier."""
+SWAP_CHOICES = ("recompute", "swap")
+"""How it was meant to."""
+SWAP_FALLBACKS = ("full", "failed", "lost")
+"""Why a swap came to nothing: host memory was full, a copy failed, or was not whole when it was wanted."""
 ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
 HANDOFF_DROPS = {
     "sender": {

@@ -10,6 +10,7 @@ from telemetry.gpu_metrics import GpuMetrics
 from telemetry.labels import ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
+from telemetry.swap_metrics import SwapMetrics
 from telemetry.tier_metrics import TierMetrics
 
 OWN = ("model", "pool", "worker")
@@ -47,8 +48,9 @@ def catalog() -> dict[str, Shown]:
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
         GpuMetrics(worker.families, dict, None)
-        if pool == "prefill":
-            TierMetrics(worker.families)
+        TierMetrics(worker.families)
+        if pool == "decode":
+            SwapMetrics(worker.families, block_bytes=1)
         processes.append((pool, worker))
     found: dict[str, Shown] = {}
     for pool, process in processes:

@@ -1,6 +1,6 @@
 """KV memory: who holds the blocks, how soon they are used up, what the caches are worth."""
 
-from telemetry.dashboards import measures, tiers
+from telemetry.dashboards import measures, swaps, tiers
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
@@ -101,35 +101,7 @@ MEMORY = Dashboard(
             ),
         ),
         tiers.ROW,
-        Row(
-            "Is there too little of it?",
-            (
-                one(
-                    "Preemptions",
-                    "Per second: requests whose blocks were taken for others, by what they did.",
-                    "reqps",
-                    S.rate("preemptions_total", "state"),
-                    "{{state}}",
-                    proof=Proof.SHOWN,
-                ),
-                one(
-                    "Time out of the batch",
-                    "Seconds per second from a preemption to all of the KV being back, by the way it came back.",
-                    "short",
-                    S.rate("preemption_seconds", "way", "sum"),
-                    "{{way}}",
-                    proof=Proof.SHOWN,
-                ),
-                one(
-                    "Tokens lost to preemption",
-                    "Per second: tokens whose KV had to be computed or fetched again.",
-                    "suffix: tok/s",
-                    S.rate("preemption_lost_tokens_total", "way"),
-                    "{{way}}",
-                    proof=Proof.SHOWN,
-                ),
-            ),
-        ),
+        swaps.ROW,
         Row(
             "Do the books balance?",
             (

@@ -53,7 +53,7 @@ def render() -> str:
     for title, wanted in (
         ("The router", {"router"}),
         ("Workers", {"prefill", "decode"}),
-        ("Prefill workers", {"prefill"}),
+        ("Decode workers", {"decode"}),
         ("Every process", set(EVERYWHERE)),
     ):
         lines += [f"## {title}", "", "| name | type | labels | what it is | asked for by |"]

@@ -1,4 +1,4 @@
-"""Panels of the tiers below a prefill worker's device. Zero is what a pool that is large enough shows."""
+"""Panels of the tiers below a worker's device. Zero is what a pool that is large enough shows."""
 
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET

@@ -24,6 +24,7 @@ import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
 import telemetry.gpu_metrics
 import telemetry.metrics
+import telemetry.swap_metrics
 import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
@@ -210,6 +211,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.gpu_metrics.GpuMetrics, NullMetrics),
     (telemetry.metrics.WorkerMetrics, NullMetrics),
+    (telemetry.swap_metrics.SwapMetrics, NullMetrics),
     (telemetry.tier_metrics.TierMetrics, NullMetrics),
     (transfer.liveness.ProcessWatch, SimWatch),
     (transfer.liveness.host_id, lambda: "sim"),

@@ -96,6 +96,11 @@ class Witness:
                 notes[f"preempted: {state}"] += count
             for way, count in scheduler.preemption.ways.items():
                 notes[f"resumed after preemption: {way}"] += count
+            notes["swap chosen"] += scheduler.swapping.choices["swap"]
+            for why, count in scheduler.swapping.fallbacks.items():
+                notes[f"swap fell back: {why}"] += count
+            if scheduler.kv.tiers is not None:
+                notes["loaded by a decode worker"] += sum(scheduler.kv.tiers.counts.loaded_blocks.values())
             notes["parent gone before fork"] += scheduler.forks.inherited
             notes["boundary block copied"] += self._world.memories[process.pid].runner.copies
         notes["copy on write"] += self._world.memories[process.pid].runner.copies
