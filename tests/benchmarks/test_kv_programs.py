@@ -15,6 +15,7 @@ from benchmarks import (
     cache_overhead,
     eviction,
     memory_waste,
+    preemption,
     prefix_reuse,
     queue_order,
     radix,
@@ -165,6 +166,15 @@ def test_block_sizes_serve_the_same_and_waste_more_the_larger_they_are() -> None
     assert [row["block size"] for row in rows] == list(sizes) and rows[1]["of 16's"] == 1.0
     empty = [float(row["empty slots %"]) for row in rows]
     assert empty == sorted(empty) and empty[0] < empty[-1]
+
+
+def test_a_preempted_request_comes_back_by_the_way_that_is_measured() -> None:
+    """Guards a comparison of a way with itself: the program fails where a request has come back by another one."""
+    sizes, lengths = (4, 8), (20, 41)
+    rows = preemption.measure(lambda size: _fake(size, 400 // size), sizes, lengths, repeats=2)
+    assert [(row["block size"], row["tokens"]) for row in rows] == [(s, n) for s in sizes for n in lengths]
+    for row in rows:
+        assert row["swap out ms"] > 0 and row["swap in ms"] > 0 and row["least"] <= row["most"]  # type: ignore[operator]
 
 
 def test_what_is_switched_off_is_off() -> None:
