@@ -1,6 +1,7 @@
 """The machine of `test_kv_machine` over tiers: what is in no device block lies in host slots and in segments, which
-the shadow knows as well. Loads and spills end when they like, or fail; a disk may be full. Whoever reads a slot finds
-exactly his own prefix there, wherever it has been meanwhile."""
+the shadow knows as well. Stores, loads and spills end when they like, or fail; a disk may be full. Whoever reads a slot
+finds exactly his own prefix there, wherever it has been meanwhile; what a store reads is held, and as it was, whatever
+becomes of whoever had it."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +10,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from engine import identity
 from engine.kv.fetches import Fetches
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import Drop, Load, Loaded, OnDisk, Save, Spill, Spilled
+from engine.kv.stashes import Stash, Stashes
+from engine.kv.tier_io import Drop, Load, Loaded, OnDisk, Save, Spill, Spilled, Store, Stored
 from engine.kv.tiers import Tiers
 from tests.engine.test_kv_machine import BLOCKS, SIZE, Machine, Slot, names
 
@@ -29,15 +31,25 @@ class TieredMachine(Machine):
         self.fetches = Fetches(self.kv, self.tiers)
         self.slots: list[Content] = [[None] * SIZE for _ in range(HOST_BLOCKS)]
         self.segments: dict[int, list[Content]] = {}
-        self.jobs: list[Load | Spill] = []
+        self.jobs: list[Load | Spill | Store] = []
+        self.stashes = Stashes(self.kv, self.tiers)
+        self.stashed: list[Stash] = []
+        self.read: dict[int, list[Content]] = {}
+        """What the blocks of a store held when it began."""
+        self.digested: set[int] = set()
+        """Slots that were stored: whether they are whole can be seen."""
 
     def _advance(self) -> None:
         for command in self.tiers.take_commands():
             match command:
                 case Save(block, slot):
                     self.slots[slot.index] = list(self.memory[block])
+                    self.digested.discard(slot.index)
                 case Drop(segment):
                     self.segments.pop(segment, None)
+                case Store(number, _, blocks):
+                    self.read[number] = [list(self.memory[block]) for block in blocks]
+                    self.jobs.append(command)
                 case _:
                     self.jobs.append(command)
         super()._advance()
@@ -74,6 +86,36 @@ class TieredMachine(Machine):
             again = self.fetches.wanted(name, tokens, len(tokens), tokens_per_s=10.0)
             assert again is fetch, "the same prefix is fetched once"
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_released=st.booleans(), is_quarantined=st.booleans())
+    def swap(self, data: st.DataObject, is_released: bool, is_quarantined: bool) -> None:
+        """Somebody is preempted: his whole blocks are kept, and his lease goes at once, or when a peer has read it."""
+        request = data.draw(st.sampled_from(self.live))
+        if request.migrating:
+            return
+        counts = self.kv.pool.counts()
+        stash = self.stashes.put(request.lease, request.computed)
+        assert self.kv.pool.counts() == counts, "it holds what is held"
+        if stash is not None:
+            self.stashed.append(stash)
+        if is_released:
+            self.live.remove(request)
+            if is_quarantined:
+                self.kv.quarantine(request.lease)
+                self.parked.append(request.lease)
+            else:
+                self.kv.release(request.lease)
+        self._advance()
+
+    @precondition(lambda self: self.stashed)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """He is back, or will never be."""
+        stash = data.draw(st.sampled_from(self.stashed))
+        self.stashed.remove(stash)
+        self.stashes.drop(stash)
+        self._advance()
+
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), luck=st.integers(0, 15))
     def io(self, data: st.DataObject, luck: int) -> None:
@@ -81,9 +123,23 @@ class TieredMachine(Machine):
         job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
         if isinstance(job, Spill):
             self._spill(job, "" if luck else "No space left on device")
+        elif isinstance(job, Store):
+            self._store(job, "" if luck > 2 else "cannot be read")
         else:
             self._load(job, is_whole=luck > 3)
         self._advance()
+
+    def _store(self, job: Store, error: str) -> None:
+        for block, content in zip(job.blocks, self.read.pop(job.number), strict=True):
+            assert self.kv.pool.refs(block) and self.memory[block] == content, "reused while a copy reads it"
+        for slot, block in zip(job.slots, job.blocks, strict=True):
+            self.slots[slot.index] = list(OTHER) if error else list(self.memory[block])
+            self.digested.add(slot.index)
+        event = Stored(job.number, 0 if error else len(job.blocks), 0.001, error)
+        self.tiers.handle(event)
+        failed = self.stashes.stored(event)
+        assert error or not failed
+        self.stashed = [stash for stash in self.stashed if stash not in failed]
 
     def _spill(self, job: Spill, error: str) -> None:
         if not error:
@@ -100,7 +156,11 @@ class TieredMachine(Machine):
                     break
                 self.memory[target] = list(self.segments[place.segment][place.at])
             else:
-                self.memory[target] = list(self.slots[place.index])
+                content = self.slots[place.index]
+                if place.index in self.digested and content == OTHER:
+                    self.memory[target] = list(OTHER)
+                    break
+                self.memory[target] = list(content)
             done += 1
         self.fetches.handle(Loaded(job.number, done, 0.001, 0.001))
 
@@ -120,8 +180,9 @@ class TieredMachine(Machine):
 
     def check_tiers(self) -> None:
         self.fetches.check()
+        self.stashes.check()
         for ident, slot in self.tiers.host._slots.items():
-            if ident not in self.tiers._saving:
+            if not (ident in self.tiers._saving or ident in self.tiers._storing or ident in self.tiers.host._spoilt):
                 assert _identity(self.slots[slot.index]) == ident, "a slot holds another block"
         if self.tiers.disk is not None:
             for ident, place in self.tiers.disk.places.items():
@@ -136,9 +197,14 @@ class TieredMachine(Machine):
             job = self.jobs.pop()
             if isinstance(job, Spill):
                 self._spill(job, "")
+            elif isinstance(job, Store):
+                self._store(job, "")
             else:
                 self._load(job, True)
             self._advance()
+        for stash in self.stashed:
+            self.stashes.drop(stash)
+        assert not self.stashes.kept and not self.tiers.host._spoilt
         assert not len(self.fetches)
         super().teardown()
 
