@@ -110,7 +110,6 @@ MEMORY = Dashboard(
                     "reqps",
                     S.rate("preemptions_total", "state"),
                     "{{state}}",
-                    proof=Proof.SHOWN,
                 ),
                 one(
                     "Time out of the batch",
@@ -118,7 +117,6 @@ MEMORY = Dashboard(
                     "short",
                     S.rate("preemption_seconds", "way", "sum"),
                     "{{way}}",
-                    proof=Proof.SHOWN,
                 ),
                 one(
                     "Tokens lost to preemption",
@@ -126,7 +124,6 @@ MEMORY = Dashboard(
                     "suffix: tok/s",
                     S.rate("preemption_lost_tokens_total", "way"),
                     "{{way}}",
-                    proof=Proof.SHOWN,
                 ),
             ),
         ),

@@ -228,3 +228,19 @@ def test_without_anybody_giving_way_the_same_worker_freezes(monkeypatch: pytest.
     monkeypatch.setattr(Preemption, "victims", lambda *args: [])
     with pytest.raises(AssertionError, match="frozen"):
         _serve(CROWD, 14, 6, 4)
+
+
+def test_who_gave_way_holds_no_slots() -> None:
+    """Guards a utilization above all there is: blocks that were given away still counted as filled."""
+    cluster = _cluster(12)
+    answers = [cluster.submit(_record(f"r{i}", _prompt(i, 5 + 3 * i), 20)) for i in range(4)]
+    waited = 0
+    while any(answer.ended is None for answer in answers):
+        cluster.turn()
+        live, held = cluster.decode.slots
+        assert 0 <= live <= held
+        for request in cluster.decode.preemption.line:
+            assert not request.lease.blocks and not request.have_blocks and not request.known
+            waited += 1
+    assert waited > 0
+    _finish(cluster, answers)
