@@ -233,7 +233,12 @@ def test_without_anybody_giving_way_the_same_worker_freezes(monkeypatch: pytest.
 def test_who_gave_way_holds_no_slots() -> None:
     """Guards a utilization above all there is: blocks that were given away still counted as filled."""
     cluster = _cluster(12)
-    answers = [cluster.submit(_record(f"r{i}", _prompt(i, 5 + 3 * i), 20)) for i in range(4)]
+    shared = _prompt(9, 2 * SIZE + 1)
+    first = cluster.submit(_record("first", shared, 1))
+    while first.ended is None:
+        cluster.turn()
+    prompts = [[*shared, *_prompt(i, 3 * i)] for i in range(4)]
+    answers = [cluster.submit(_record(f"r{i}", prompt, 20)) for i, prompt in enumerate(prompts)]
     waited = 0
     while any(answer.ended is None for answer in answers):
         cluster.turn()
