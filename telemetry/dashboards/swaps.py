@@ -13,7 +13,6 @@ ROW = Row(
             "reqps",
             S.rate("preemptions_total", "state"),
             "{{state}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Time out of the batch",
@@ -21,7 +20,6 @@ ROW = Row(
             "short",
             S.rate("preemption_seconds", "way", "sum"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Tokens lost to preemption",
@@ -29,7 +27,6 @@ ROW = Row(
             "suffix: tok/s",
             S.rate("preemption_lost_tokens_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         Panel(
             "Swap or recompute",
