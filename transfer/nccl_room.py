@@ -28,6 +28,8 @@ class NcclReport(msgspec.Struct):
     """Counts since the start, and bytes of device memory: of the communicator made last, and of all slots."""
 
     built: int = 0
+    rings: int = 0
+    """Of those built, how many put into a ring."""
     dropped: int = 0
     lost: int = 0
     pair_bytes: int = 0
@@ -118,6 +120,7 @@ class Room:
             found = max(0, self._free_bytes - self._device.free_bytes())
         self._report.pair_bytes = found
         self._report.built += 1
+        self._report.rings += communicator.puts is not None
         log.info(
             "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
         )

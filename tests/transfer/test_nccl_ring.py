@@ -11,7 +11,7 @@ import pytest
 
 from engine.messages import Endpoint
 from engine.types import Incarnation
-from tests.transfer.conftest import LARGE, ProcessPeer, Rig, RigFactory, end, spawn
+from tests.transfer.conftest import LARGE, Process, ProcessPeer, Rig, RigFactory, end, spawn
 from tests.transfer.fake_device import (
     ASYNC,
     DIE,
@@ -162,8 +162,8 @@ def test_rings_come_and_go_with_their_communicators(ends: Ends) -> None:
             ends.arrives(peer, middle, 10 * lap + n + 1)
     assert middle.transport.report.dropped >= 8 and middle.transport.report.lost == 0
     ends.until(lambda: fake().fake_memories() - before == 2 * middle.transport.communicators)
-    for end in ends.all:
-        end.close()
+    for worker in ends.all:
+        worker.close()
     ends.all.clear()
     assert fake().fake_memories() == before
 
@@ -185,12 +185,24 @@ def test_a_cancelled_receive_lands_nowhere(ends: Ends) -> None:
 # ---- the sender in another process
 
 
+@pytest.fixture(scope="module")
+def newer_spares() -> Iterator[list[Process]]:
+    """Processes whose library is a newer one, and puts."""
+    spares: list[Process] = []
+    yield spares
+    for process in spares:
+        end(process)
+
+
 @pytest.fixture
-def far(make_rig: RigFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """As in `test_nccl_processes`, with processes of its own: their library is a newer one."""
+def far(
+    make_rig: RigFactory, newer_spares: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Rig]:
+    """As in `test_nccl_processes`."""
     fake().fake_reset()
     monkeypatch.setenv(ONE_SIDED_VARIABLE, "1")
-    spares = [spawn() for _ in range(2)]
+    spares = newer_spares
+    spares += [spawn() for _ in range(2 - len(spares))]
     shared, make_rig.spares = make_rig.spares, spares
     me = Incarnation(999)
     for peer in [ProcessPeer("nccl", me, LARGE, 1, spares, "cpu") for _ in range(2)]:
@@ -200,8 +212,6 @@ def far(make_rig: RigFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         rig.close()
     make_rig.rigs.clear()
     make_rig.spares = shared
-    for process in spares:
-        end(process)
 
 
 def test_the_peer_is_killed_in_the_middle(far: Rig, pattern: Any) -> None:
