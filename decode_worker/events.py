@@ -27,12 +27,14 @@ class RouterLost(msgspec.Struct, frozen=True):
 
 
 class PeerUp(msgspec.Struct, frozen=True):
-    """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens."""
+    """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens;
+    `block_bytes` what travels for one of this worker's, 0 where that is all of its bytes."""
 
     peer: Incarnation
     address: PeerAddress
     transport: str
     block_size: int
+    block_bytes: int = 0
 
 
 class PeerDown(msgspec.Struct, frozen=True):

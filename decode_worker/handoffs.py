@@ -68,7 +68,7 @@ class Handoffs:
         )
         request.state, request.handoff = State.HANDOFF, handoff
         request.first, request.transport = None, peer.transport
-        request.sender_block_size = peer.block_size
+        request.sender_block_size, request.block_bytes = peer.block_size, peer.block_bytes
         self._open[handoff] = request
         self._kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
@@ -244,7 +244,9 @@ class Handoffs:
     ) -> None:
         """An attempt to fetch `request` from its prefill worker has ended, after `blocks` blocks had landed."""
         name = request.prefill.name
-        self.migrated.append(Migrated(outcome, name, request.transport, seconds, blocks))
+        self.migrated.append(
+            Migrated(outcome, name, request.transport, seconds, blocks, request.block_bytes)
+        )
 
     def check(self) -> None:
         self.receiver.check()

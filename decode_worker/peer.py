@@ -24,7 +24,7 @@ from engine.messages import (
 )
 from engine.types import Incarnation
 from transfer.commands import Connect
-from transfer.negotiation import Agreement, NegotiationError, check_whole, negotiate
+from transfer.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
 from transfer.rpc import RpcLoop, Send
 from transfer.serving import METHOD
 
@@ -165,8 +165,10 @@ class Peers:
         ended = set(link.claimed) - set(self._unfinished())
         if ended:
             link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
+        mine = msgspec.convert(self._hello.layout, KVLayout)
+        nbytes = narrow_bytes(mine, agreement, endpoint.transport)
         size = agreement.layout.block_size
-        yield PeerUp(link.incarnation, link.address, endpoint.transport, size)
+        yield PeerUp(link.incarnation, link.address, endpoint.transport, size, nbytes)
 
     def _has_opened(self, link: PeerLink) -> bool:
         """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""

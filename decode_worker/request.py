@@ -98,6 +98,8 @@ class Request:
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
     migrated_blocks: int = 0
+    block_bytes: int = 0
+    """What travels of one; 0: all of it."""
     migration_s: float = 0.0
     transport: str = ""
 
@@ -159,7 +161,7 @@ class Request:
             prefill_cached_tokens=self.prefill_cached_tokens,
             decode_cached_tokens=self.decode_cached_tokens,
             migrated_blocks=self.migrated_blocks,
-            migrated_bytes=self.migrated_blocks * block_bytes,
+            migrated_bytes=self.migrated_blocks * (self.block_bytes or block_bytes),
             migration_s=self.migration_s,
             transport=self.transport,
             prefill_worker=self.prefilled_by or here,
@@ -176,3 +178,5 @@ class Migrated:
     transport: str
     seconds: float
     blocks: int
+    block_bytes: int
+    """What travels of one; 0: all of it."""

@@ -355,7 +355,7 @@ class DecodeWorker:
         for back in scheduler.take_resumed():
             self._metrics.resumed(back.way, back.lost_tokens, back.seconds)
         for one in scheduler.take_migrated():
-            nbytes = one.blocks * self._device.layout.block_bytes
+            nbytes = one.blocks * (one.block_bytes or self._device.layout.block_bytes)
             self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks

@@ -12,6 +12,9 @@ from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Hello
 from transfer.algorithms import ALGORITHMS, AS_STORED, WIRES, WP64, XXH3, digest_shape
 
+WIRED = ("nccl", "tcp")
+"""The transports on which blocks travel; on the others the receiver reads them where they lie."""
+
 
 class NegotiationError(Exception):
     """The two workers do not fit; the message names what differs, with both values."""
@@ -71,6 +74,13 @@ def unit(sender: KVLayout, receiver: KVLayout, wire: str = AS_STORED) -> KVLayou
     hold. Raises ValueError if there are none, or they cannot be in that form."""
     common = sender.restricted(common_heads(sender, receiver))
     return common if wire == AS_STORED else msgspec.structs.replace(common, dtype=wire)
+
+
+def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:
+    """How many bytes travel for a block of `layout` in the form that was agreed on; 0 where all of its bytes do."""
+    if agreement.wire == AS_STORED or transport not in WIRED:
+        return 0
+    return msgspec.structs.replace(layout, dtype=agreement.wire).block_bytes
 
 
 def check_whole(sender: KVLayout, receiver: KVLayout) -> None:

@@ -219,3 +219,15 @@ def test_what_can_be_converted_is_agreed_on(theirs: Hello, agreement: Agreement)
     (up,) = _welcome(peers, rpc.links[0], theirs)
     assert up == PeerUp(Incarnation(1), ADDRESS, "shm", agreement.layout.block_size)
     assert [connect.agreement for connect in rpc.reached] == [agreement]
+
+
+@pytest.mark.parametrize(("transport", "nbytes"), [("tcp", 4 * 2 * 2 * 16 * (8 + 4)), ("shm", 0)])
+def test_what_travels_in_8_bits_is_counted_so(transport: str, nbytes: int) -> None:
+    """Guards a metric of bytes that tells nothing of what a narrow wire saves."""
+    rpc = Rpc()
+    mine = msgspec.structs.replace(_hello("decode", 7), wire="int8")
+    peers = Peers(rpc, mine, lambda item: None, rpc.reached.append, list)  # type: ignore[arg-type]
+    peers.connect(ADDRESS)
+    theirs = msgspec.structs.replace(_hello("prefill", 1, wire="int8"), endpoints=[Endpoint(transport=transport)])
+    (up,) = _welcome(peers, rpc.links[0], theirs)
+    assert isinstance(up, PeerUp) and up.block_bytes == nbytes

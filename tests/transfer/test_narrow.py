@@ -20,9 +20,8 @@ from transfer.commands import Arrived, Broken, ExpectedBlock, OutgoingBlock, Rec
 from transfer.config import TransferConfig
 from transfer.conversion import rows_by_block
 from transfer.narrow import convert
-from transfer.negotiation import NegotiationError, negotiate, unit
+from transfer.negotiation import WIRED, NegotiationError, negotiate, unit
 
-WIRED = ("tcp", "nccl")
 WORST = {"int8": 0.5 / 127, "fp8": 16 / 448}
 """Half of the largest step, of a row's largest value. All of int8's steps are as large; E4M3's shrink with values."""
 ROUNDING = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3}
@@ -108,6 +107,7 @@ def test_values_come_within_the_rounding_and_in_fewer_bytes(
     """Guards codes and scales of the wrong row, a digest of other bytes than those that travel, and a wire that carries
     what it always did."""
     pair = make(kind, layouts=(layout(dtype), layout(dtype)), wire=wire)
+    assert not pair.prefill.transport.reads_remotely
     case = Case(pair, tokens=30)
     before = pair.prefill.pool.memory.clone()
     case.move()
@@ -134,6 +134,7 @@ def test_who_reads_the_senders_memory_gets_what_is_stored(
 ) -> None:
     """Guards a loss of precision that nobody gains anything from."""
     pair = make(kind, layouts=(layout(), layout()), wire="int8")
+    assert pair.prefill.transport.reads_remotely
     case = Case(pair, tokens=32)
     case.move()
     assert torch.equal(values(pair.decode, case.targets), values(pair.prefill, case.sources))

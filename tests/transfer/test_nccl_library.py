@@ -52,6 +52,9 @@ def test_its_errors_are_told(shipped: Path) -> None:
     ctypes.CDLL(str(shipped)).ncclGetUniqueId(unique)
     with pytest.raises(NcclError, match=r"cuda|CUDA"):
         library.join(unique.raw, 0, 2, "test")
+    if library.can_put:
+        with pytest.raises(NcclError, match=r"ncclMemAlloc: .*(cuda|CUDA)"):
+            library.allocate(1 << 20)
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
