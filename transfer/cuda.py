@@ -142,9 +142,10 @@ class CudaDevice:
 
     def _bytes(self, address: int, nbytes: int) -> Tensor:
         """uint8 `[nbytes]`; whoever allocated it keeps it."""
-        memory = cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
-        array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        return torch.utils.dlpack.from_dlpack(array)
+        with torch.cuda.device(self._device):
+            memory = cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+            array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+            return torch.utils.dlpack.from_dlpack(array)
 
     def export(self, memory: DeviceMemory) -> bytes:
         pointer = memory.memory.data_ptr()
