@@ -87,7 +87,8 @@ class Preemption:
             request.close_prefill(now)
         request.clock.enter("decode_queue", now)
         request.state = State.PREEMPTED
-        request.arrived, request.first, request.known = False, None, 0
+        request.arrived, request.first = False, None
+        request.known = request.have_blocks = 0
         if request.preempted_at is None:
             request.preempted_at = now
         self.line.append(request)

@@ -2,7 +2,7 @@
 
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Panel, Query, Row, one
 
 ROW = Row(
     "Is there too little of it?",
@@ -13,7 +13,6 @@ ROW = Row(
             "reqps",
             S.rate("preemptions_total", "state"),
             "{{state}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Time out of the batch",
@@ -21,7 +20,6 @@ ROW = Row(
             "short",
             S.rate("preemption_seconds", "way", "sum"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Tokens lost to preemption",
@@ -29,7 +27,6 @@ ROW = Row(
             "suffix: tok/s",
             S.rate("preemption_lost_tokens_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         Panel(
             "Swap or recompute",
@@ -40,7 +37,6 @@ ROW = Row(
                 Query(S.rate("preemption_choices_total", "choice"), "{{choice}}"),
                 Query(S.rate("swap_fallbacks_total", "why"), "not swapped: {{why}}"),
             ),
-            proof=Proof.SHOWN,
         ),
         one(
             "Predicted cost of a preemption",
@@ -48,7 +44,6 @@ ROW = Row(
             "s",
             S.sum("preemption_predicted_seconds", f"{TARGET}, choice"),
             "{{worker}} {{choice}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Bytes swapped",
@@ -56,7 +51,6 @@ ROW = Row(
             "Bps",
             S.rate("swap_bytes_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Time spent swapping",
@@ -64,7 +58,6 @@ ROW = Row(
             "percentunit",
             S.rate("swap_seconds_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
     ),
 )

@@ -1,6 +1,7 @@
 """A real cluster under load, watched by Prometheus as our files say, of which a prefill and a decode worker are killed.
 
-warm --load--> busy --a prefill and a decode worker are killed--> down --the supervisor starts others--> whole
+warm --load--> busy --a crowd exhausts the decode pools--> calm --a prefill and a decode worker are killed--> down
+     --the supervisor starts others--> whole
 """
 
 import json
@@ -20,12 +21,15 @@ from router.config import RouterConfig
 from telemetry.dashboards import rules
 from tests.chaos.faults import kill
 from tests.integration.prometheus import Prometheus
-from tests.integration.traffic import Traffic
+from tests.integration.traffic import Crowd, Traffic
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 720 * 1024
 BLOCKS = 64
 """Of each worker: few enough that caches evict."""
+CROWD = 16
+"""Clients whose requests are taken with room for 6 blocks and grow to 12: half of them fit a worker at first, not in
+the end."""
 DOWN_S = 8.0
 """How long a killed worker stays away."""
 HURRY = 10.0
@@ -93,6 +97,7 @@ class Scene:
         traffic = Traffic(self._grpc, clients, seed=1)
         time.sleep(busy_s)
         traffic.until_mixed(PATIENCE_S)
+        self._exhaust()
         pids = {name: self.cluster.workers[name].pid for name in VICTIMS}
         for name in VICTIMS:
             self._until_busy(name)
@@ -116,6 +121,19 @@ class Scene:
             'absent(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"})', 20.0
         )
         self.ended_s = time.time()
+
+    def _exhaust(self) -> None:
+        """Until requests have given their blocks to others, and have come back."""
+        assert self.prometheus is not None
+        crowd = Crowd(self._grpc, CROWD, seed=100)
+        try:
+            self.prometheus.until("sum(headrace_preemption_seconds_count) > 0", PATIENCE_S)
+            for way in ("out", "back"):
+                swapped = f'sum(headrace_swap_bytes_total{{way="{way}"}}) > 0'
+                self.prometheus.until(swapped, PATIENCE_S)
+        finally:
+            crowd.end(PATIENCE_S)
+        time.sleep(SEEN_S)
 
     def _until_busy(self, name: str) -> None:
         """A worker that dies idle disturbs nobody, nor does a decode worker that has said nothing yet."""

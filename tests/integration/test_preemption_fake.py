@@ -139,3 +139,24 @@ def test_without_anybody_giving_way_the_same_worker_freezes(monkeypatch: pytest.
     monkeypatch.setattr(Preemption, "victims", lambda *args: [])
     with pytest.raises(AssertionError, match="frozen"):
         serve(CROWD, 14, 6, 4)
+
+
+def test_who_gave_way_holds_no_slots() -> None:
+    """Guards a utilization above all there is: blocks that were given away still counted as filled."""
+    cluster = small_cluster(12)
+    shared = prompt_of(9, 9)
+    first = cluster.submit(record_of("first", shared, 1))
+    while first.ended is None:
+        cluster.turn()
+    prompts = [[*shared, *prompt_of(i, 3 * i)] for i in range(4)]
+    answers = [cluster.submit(record_of(f"r{i}", prompt, 20)) for i, prompt in enumerate(prompts)]
+    waited = 0
+    while any(answer.ended is None for answer in answers):
+        cluster.turn()
+        live, held = cluster.decode.slots
+        assert 0 <= live <= held
+        for request in cluster.decode.preemption.line:
+            assert not request.lease.blocks and not request.have_blocks and not request.known
+            waited += 1
+    assert waited > 0
+    finish(cluster, answers)

@@ -93,3 +93,34 @@ def _call(prompt: list[int], max_tokens: int, **more: object) -> GenerateCall:
         ignore_eos=True,
         **more,  # type: ignore[arg-type]
     )
+
+
+class Crowd:
+    """Clients with short prompts and long answers, each asking again until all are told to end: what they hold grows
+    behind what was promised to them when they were taken."""
+
+    def __init__(self, address: str, clients: int, seed: int) -> None:
+        self._client = Client(address)
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(seed + n),), daemon=True)
+            for n in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self, limit_s: float) -> None:
+        """All clients leave at their next token. Fails if that takes over `limit_s`."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(limit_s)
+            assert not thread.is_alive(), "a client was left without an answer"
+        self._client.close()
+
+    def _run(self, rng: random.Random) -> None:
+        while not self._over.is_set():
+            events = self._client.generate(_call(_prompt(rng, 24), 160))
+            for _ in events:
+                if self._over.is_set():
+                    break
+            events.close()  # type: ignore[attr-defined]
