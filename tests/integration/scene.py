@@ -128,7 +128,7 @@ class Scene:
         crowd = Crowd(self._grpc, CROWD, seed=100)
         try:
             self.prometheus.until("sum(headrace_preemption_seconds_count) > 0", PATIENCE_S)
-            for way in ("out", "back"):
+            for way in ("out", "in"):
                 swapped = f'sum(headrace_swap_bytes_total{{way="{way}"}}) > 0'
                 self.prometheus.until(swapped, PATIENCE_S)
         finally:
