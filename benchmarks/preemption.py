@@ -143,7 +143,8 @@ def measure(
             for swaps in (False, True):
                 devices = make(size), make(size)
                 bench = Bench(*devices, swaps=swaps)
-                stack.callback(lambda some=devices: [device.kv.close() for device in some])
+                for device in devices:
+                    stack.callback(device.kv.close)
                 stack.callback(bench.both.close)
                 benches.append(bench)
             recomputes, swapping = benches

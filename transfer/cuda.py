@@ -23,7 +23,7 @@ from kernels.block_copy import copy_blocks
 from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, config_for
 from kernels.pool import KVPool
-from transfer.device import DeviceMemory, Event
+from transfer.device import DeviceMemory, Event, Stream
 from transfer.transport import TransferError
 
 _SUCCESS = 0
@@ -61,6 +61,16 @@ class CudaStream:
         assert isinstance(event, _CudaEvent)
         with self.use():
             self._cupy.wait_event(event.event)
+
+
+class _CudaPeek(_CudaEvent):
+    def __init__(self, event: Any, host: Tensor) -> None:
+        super().__init__(event)
+        self._host = host
+
+    @property
+    def words(self) -> list[int]:
+        return [int(word) for word in self._host]
 
 
 class _Handle(msgspec.Struct):
@@ -119,6 +129,23 @@ class CudaDevice:
         key = ConfigKey("convert_blocks", source.head_dim, 0, source.block_size, dtype, self._arch)
         convert_blocks(source, target, numbers[0], numbers[1], config_for(key))
 
+    def view(self, address: int, nbytes: int) -> Tensor:
+        return self._bytes(address, nbytes).view(torch.int64)
+
+    def peek(self, words: Tensor, stream: Stream) -> _CudaPeek:
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        with stream.use():
+            host.copy_(words, non_blocking=True)
+        event = stream.record()
+        assert isinstance(event, _CudaEvent)
+        return _CudaPeek(event.event, host)
+
+    def _bytes(self, address: int, nbytes: int) -> Tensor:
+        """uint8 `[nbytes]`; whoever allocated it keeps it."""
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+        array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        return torch.utils.dlpack.from_dlpack(array)
+
     def export(self, memory: DeviceMemory) -> bytes:
         pointer = memory.memory.data_ptr()
         base = _allocation(pointer)
@@ -134,12 +161,8 @@ class CudaDevice:
         with torch.cuda.device(self._device), _translated("map the peer's pool"):
             base = runtime.ipcOpenMemHandle(handle.ipc)
             self._mapped[name] = base
-            size = blocks * block_bytes
-            memory = cupy.cuda.UnownedMemory(
-                base + handle.offset, size, owner=None, device_id=self._device.index
-            )
-            array = cupy.ndarray((blocks, block_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-            return torch.utils.dlpack.from_dlpack(array)
+            found = self._bytes(base + handle.offset, blocks * block_bytes)
+            return found.view(blocks, block_bytes)
 
     def shut(self, name: bytes) -> None:
         base = self._mapped.pop(name, None)

@@ -44,6 +44,14 @@ class DeviceMemory(KVMemory, Protocol):
         """uint8 `[blocks, block_bytes]`, contiguous."""
 
 
+class Peek(Event, Protocol):
+    """Words of device memory on their way to the CPU."""
+
+    @property
+    def words(self) -> list[int]:
+        """Once it is `done`."""
+
+
 class Device(Protocol):
     name: str
     """The same for two processes that share one device, and for nobody else: its UUID."""
@@ -73,6 +81,12 @@ class Device(Protocol):
         target_blocks: Sequence[int],
     ) -> None:
         """Enqueue `kernels.block_convert.convert_blocks` on the current stream."""
+
+    def view(self, address: int, nbytes: int) -> Tensor:
+        """Memory of the device that another library has allocated, as int64 words."""
+
+    def peek(self, words: Tensor, stream: Stream) -> Peek:
+        """Begin to read a few words, on `stream`."""
 
     def export(self, memory: DeviceMemory) -> bytes:
         """A name under which another process of this host can `open` the pool. Raises TransferError."""

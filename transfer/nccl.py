@@ -31,7 +31,7 @@ from transfer.nccl_meeting import Meeting
 from transfer.nccl_pair import Chunk, Pair
 from transfer.nccl_peer import Peer
 from transfer.nccl_room import NcclReport, Room
-from transfer.nccl_wire import Go, Gone, Ready, Said
+from transfer.nccl_wire import Go, Gone, Grant, Ready, Said
 from transfer.pulse import Pulse
 from transfer.transport import Completion, Move, Outcome, Span, Ticket, TransferError
 
@@ -70,7 +70,14 @@ class NcclTransport:
             memory, config, device, library, self._posted, self._rest, self._room.warmed
         )
         self._meeting = Meeting(
-            incarnation, host, stall_s, config.join_s, self._peers, self._heard, self._lose
+            incarnation,
+            host,
+            stall_s,
+            config.join_s,
+            self._peers,
+            self._heard,
+            self._lose,
+            lambda: self._room.can_put,
         )
         self._pulse = Pulse()
         self._meeting.watch(self._pulse)
@@ -97,7 +104,8 @@ class NcclTransport:
             raise TransferError("both workers have one GPU: NCCL needs transfer.nccl.share_gpu for that")
         words_of(self._memory.memory, sent)
         self.disconnect(peer)
-        self.report.slot_bytes = self._dispatch.reserve(sent, received)
+        if not self._room.can_put:
+            self.report.slot_bytes = self._dispatch.reserve(sent, received)
         self._peers[peer] = self._meeting.begin(peer, details, sent, received)
         self._meeting.ring()
 
@@ -159,6 +167,7 @@ class NcclTransport:
     def close(self) -> None:
         for peer in list(self._peers):
             self.disconnect(peer)
+        self._dispatch.close()
         self._meeting.close()
         self._pulse.close()
 
@@ -181,6 +190,8 @@ class NcclTransport:
                     self._rest(chunk)
             case Go() if not peer.pair.leads:
                 self._dispatch.call(peer, said)
+            case Grant() if peer.pair.leads:
+                self._dispatch.granted(peer, said)
             case _:
                 self._room.heard(peer, said, self._dispatch, time.monotonic())
 
@@ -191,6 +202,7 @@ class NcclTransport:
         try:
             return bool(act(peer, now))
         except TransferError as error:
+            self._room.suspect(peer, error)
             self._lose(peer, str(error))
             return False
 

@@ -1,7 +1,8 @@
 """One communicator of two ranks, from its first call to its abort.
 
     joining --(both ranks are there)--> joined --(warmed up)--> warm
-       |________________|__________________|___ abort: gone
+       |    `-- with a ring: registering --^         |
+       |________________|__________________|_________|___ abort: gone
 
 A communicator is never destroyed in peace: what a clean end would wait for is what a dead peer never does. `Drop` and
 `Dropped` see to it that nobody aborts while the other end is still reading.
@@ -9,11 +10,13 @@ A communicator is never destroyed in peace: what a clean end would wait for is w
 
 from enum import Enum
 
-from transfer.nccl_library import Comm, NcclError, NcclLibrary
+from transfer.nccl_library import Comm, LateError, NcclLibrary
+from transfer.nccl_ring import Ring
 
 
 class Stage(Enum):
     JOINING = "joining"
+    REGISTERING = "registering"
     JOINED = "joined"
     WARM = "warm"
     DROPPING = "dropping"  # leader: the follower has been told, and has not answered
@@ -33,8 +36,11 @@ class Communicator:
         channels: int,
         name: str,
         now: float,
+        ring: Ring | None = None,
     ) -> None:
         self._library = library
+        self.ring = ring
+        """Where the peer puts, and what this end puts out of; None where both send and receive."""
         self.epoch = epoch
         self.rank = rank
         self.stage = Stage.JOINING
@@ -48,14 +54,24 @@ class Communicator:
     def poll(self, now: float, limit_s: float) -> bool:
         """True once, when this rank has joined. Raises NcclError, also if warming up takes longer than `limit_s`."""
         if self.stage not in (Stage.WARM, Stage.DROPPING) and now - self.began_s > limit_s:
-            raise NcclError(f"no communicator within {limit_s:g} s: {self!r}")
-        if self.stage is Stage.JOINING and self._library.async_state(self.comm):
-            self.stage = Stage.JOINED
-            return True
-        return False
+            raise LateError(f"no communicator within {limit_s:g} s: {self!r}")
+        if self.stage not in (Stage.JOINING, Stage.REGISTERING) or not self._library.async_state(self.comm):
+            return False
+        if self.stage is Stage.JOINING and self.ring is not None:
+            self.stage = Stage.REGISTERING
+            self.ring.register(self.comm)
+            return False
+        self.stage = Stage.JOINED
+        return True
+
+    @property
+    def puts(self) -> Ring | None:
+        """The ring, where the two devices can put into each other's memory; both ends come to the same."""
+        return self.ring if self.ring is not None and self.ring.is_window else None
 
     def memory_bytes(self) -> int | None:
-        return self._library.memory_bytes(self.comm)
+        found = self._library.memory_bytes(self.comm)
+        return None if found is None else found + (self.ring.nbytes if self.ring is not None else 0)
 
     def abort(self) -> None:
         self._library.abort(self.comm)

@@ -7,6 +7,7 @@ A handle is used by one thread, and never again after `abort`.
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NewType
 
@@ -25,10 +26,17 @@ _SUCCESS = 0
 _MAGIC = 0xCAFEBEEF
 _UNSET = -(2**31)
 _MEMORY_TOTAL = 3
+_SYMMETRIC = 1
+ONE_SIDED = 22902
+"""2.29.2: the first with `ncclPutSignal`."""
 
 
 class NcclError(TransferError):
     """A call failed, or the communicator did: it is good for nothing but `abort`."""
+
+
+class LateError(NcclError):
+    """Nothing failed, but it took longer than it may."""
 
 
 class _Id(ctypes.Structure):
@@ -74,6 +82,16 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "ncclGroupEnd": (),
     "ncclCommAbort": (_pointer,),
 }
+ONE_SIDED_PROTOTYPES: dict[str, tuple[object, ...]] = {
+    "ncclMemAlloc": (ctypes.POINTER(_pointer), _size),
+    "ncclMemFree": (_pointer,),
+    "ncclCommWindowRegister": (_pointer, _pointer, _size, ctypes.POINTER(_pointer), _int),
+    "ncclPutSignal": (
+        _pointer, _size, _int, _int, _pointer, _size, _int, _int, ctypes.c_uint, _pointer, _pointer,
+    ),
+}  # fmt: skip
+Window = ctypes.c_void_p
+"""An `ncclWindow_t`; null until its registration has ended, and for good where the devices cannot have one."""
 
 
 class NcclLibrary:
@@ -96,6 +114,13 @@ class NcclLibrary:
         """20000-odd: 2.28.9 is 22809."""
         if self.version < OLDEST:
             raise TransferError(f"NCCL {dotted(self.version)} is older than {dotted(OLDEST)}")
+
+        self.can_put = self.version >= ONE_SIDED
+        """Whether it has one-sided verbs; whether they work between two devices is known later."""
+        if self.can_put:
+            for name, types in ONE_SIDED_PROTOTYPES.items():
+                verb = getattr(self._lib, name)
+                verb.restype, verb.argtypes = _int, types
 
     def join(self, unique_id: bytes, rank: int, channels: int, name: str) -> Comm:
         """Begin to make a communicator of two ranks; `async_state` tells when it is made. It uses at most `channels`
@@ -136,6 +161,36 @@ class NcclLibrary:
         try:
             self.send(comm, outgoing, nbytes, peer, stream)
             self.recv(comm, incoming, nbytes, peer, stream)
+        finally:
+            self._start("ncclGroupEnd", comm)
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of memory of the current device that can be a window. Raises NcclError."""
+        found = _pointer()
+        self._must("ncclMemAlloc", ctypes.byref(found), nbytes)
+        assert found.value is not None
+        return found.value
+
+    def free(self, address: int) -> None:
+        self._must("ncclMemFree", address)
+
+    def register(self, comm: Comm, address: int, nbytes: int) -> Window:
+        """Begin to make memory a window of both ranks; ask `async_state`. Raises NcclError."""
+        window = Window()
+        self._start("ncclCommWindowRegister", comm, comm, address, nbytes, ctypes.byref(window), _SYMMETRIC)
+        return window
+
+    def put(
+        self, comm: Comm, window: Window, pieces: Sequence[tuple[int, int, int]], peer: int, stream: int
+    ) -> None:
+        """Enqueue copies of (address, bytes, offset in the peer's window) in this order, as one group; ask
+        `async_state`. Each address lies in a window of this rank. Raises NcclError."""
+        self._must("ncclGroupStart")
+        try:
+            for address, nbytes, offset in pieces:
+                self._start(
+                    "ncclPutSignal", comm, address, nbytes, UINT8, peer, window, offset, 0, 0, 0, comm, stream
+                )
         finally:
             self._start("ncclGroupEnd", comm)
 

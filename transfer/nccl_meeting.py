@@ -21,8 +21,8 @@ from transfer.transport import Span, TransferError
 
 
 class Meeting:
-    """`heard` is called for what a peer says, `lose` when its socket is lost. Raises TransferError if it cannot
-    listen."""
+    """`heard` is called for what a peer says, `lose` when its socket is lost; `can_put` tells whether this worker can
+    have rings. Raises TransferError if it cannot listen."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Meeting:
         peers: Mapping[Incarnation, Peer],
         heard: Callable[[Peer, Said], None],
         lose: Callable[[Peer, str], None],
+        can_put: Callable[[], bool],
     ) -> None:
         self._incarnation = incarnation
         self._host = host
@@ -41,6 +42,7 @@ class Meeting:
         self._peers = peers
         self._heard = heard
         self._lose = lose
+        self._can_put = can_put
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._selector = selectors.EpollSelector()
         self._bell = Bell()
@@ -148,7 +150,7 @@ class Meeting:
             self._lose(peer, "the peer dialled again")
             return False
         wire = Wire(sock)
-        wire.say(Welcome())
+        wire.say(Welcome(self._can_put()))
         self._watch(peer, wire)
         peer.meet()
         return True
@@ -165,6 +167,7 @@ class Meeting:
             connected(wire.sock)
             for said in wire.read():
                 if isinstance(said, Welcome):
+                    peer.can_put = said.puts
                     peer.meet()
                 elif peer.wire is wire:
                     self._heard(peer, said)

@@ -91,6 +91,8 @@ class Peer:
         self.epoch = 0
         self.communicator: Communicator | None = None
         self.invited: bytes = b""  # follower: the id of a communicator that waits for room
+        self.slot_bytes = 0  # of its communicator's ring, if it has one
+        self.can_put = False  # leader: the follower has said so
         self.spare_asked = False
         self.watchdog = Watchdog(stall_s)
         self.progress = 0

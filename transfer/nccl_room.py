@@ -14,9 +14,10 @@ from engine.types import Incarnation
 from transfer.config import NcclConfig
 from transfer.device import Device
 from transfer.nccl_communicator import Communicator, Stage
-from transfer.nccl_dispatch import Dispatch
-from transfer.nccl_library import NcclError, NcclLibrary
+from transfer.nccl_dispatch import Dispatch, pieces
+from transfer.nccl_library import LateError, NcclError, NcclLibrary
 from transfer.nccl_peer import Peer
+from transfer.nccl_ring import open_ring
 from transfer.nccl_wire import Build, Drop, Dropped, Joined, Said, Spare
 from transfer.transport import TransferError
 
@@ -27,6 +28,8 @@ class NcclReport(msgspec.Struct):
     """Counts since the start, and bytes of device memory: of the communicator made last, and of all slots."""
 
     built: int = 0
+    rings: int = 0
+    """Of those built, how many put into a ring."""
     dropped: int = 0
     lost: int = 0
     pair_bytes: int = 0
@@ -51,6 +54,8 @@ class Room:
         self._report = report
         self._stream = device.stream()
         self._free_bytes = 0
+        self.can_put = config.one_sided and library.can_put
+        """False from the first time on that rings turned out not to work here."""
 
     @property
     def is_busy(self) -> bool:
@@ -73,7 +78,7 @@ class Room:
         has_room = count < self._config.communicators
         if peer.invited or is_due(peer, has_room):
             if has_room:
-                self._make(peer, now)
+                self._make(peer, dispatch, now)
             else:
                 self._take_room(dispatch, now)
 
@@ -82,7 +87,9 @@ class Room:
         communicator = peer.communicator
         leads = peer.pair.leads
         if isinstance(said, Build) and not leads and communicator is None:
-            peer.epoch, peer.invited = said.epoch, said.unique_id
+            if said.slot_bytes and not self.can_put:
+                raise TransferError("a ring that this worker said it cannot have")
+            peer.epoch, peer.invited, peer.slot_bytes = said.epoch, said.unique_id, said.slot_bytes
             return
         if isinstance(said, Spare) and leads:
             # It may have been dropped meanwhile.
@@ -113,6 +120,7 @@ class Room:
             found = max(0, self._free_bytes - self._device.free_bytes())
         self._report.pair_bytes = found
         self._report.built += 1
+        self._report.rings += communicator.puts is not None
         log.info(
             "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
         )
@@ -128,19 +136,52 @@ class Room:
             except NcclError as error:
                 log.error("abort of the communicator with %x: %s", peer.incarnation, error)
 
-    def _make(self, peer: Peer, now: float) -> None:
+    def _make(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
         if peer.pair.leads:
             peer.epoch += 1
             unique_id = self._device.unique_id()
-            peer.say(Build(peer.epoch, unique_id))
+            peer.slot_bytes = self._slot_bytes(peer) if self.can_put and peer.can_put else 0
+            peer.say(Build(peer.epoch, unique_id, peer.slot_bytes))
         else:
             unique_id, peer.invited = peer.invited, b""
         self._free_bytes = self._device.free_bytes()
         rank, name = 0 if peer.pair.leads else 1, f"headrace-{peer.incarnation:x}"
-        with self._stream.use():
-            peer.communicator = Communicator(
-                self._library, peer.epoch, unique_id, rank, self._config.channels, name, now
-            )
+        ring = None
+        if peer.slot_bytes:
+            try:
+                ring = open_ring(self._library, self._device, peer.slot_bytes, self._stream)
+            except NcclError as error:
+                self.forbid(error)
+                raise
+        try:
+            with self._stream.use():
+                peer.communicator = Communicator(
+                    self._library, peer.epoch, unique_id, rank, self._config.channels, name, now, ring
+                )
+        except NcclError:
+            dispatch.retire(ring)
+            raise
+
+    def forbid(self, why: NcclError) -> None:
+        """Rings do not work here: none is made any more, and pairs that are made anew send and receive."""
+        if self.can_put:
+            log.warning("no one-sided transfers any more: %s", why)
+        self.can_put = False
+
+    def suspect(self, peer: Peer, error: TransferError) -> None:
+        """A pair is to be given up: if the library refused to do its part before the first piece went through its
+        ring, the ring is why. A peer that is gone or slow is another matter."""
+        communicator = peer.communicator
+        if communicator is None or communicator.ring is None or isinstance(error, LateError):
+            return
+        early = communicator.stage in (Stage.REGISTERING, Stage.JOINED)
+        if early and isinstance(error, NcclError):
+            self.forbid(error)
+
+    def _slot_bytes(self, peer: Peer) -> int:
+        """Room for the largest piece of either direction."""
+        spans = (peer.sent, peer.received)
+        return max(pieces(self._config.put_bytes, span) * span.nbytes for span in spans)
 
     def _take_room(self, dispatch: Dispatch, now: float) -> None:
         victim = spare(self._peers.values(), dispatch.busy)

@@ -21,14 +21,17 @@ class _Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(_Said, frozen=True):
-    """Follower: it knows the leader, which may speak."""
+    """Follower: it knows the leader, which may speak. `puts`: it can, and may, have a ring (`nccl_ring`)."""
+
+    puts: bool = False
 
 
 class Build(_Said, frozen=True):
-    """Leader: join communicator number `epoch`, as rank 1."""
+    """Leader: join communicator number `epoch`, as rank 1; with a ring of such slots, if any."""
 
     epoch: int
     unique_id: bytes
+    slot_bytes: int = 0
 
 
 class Joined(_Said, frozen=True):
@@ -78,10 +81,19 @@ class Go(_Said, frozen=True):
     number: int
     first: int
     nbytes: int
-    """0 is the warm-up: both send and receive one word."""
+    """0 is the warm-up: both send and receive one word, or put one."""
+    slot: int = -1
+    """With a ring, where the leader receives: it is to be put there."""
 
 
-Said = Welcome | Build | Joined | Spare | Drop | Dropped | Ready | Gone | Go
+class Grant(_Said, frozen=True):
+    """Follower: what the leader has said that it puts goes there."""
+
+    epoch: int
+    slot: int
+
+
+Said = Welcome | Build | Joined | Spare | Drop | Dropped | Ready | Gone | Go | Grant
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)

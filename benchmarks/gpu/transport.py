@@ -60,6 +60,7 @@ LIMIT_S = 60.0
 WAYS = {
     "cuda_ipc": ("cuda_ipc", NcclConfig()),
     "nccl, multi_rank": ("nccl", NcclConfig(share_gpu="multi_rank")),
+    "nccl, multi_rank, one-sided": ("nccl", NcclConfig(share_gpu="multi_rank", one_sided=True)),
     "nccl, two_hosts": ("nccl", NcclConfig(share_gpu="two_hosts")),
 }
 
@@ -229,6 +230,7 @@ def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
         report = getattr(bench.worker.transport, "report", None)
         if report is not None:
             first |= {"pair_mib": report.pair_bytes / 2**20, "slots_mib": report.slot_bytes / 2**20}
+            first["rings"] = report.rings  # 0: what was to be put was sent
         first["freed_after_kill_s"] = bench.freed_after_kill_s(CHUNKS[-1])
         return [first, *lines]
     finally:

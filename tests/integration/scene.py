@@ -68,7 +68,7 @@ class Scene:
                     slo_itl_s=0.5,
                 ),
                 prefill=PrefillConfig(engine=engine, chunk_tokens=32),
-                decode=DecodeConfig(engine=engine),
+                decode=DecodeConfig(engine=engine, preemption="recompute"),
             ),
             make_launcher("process"),
             model_dir=str(model_dir),

@@ -15,8 +15,10 @@ import pytest
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from tests.transfer.fake_device import ONE_SIDED_VARIABLE
 from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
 from transfer.loopback import LoopbackHub
+from transfer.nccl_library import ONE_SIDED
 from transfer.transport import Completion, Move, Outcome, Span, Ticket, Transport
 
 ROOT = Path(__file__).parents[2]
@@ -278,10 +280,15 @@ def make_rig(spare_processes: list[Process]) -> Iterator[RigFactory]:
 APART = [f"{kind}-process" for kind in WAYS[1:]]
 
 
-@pytest.fixture(params=[*WAYS, *APART])
-def rig(request: pytest.FixtureRequest, make_rig: RigFactory) -> Rig:
-    kind, _, apart = request.param.partition("-")
-    return make_rig(kind, in_process=not apart)
+@pytest.fixture(params=[*WAYS, *APART, "nccl-put"])
+def rig(
+    request: pytest.FixtureRequest, make_rig: RigFactory, monkeypatch: pytest.MonkeyPatch
+) -> Rig:
+    kind, _, how = request.param.partition("-")
+    if how == "put":
+        monkeypatch.setenv(ONE_SIDED_VARIABLE, "1")
+        monkeypatch.setenv("FAKE_NCCL_VERSION", str(ONE_SIDED))
+    return make_rig(kind, in_process=how != "process")
 
 
 @pytest.fixture

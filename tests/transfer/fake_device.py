@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from kernels.pool import KVPool
 from kernels.reference_blocks import convert_blocks, wp64
 from transfer.config import NcclConfig, TransferConfig
 from transfer.cuda_ipc import CudaIpcTransport
-from transfer.device import DeviceMemory, Event
+from transfer.device import DeviceMemory, Event, Stream
 from transfer.nccl import NcclTransport
 from transfer.nccl_library import NcclLibrary
 from transfer.transport import TransferError, Transport
@@ -37,6 +38,8 @@ from transfer.transport import TransferError, Transport
 SOURCE = Path(__file__).with_name("fake_nccl.c")
 FAIL, HANG, DIE, STALL, ASYNC = range(1, 6)
 LIBRARY_VARIABLE = "FAKE_NCCL_LIBRARY"
+ONE_SIDED_VARIABLE = "FAKE_NCCL_ONE_SIDED"
+"""Set: workers, also those in processes of their own, put into rings."""
 
 
 @functools.cache
@@ -90,6 +93,18 @@ class FakeEvent:
 
     def done(self) -> bool:
         return bool(fake().fake_done(self.handle))
+
+
+class FakePeek(FakeEvent):
+    """Reads when its stream has come to it."""
+
+    def __init__(self, handle: int, words: Tensor) -> None:
+        super().__init__(handle)
+        self._words = words
+
+    @property
+    def words(self) -> list[int]:
+        return [int(word) for word in self._words]
 
 
 class FakeStream:
@@ -148,6 +163,15 @@ class FakeDevice:
     ) -> None:
         convert_blocks(source, target, source_blocks, target_blocks)
 
+    def view(self, address: int, nbytes: int) -> Tensor:
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.int64)
+
+    def peek(self, words: Tensor, stream: Stream) -> "FakePeek":
+        event = stream.record()
+        assert isinstance(event, FakeEvent)
+        return FakePeek(event.handle, words)
+
     def export(self, memory: DeviceMemory) -> bytes:
         return json.dumps([os.getpid(), memory.fd, memory.blocks]).encode()
 
@@ -192,6 +216,8 @@ def open_fake(
         return CudaIpcTransport(memory, device)
     library = NcclLibrary(library_path())
     nccl = config.nccl if config.nccl != NcclConfig() else TESTS
+    if ONE_SIDED_VARIABLE in os.environ:
+        nccl = msgspec.structs.replace(nccl, one_sided=True, put_bytes=1 << 20)
     return NcclTransport(
         memory, incarnation, "127.0.0.1", config.stall_s, nccl, device, library
     )

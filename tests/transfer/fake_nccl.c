@@ -32,15 +32,19 @@ typedef struct {
 
 /* One direction between the two ranks: bytes written and read so far, and the last 64 KiB of them. */
 typedef struct { _Atomic uint64_t written, read; uint8_t bytes[RING]; } Ring;
-typedef struct { _Atomic int here[2]; Ring ring[2]; } Shared;  /* ring[r]: what rank r sends */
+typedef struct {
+    _Atomic int here[2]; Ring ring[2];  /* ring[r]: what rank r sends */
+    _Atomic int registered[2], puts[2]; char window[2][160]; size_t window_bytes[2];
+} Shared;
 
 typedef struct Comm {
     int rank; _Atomic int state, aborted, inside; Shared *shared; char path[128]; pthread_t joiner;
     _Atomic int running;
     int lag; struct Op *deferred[4]; int deferrals; struct Stream *on;
+    uint8_t *window, *peer_window; size_t window_bytes; void **handle; pthread_t registrar; int registers, put;
 } Comm;
 
-typedef struct Op { struct Op *next; Comm *comm; int sends, stuck; uint8_t *at; size_t left; _Atomic int *event; } Op;
+typedef struct Op { struct Op *next; Comm *comm; int sends, stuck; uint8_t *at, *to; size_t left; _Atomic int *event; } Op;
 typedef struct Stream { pthread_mutex_t lock; pthread_cond_t more; Op *first, **last; int busy, closed; pthread_t thread; int stalled; } Stream;
 
 /* ---- scripts: the next call of a verb, by a rank or anybody (-1), after `skip` more */
@@ -111,6 +115,14 @@ static int leave(Comm *comm, int status) { comm->inside = 0; return status; }
 static void run(Op *op) {
     Comm *comm = op->comm;
     Ring *ring = &comm->shared->ring[op->sends ? comm->rank : 1 - comm->rank];
+    while (op->to && op->left && !comm->aborted) {  /* a put: nothing of the other end is needed */
+        size_t some = op->left < RING ? op->left : RING;
+        if (op->stuck) { usleep(500); continue; }
+        memcpy(op->to, op->at, some);
+        __sync_synchronize();
+        op->at += some; op->to += some; op->left -= some;
+    }
+    if (op->to) op->left = 0;
     while (op->left && !comm->aborted) {
         if (op->stuck) { usleep(500); continue; }
         uint64_t written = ring->written, read = ring->read;
@@ -227,8 +239,10 @@ int ncclCommGetAsyncError(void *handle, int *status) {
     Comm *comm = enter(handle);
     int code, action = script("async", comm->rank, &code);
     if (action == FAIL) return leave(comm, code);
-    *status = action == ASYNC ? code : comm->lag ? IN_PROGRESS : comm->state;
-    if (comm->lag > 0 && --comm->lag == 0) {
+    /* The first put of a communicator connects the two: both must have called one. */
+    int alone = comm->put && !comm->shared->puts[1 - comm->rank];
+    *status = action == ASYNC ? code : comm->lag || alone ? IN_PROGRESS : comm->state;
+    if (!alone && comm->lag > 0 && --comm->lag == 0) {
         for (int i = 0; i < comm->deferrals; i++) enqueue(comm->on, comm->deferred[i]);
         comm->deferrals = 0;
     }
@@ -273,6 +287,111 @@ int ncclGroupEnd(void) {
     return action == FAIL ? code : IN_PROGRESS;
 }
 
+/* ---- one-sided: memory that processes share, windows of it, puts into the other's */
+typedef struct { uint8_t *at; size_t bytes; char path[160]; } Memory;
+static Memory memories[256];
+static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic int live_memories;
+
+static Memory *memory_of(const void *at) {
+    for (int i = 0; i < 256; i++)
+        if (memories[i].at && (uint8_t *)at >= memories[i].at && (uint8_t *)at < memories[i].at + memories[i].bytes) return &memories[i];
+    return 0;
+}
+int fake_memories(void) { return live_memories; }
+
+int ncclMemAlloc(void **out, size_t bytes) {
+    int code, action = script("alloc", -1, &code);
+    uint64_t drawn;
+    if (action == FAIL) return code;
+    if (getrandom(&drawn, sizeof drawn, 0) != sizeof drawn) return SYSTEM;
+    pthread_mutex_lock(&memory_lock);
+    Memory *found = 0;
+    for (int i = 0; i < 256 && !found; i++) if (!memories[i].at) found = &memories[i];
+    if (!found) die("too many allocations");
+    const char *folder = getenv("FAKE_NCCL_DIR");
+    snprintf(found->path, sizeof found->path, "%s/m%016lx", folder ? folder : "/tmp", (unsigned long)drawn);
+    int fd = open(found->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0 || ftruncate(fd, bytes)) die("no memory");
+    found->bytes = bytes;
+    found->at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    memset(found->at, 0xEE, bytes);
+    close(fd);
+    live_memories++;
+    *out = found->at;
+    pthread_mutex_unlock(&memory_lock);
+    return SUCCESS;
+}
+
+int ncclMemFree(void *at) {
+    int code, action = script("free", -1, &code);
+    if (action == FAIL) return code;
+    pthread_mutex_lock(&memory_lock);
+    Memory *found = memory_of(at);
+    if (!found || found->at != at) die("what was not allocated is freed");
+    unlink(found->path);
+    munmap(found->at, found->bytes);
+    found->at = 0;
+    live_memories--;
+    pthread_mutex_unlock(&memory_lock);
+    return SUCCESS;
+}
+
+static void *register_window(void *argument) {
+    Comm *comm = argument;
+    Shared *shared = comm->shared;
+    int code, action = script("registering", comm->rank, &code);
+    while (!comm->aborted && (action == STALL || !shared->registered[1 - comm->rank])) usleep(200);
+    if (comm->aborted) return 0;
+    if (action == FAIL) { comm->state = code; return 0; }
+    int fd = open(shared->window[1 - comm->rank], O_RDWR | O_CLOEXEC);
+    if (fd < 0) { comm->state = SYSTEM; return 0; }
+    comm->peer_window = mmap(0, shared->window_bytes[1 - comm->rank], PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    *comm->handle = comm;
+    comm->state = SUCCESS;
+    return 0;
+}
+
+int ncclCommWindowRegister(void *handle, void *at, size_t bytes, void **out, int flags) {
+    Comm *comm = enter(handle);
+    int code, action = script("register", comm->rank, &code);
+    *out = 0;
+    if (action == FAIL) return leave(comm, code);
+    if (comm->state != SUCCESS) die("a window on a communicator that is not ready");
+    if (getenv("FAKE_NCCL_NO_WINDOWS")) return leave(comm, SUCCESS);
+    pthread_mutex_lock(&memory_lock);
+    Memory *memory = memory_of(at);
+    if (!memory || memory->at != at || bytes > memory->bytes || flags != 1) die("this memory cannot be a window");
+    snprintf(comm->shared->window[comm->rank], sizeof comm->shared->window[0], "%s", memory->path);
+    pthread_mutex_unlock(&memory_lock);
+    comm->shared->window_bytes[comm->rank] = bytes;
+    comm->window = at; comm->window_bytes = bytes; comm->handle = out;
+    comm->state = IN_PROGRESS; comm->registers = 1;
+    comm->shared->registered[comm->rank] = 1;
+    pthread_create(&comm->registrar, 0, register_window, comm);
+    return leave(comm, IN_PROGRESS);
+}
+
+int ncclPutSignal(const void *at, size_t count, int type, int peer, void *window, size_t offset, int signal, int context, unsigned flags, void *handle, void *stream) {
+    Comm *comm = enter(handle);
+    int code, action = script("put", comm->rank, &code);
+    if (action == FAIL) return leave(comm, code);
+    if (comm->state != SUCCESS) die("put on a communicator that is not ready");
+    if (window != comm || !comm->peer_window) die("put into no window");
+    if ((uint8_t *)at < comm->window || (uint8_t *)at + count > comm->window + comm->window_bytes) return leave(comm, ARGUMENT);
+    if (offset + count > comm->shared->window_bytes[1 - comm->rank]) die("put behind the end of the window");
+    if (type != 1 || peer != 1 - comm->rank || signal || context || flags) return leave(comm, ARGUMENT);
+    if (comm->deferrals && !group) die("put while another call is in progress");
+    comm->put = 1; comm->shared->puts[comm->rank] = 1;
+    Op *op = calloc(1, sizeof *op);
+    op->comm = comm; op->at = (uint8_t *)at; op->to = comm->peer_window + offset; op->left = count;
+    op->stuck = action == STALL;
+    comm->running++; running_ops++;
+    defer(comm, op, stream);
+    return leave(comm, group ? SUCCESS : IN_PROGRESS);
+}
+
 int ncclCommAbort(void *handle) {
     Comm *comm = enter(handle);
     int code, action = script("abort", comm->rank, &code);
@@ -280,6 +399,7 @@ int ncclCommAbort(void *handle) {
     running_ops -= comm->deferrals;
     if (action == STALL) return leave(comm, SUCCESS);
     pthread_join(comm->joiner, 0);
+    if (comm->registers) pthread_join(comm->registrar, 0);
     live_comms--; aborts++;
     return leave(comm, action == FAIL ? code : SUCCESS);
 }

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.transfer.fake_device import library_path
-from transfer.nccl_library import _PROTOTYPES, ID_BYTES, IN_PROGRESS, NcclError, NcclLibrary
+from transfer.nccl_library import (
+    _PROTOTYPES,
+    ID_BYTES,
+    IN_PROGRESS,
+    ONE_SIDED_PROTOTYPES,
+    NcclError,
+    NcclLibrary,
+)
 from transfer.transport import TransferError
 
 
@@ -26,7 +33,7 @@ def shipped() -> Path:
 
 def test_the_shipped_library_is_bound(shipped: Path) -> None:
     library = NcclLibrary(shipped)
-    assert library.version >= 22700
+    assert library.version >= 22700 and library.can_put == (library.version >= 22902)
     found = ctypes.create_string_buffer(ID_BYTES)
     raw = ctypes.CDLL(str(shipped))
     assert raw.ncclGetUniqueId(found) == 0 and any(found.raw)
@@ -61,4 +68,4 @@ def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fake_has_every_verb() -> None:
     fake = ctypes.CDLL(str(library_path()))
-    assert all(hasattr(fake, name) for name in _PROTOTYPES)
+    assert all(hasattr(fake, name) for name in (*_PROTOTYPES, *ONE_SIDED_PROTOTYPES))
