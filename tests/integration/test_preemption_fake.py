@@ -144,7 +144,7 @@ def test_without_anybody_giving_way_the_same_worker_freezes(monkeypatch: pytest.
 def test_who_gave_way_holds_no_slots() -> None:
     """Guards a utilization above all there is: blocks that were given away still counted as filled."""
     cluster = small_cluster(12)
-    shared = prompt_of(9, 9)
+    shared = prompt_of(9, 2 * LAYOUT.block_size + 1)
     first = cluster.submit(record_of("first", shared, 1))
     while first.ended is None:
         cluster.turn()
