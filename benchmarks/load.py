@@ -19,6 +19,7 @@ from benchmarks.environment import describe
 from benchmarks.report import Report, print_report, to_json
 from benchmarks.workloads import PRESETS, Kind, Preset, Workload
 from cluster.find import served_at
+from cluster.numbers import seed
 from cluster.resolve import add_flags
 from router.api import ApiError
 
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
         plan = _plan(options)
     except ValueError as error:
         parser.error(str(error))
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
     if not plan.address:
         plan = msgspec.structs.replace(plan, address=served_at(options, options.target))
     try:
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="requests before the first level; default: the highest concurrency",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
     add("--timeout-s", type=float, default=600.0, help="of one request")
     add("--model")
     add(

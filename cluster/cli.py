@@ -14,7 +14,7 @@ from cluster.config import ConfigError
 from cluster.signals import Interrupted, interruptible
 from cluster.spec import LaunchError
 from engine.model.config import ModelError
-from router.api import ApiError
+from router.api import NOBODY, ApiError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except ApiError as error:
         field = f" ({error.field})" if error.field else ""
-        return _fail(f"{error.code}{field}: {error.message}", 1)
+        hint = " (start a cluster with: headrace up)" if error.message.startswith(NOBODY) else ""
+        return _fail(f"{error.code}{field}: {error.message}{hint}", 1)
     except Interrupted as interrupted:
         return interrupted.status
 

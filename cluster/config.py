@@ -5,6 +5,7 @@ there is, what is allowed, and what is worked out from the machine.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -92,7 +93,11 @@ _MAY_BE_ZERO = frozenset(
         "decode.tiers.disk_bytes",
     }
 )
+MAX_WORKERS = 1024
+"""Of a pool: more is a slip of the keyboard."""
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SHARES = (".digest_sample", "tracing.sample")
+_POOL_SIZES = ("prefill_workers", "decode_workers")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 
 
@@ -128,12 +133,16 @@ def problem(key: str, value: object) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         if key.endswith(".dtype") and value not in DTYPE_BYTES:
             return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}"
+        if key.endswith("engine.device") and not _DEVICE.fullmatch(str(value)):
+            return f"{value!r} is not cpu, cuda or cuda:N"
         return None
     if key in _PORTS:
         least = _PORTS[key]
         return None if least <= value <= 65535 else f"{value} is not in {least}..65535"
     if value != value or value in (float("inf"), float("-inf")):
         return f"{value} is not a finite number"
+    if key in _POOL_SIZES and value > MAX_WORKERS:
+        return f"{value} is more than {MAX_WORKERS}"
     if value < 0:
         return f"{value} is negative"
     if key.endswith(_SHARES) and value > 1:

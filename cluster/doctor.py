@@ -58,9 +58,18 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
         _clocks,
         lambda: _folders(config, environ),
         lambda: _ray(config, environ),
-        gpu_checks,
+        lambda: gpu_checks(_gpu_wanted(config)),
     ]
     return [check for group in groups for check in group()]
+
+
+def _gpu_wanted(config: ClusterConfig) -> str:
+    """Which setting puts workers on a GPU of this host: on a Ray cluster they are on others."""
+    if config.launcher == "ray" and config.ray.address != "local":
+        return ""
+    engines = {"prefill": config.prefill.engine, "decode": config.decode.engine}
+    wanting = (f"{pool}.engine.device is {e.device}" for pool, e in engines.items() if e.device != "cpu")
+    return next(wanting, "")
 
 
 def print_checks(checks: list[Check], console: Console | None = None) -> None:

@@ -10,10 +10,17 @@ from cluster.doctor import Check
 CUPY = ("cupy-cuda13x", "cupy-cuda12x")
 
 
-def gpu_checks(device: Path = Path("/dev/nvidiactl")) -> Iterator[Check]:
-    """One line without a GPU; torch is imported only with one."""
+def gpu_checks(
+    wanted: str = "", device: Path = Path("/dev/nvidiactl")
+) -> Iterator[Check]:
+    """One line without a GPU; torch is imported only with one. `wanted`: the setting by which workers of this host want
+    one, if any."""
     if not device.exists():
-        yield Check("gpu", "ok", "none: workers use the CPU kernels")
+        if wanted:
+            fix = "install NVIDIA's driver, give the container its GPUs, or take the device cpu"
+            yield Check("gpu", "fail", f"none, and {wanted}", fix)
+        else:
+            yield Check("gpu", "ok", "none: workers use the CPU kernels")
         return
     import torch
 

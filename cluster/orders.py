@@ -28,7 +28,7 @@ class Orders:
         try:
             done.result(timeout_s)
         except TimeoutError as error:
-            raise LaunchError(f"{what}: not done in {timeout_s:.0f} s") from error
+            raise LaunchError(f"{what}: not done in {timeout_s:g} s") from error
 
     def take(self) -> list[Order]:
         taken = []

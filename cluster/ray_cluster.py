@@ -75,6 +75,11 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
 
 
+def _first(text: str) -> str:
+    """Its first sentence: the next ones name flags of Ray's own."""
+    return text.partition(". ")[0]
+
+
 class RayClusterLauncher:
     """Mutable state: the keepers by node, and every child with its process, owned by the thread that launches."""
 
@@ -92,7 +97,7 @@ class RayClusterLauncher:
             init(ray, address=self._config.address, namespace=NAMESPACE)
         except Exception as error:
             raise LaunchError(
-                f"no Ray cluster at {self._config.address} (ray.address): {cause_of(error)}"
+                f"no Ray cluster at {self._config.address} (ray.address): {_first(cause_of(error))}"
             ) from error
         self._ray = ray
         self._here = ray.get_runtime_context().get_node_id()

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from cluster.numbers import seed, token_count
 from cluster.resolve import add_flags
 
 
@@ -25,9 +26,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", default="", metavar="HOST:PORT", help=server)
     add_flags(parser, only=("name",))
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-tokens", type=int, default=None, metavar="N")
+    parser.add_argument("--max-tokens", type=token_count, default=None, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=None, metavar="N")
+    parser.add_argument("--seed", type=seed, default=None, metavar="N")
     parser.add_argument("--stats", action="store_true", help="figures on standard error")
 
 

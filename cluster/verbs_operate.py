@@ -5,7 +5,8 @@ import os
 import sys
 from typing import Any
 
-from cluster.config import ConfigError
+from cluster.config import ConfigError, problem
+from cluster.numbers import seconds
 from cluster.resolve import add_flags, resolve
 
 POOLS = ("prefill", "decode")
@@ -17,7 +18,7 @@ def add(verbs: Any) -> None:
 
     top = verbs.add_parser("top", help="a live view: pools, batches, blocks, migrations, latency")
     top.add_argument("--once", action="store_true", help="print one frame and end")
-    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
+    top.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS")
     _common(top, _top, has_json=False)
 
     trace = verbs.add_parser("trace", help="what happened to a request, process by process")
@@ -49,7 +50,7 @@ def _common(parser: argparse.ArgumentParser, verb: Any, has_json: bool = True) -
 def _waits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=None,
         metavar="SECONDS",
         help="stop waiting after so long; what was asked for goes on",
@@ -123,6 +124,11 @@ def _scale(arguments: argparse.Namespace) -> int:
         pool, _, count = text.partition("=")
         if pool not in POOLS or not count.isdecimal() or int(count) < 1:
             raise ConfigError(f"{text!r} is not prefill=N or decode=N with N of at least 1")
+        if pool in sizes:
+            raise ConfigError(f"{pool} is given twice")
+        reason = problem(f"{pool}_workers", int(count))
+        if reason is not None:
+            raise ConfigError(f"{pool}: {reason}")
         sizes[pool] = int(count)
     order = Scale(sizes.get("prefill"), sizes.get("decode"), arguments.timeout)
     with _client(arguments) as client:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cluster.numbers import port
 from cluster.resolve import FLAGS, add_flags, resolve
 
 
@@ -24,7 +25,7 @@ def add(verbs: Any) -> None:
     worker = verbs.add_parser("worker", help="one worker alone, in the foreground")
     worker.add_argument("role", choices=("prefill", "decode"))
     worker.add_argument("--name", default="", help="its stable name (default: its role and -0)")
-    worker.add_argument("--port", type=int, default=0, help="gRPC port (default: a free one)")
+    worker.add_argument("--port", type=port, default=0, help="gRPC port (default: a free one)")
     add_flags(worker, only=[key for _, key, _, _ in FLAGS if key != "name"])
     worker.set_defaults(verb=_worker)
 

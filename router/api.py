@@ -89,6 +89,9 @@ class Position(msgspec.Struct, frozen=True):
 
 GenerateEvent = Started | Delta | Finished
 
+NOBODY = "nobody answers"
+"""How a client's error begins where no server was reached at all."""
+
 
 class ApiError(Exception):
     """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""

@@ -1,17 +1,19 @@
 """A client of the gRPC API: calls and events are the types of `router.api`."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import msgspec
 
 from protos import headrace_pb2 as pb
-from router.api import ApiError, GenerateCall, GenerateEvent
+from router.api import NOBODY, ApiError, GenerateCall, GenerateEvent
 from router.convert import call_to_proto, event_from_proto, resume_to_proto
 from router.progress import Progress
 
@@ -20,6 +22,7 @@ _RESUME = "/headrace.v1.Headrace/Resume"
 _CANCEL = "/headrace.v1.Headrace/Cancel"
 _MODELS = "/headrace.v1.Headrace/ListModels"
 _CANCEL_TIMEOUT_S = 2.0
+_UNANSWERED = re.compile(r"failed to connect to all addresses.* ipv[46]:(\S+): (.+)")
 _OPTIONS = [
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
@@ -214,7 +217,15 @@ def _api_error(error: grpc.RpcError) -> ApiError:
     retry_ms = metadata.get("retry-after-ms")
     return ApiError(
         error.code().name,
-        error.details() or "",
+        _plain(error.details() or ""),
         metadata.get("headrace-field", ""),
         int(retry_ms) / 1e3 if retry_ms else None,
     )
+
+
+def _plain(details: str) -> str:
+    """Of a connection that failed: who does not answer, and why, without what the library says around it."""
+    found = _UNANSWERED.search(details)
+    if found is None:
+        return details
+    return f"{NOBODY} at {unquote(found[1])}: {found[2].rpartition(': ')[2]}"

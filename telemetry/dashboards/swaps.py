@@ -2,7 +2,7 @@
 
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Panel, Query, Row, one
 
 ROW = Row(
     "Is there too little of it?",
@@ -37,7 +37,6 @@ ROW = Row(
                 Query(S.rate("preemption_choices_total", "choice"), "{{choice}}"),
                 Query(S.rate("swap_fallbacks_total", "why"), "not swapped: {{why}}"),
             ),
-            proof=Proof.SHOWN,
         ),
         one(
             "Predicted cost of a preemption",
@@ -45,7 +44,6 @@ ROW = Row(
             "s",
             S.sum("preemption_predicted_seconds", f"{TARGET}, choice"),
             "{{worker}} {{choice}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Bytes swapped",
@@ -53,7 +51,6 @@ ROW = Row(
             "Bps",
             S.rate("swap_bytes_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
         one(
             "Time spent swapping",
@@ -61,7 +58,6 @@ ROW = Row(
             "percentunit",
             S.rate("swap_seconds_total", "way"),
             "{{way}}",
-            proof=Proof.SHOWN,
         ),
     ),
 )

@@ -113,3 +113,46 @@ def test_a_process_left_behind_is_seen() -> None:
         assert left.pid in found and left.pid in running(found)
         left.kill()
     assert running(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["top", "--interval", "0"], "'0' is not a number of seconds above zero"),
+        (["top", "--interval", "nan"], "'nan' is not a number of seconds above zero"),
+        (["drain", "decode-0", "--timeout", "-1"], "'-1' is not a number of seconds"),
+        (["scale", "decode=2", "--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["scale", "decode=1", "decode=2"], "decode is given twice"),
+        (["scale", "decode=99999999999"], "decode: 99999999999 is more than 1024"),
+        (["up", "--decode", "99999999999"], "99999999999 is more than 1024"),
+        (["up", "--set", "prefill.engine.device=gpu"], "'gpu' is not cpu, cuda or cuda:N"),
+        (["worker", "decode", "--port", "70000"], "70000 does not lie in 0 to 65535"),
+        (["generate", "hi", "--seed", "-1"], "-1 does not lie in 0 to 18446744073709551615"),
+        (["generate", "hi", "--max-tokens", "0"], "0 does not lie in 1 to"),
+        (["chat", "--max-tokens", "many"], "'many' is not a whole number"),
+        (["bench", "--seed", "-1"], "-1 does not lie in 0 to"),
+        (["bench", "--json", "/nonexistent/x.json"], "there is no such folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_slip_is_told_at_once(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against numbers that wrap round, wait for ever, or start more processes than a host has."""
+    try:
+        status = cli.main(words)
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_told_in_plain_words(
+    free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a newcomer's first error being a gRPC library's."""
+    assert cli.main(["generate", "hi", "--server", f"127.0.0.1:{free_port}"]) == 1
+    assert capsys.readouterr().err == (
+        f"headrace: UNAVAILABLE: nobody answers at 127.0.0.1:{free_port}: Connection refused "
+        "(start a cluster with: headrace up)\n"
+    )

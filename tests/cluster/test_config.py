@@ -58,6 +58,8 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             extra += ["--set", f"decode.engine.dtype={value}"]
         if key.endswith((".digest_sample", "tracing.sample")):
             value = "0.5"
+        if key.endswith("engine.device"):
+            value = "cuda:1"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")
         by_variable = resolved(*extra, **{variable: value})

@@ -121,14 +121,16 @@ def test_an_old_ray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gpu_that_pytorch_cannot_use_is_found(tmp_path: Path) -> None:
     """Guards a GPU host with the CPU build, which would serve, and slowly, from the CPU."""
-    assert [check.level for check in gpu_checks(tmp_path / "none")] == ["ok"]
+    assert [check.level for check in gpu_checks("", tmp_path / "none")] == ["ok"]
+    (check,) = gpu_checks("decode.engine.device is cuda", tmp_path / "none")
+    assert check.level == "fail" and check.found == "none, and decode.engine.device is cuda"
     import torch
 
     device = tmp_path / "nvidiactl"
     device.touch()
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU that works")
-    (check,) = gpu_checks(device)
+    (check,) = gpu_checks("", device)
     assert check.level == "fail" and check.fix
 
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 720 * 1024
 BLOCKS = 64
 """Of each worker: few enough that caches evict."""
-CROWD = 16
-"""Clients whose requests are taken with room for 6 blocks and grow to 12: half of them fit a worker at first, not in
+CROWD = 20
+"""Clients whose requests are taken with room for 4 blocks and grow to 9: half of them fit a worker at first, not in
 the end."""
 DOWN_S = 8.0
 """How long a killed worker stays away."""
@@ -68,7 +68,7 @@ class Scene:
                     slo_itl_s=0.5,
                 ),
                 prefill=PrefillConfig(engine=engine, chunk_tokens=32),
-                decode=DecodeConfig(engine=engine, preemption="recompute"),
+                decode=DecodeConfig(engine=engine, growth_tokens=16),
             ),
             make_launcher("process"),
             model_dir=str(model_dir),
@@ -128,7 +128,9 @@ class Scene:
         crowd = Crowd(self._grpc, CROWD, seed=100)
         try:
             self.prometheus.until("sum(headrace_preemption_seconds_count) > 0", PATIENCE_S)
-            self.prometheus.until("sum(headrace_preemption_lost_tokens_total) > 0", PATIENCE_S)
+            for way in ("out", "in"):
+                swapped = f'sum(headrace_swap_bytes_total{{way="{way}"}}) > 0'
+                self.prometheus.until(swapped, PATIENCE_S)
         finally:
             crowd.end(PATIENCE_S)
         time.sleep(SEEN_S)

@@ -119,7 +119,7 @@ class Crowd:
 
     def _run(self, rng: random.Random) -> None:
         while not self._over.is_set():
-            events = self._client.generate(_call(_prompt(rng, 24), 160))
+            events = self._client.generate(_call(_prompt(rng, 46), 96))
             for _ in events:
                 if self._over.is_set():
                     break
