@@ -11,7 +11,7 @@ from tests.sim.world import World
 TOKENS = 11
 
 
-def _holds(world: World, process: Process) -> bool:
+def holds(world: World, process: Process) -> bool:
     return bool(world.workers[process.pid]._scheduler._requests)
 
 
@@ -21,14 +21,14 @@ def test_a_worker_killed_at_every_token(
     victim: str, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards every position of an answer, the first and the last included: no token lost, doubled or changed. The
-    client compares each token as it comes (`clients.Client.tokens`) and the end with all of them."""
+    client compares each token as it comes (`client.Client.tokens`) and the end with all of them."""
     world = World(_plan(_resumable("a", 1, 2, max_tokens=TOKENS)))
     killed: list[str] = []
 
     def strike() -> None:
         process = world.pick(victim, world.rng)
         if victim == "decode":
-            holders = [p for p in world.live.values() if p.role == victim and _holds(world, p)]
+            holders = [p for p in world.live.values() if p.role == victim and holds(world, p)]
             process = holders[0] if holders else process
         assert process is not None
         killed.append(process.name)
