@@ -150,62 +150,19 @@ class DecodeScheduler:
         self.orphans = Orphans(config.orphan_s)
         self.loading = Loading(self.kv)
         self.swapping = Swapping(config, self.kv)
-        self.filling = Filling(
-            self.kv,
-            self.batch,
-            self.beams,
-            self.handoffs,
-            self.forks,
-            self.preemption,
-            self.swapping,
-            config.local_chunk_tokens,
-            self.name,
+        kv, batch, beams, handoffs, forks = self.kv, self.batch, self.beams, self.handoffs, self.forks
+        requests, preemption, swapping = self._requests, self.preemption, self.swapping
+        chunk_tokens, name = config.local_chunk_tokens, self.name
+        self.filling = filling = Filling(
+            kv, batch, beams, handoffs, forks, preemption, swapping, chunk_tokens, name
         )
-        self.room = Room(
-            config,
-            self._requests,
-            self.kv,
-            self.batch,
-            self.beams,
-            self.handoffs,
-            self.forks,
-            self.admission,
-            self.preemption,
-            self.swapping,
-            self.loading,
-            self.filling,
-        )
-        self.ending = Ending(
-            self._requests,
-            self.kv,
-            self.batch,
-            self.beams,
-            self.handoffs,
-            self.forks,
-            self.orphans,
-            self.admission,
-            self.room,
-            self.filling,
-            self.name,
-            self.block_bytes,
-        )
-        self.routers = Routers(
-            self._requests, self.orphans, self.departures, self.batch, self.filling
-        )
-        self.taking = Taking(
-            config,
-            self._requests,
-            self.kv,
-            self.handoffs,
-            self.forks,
-            self.loading,
-            self.orphans,
-            self.admission,
-            self.preemption,
-            self.filling,
-            self.swapping.costs,
-            self.name,
-        )
+        room = (config, requests, kv, batch, beams, handoffs, forks, self.admission, preemption)
+        self.room = Room(*room, swapping, self.loading, filling)
+        ending = (requests, kv, batch, beams, handoffs, forks, self.orphans, self.admission)
+        self.ending = Ending(*ending, self.room, filling, name, self.block_bytes)
+        self.routers = Routers(requests, self.orphans, self.departures, batch, filling)
+        taking = (config, requests, kv, handoffs, forks, self.loading, self.orphans)
+        self.taking = Taking(*taking, self.admission, preemption, filling, swapping.costs, name)
 
     @property
     def sender(self) -> KVSender:
@@ -256,10 +213,11 @@ class DecodeScheduler:
             case FromRouter(link, Cancel() as message):
                 return self._cancel(link, message, now)
             case FromRouter(_, Finish(name, placement, kept)):
-                return self._end_if_current(name, placement, FinishReason.STOP, now, kept)
+                request = self._current(name, placement)
+                return [] if request is None else self._end(request, FinishReason.STOP, now, kept=kept)
             case FromRouter(_, Yield(name, placement)):
-                request = self._requests.get(name)
-                if request is not None and request.placement == placement:
+                request = self._current(name, placement)
+                if request is not None:
                     # A search has no KV that one row at a time could go on from.
                     request.yielding = self.leaving and request.record.beams is None
                 return []
@@ -368,30 +326,21 @@ class DecodeScheduler:
         return commands
 
     def _use_prefill(self, answer: UsePrefill, now: float) -> list[Command]:
-        request = self._requests.get(answer.request)
-        if request is None or request.placement != answer.placement:
+        request = self._current(answer.request, answer.placement)
+        if request is None:
             return []
         return self._settle(self.filling.use_prefill(request, answer.prefill, now), now)
 
-    def _end_if_current(
-        self,
-        name: RequestId,
-        placement: int,
-        reason: FinishReason,
-        now: float,
-        kept: int | None = None,
-    ) -> list[Command]:
+    def _current(self, name: RequestId, placement: int) -> Request | None:
         request = self._requests.get(name)
-        if request is None or request.placement != placement:
-            return []
-        return self._end(request, reason, now, kept=kept)
+        return None if request is None or request.placement != placement else request
 
     def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
         """Always answered: a router waits for the word that its request holds nothing here any more."""
         name, placement, reason = message.request, message.placement, message.reason
         self.departures.release(name, placement, now)
-        known = self._requests.get(name)
-        if known is not None and known.placement == placement:
+        known = self._current(name, placement)
+        if known is not None:
             return self._end(known, reason, now)
         stats = RequestStats(decode_worker=self.name)
         ended = Ended(request=name, placement=placement, reason=reason, stats=stats)
