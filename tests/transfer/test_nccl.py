@@ -158,7 +158,7 @@ def test_more_peers_than_communicators(ends: Ends, hub: int) -> None:
     """Guards against device memory that grows with the number of peers: at no time are there more than allowed."""
     config = msgspec.structs.replace(QUICK, communicators=2, join_s=5.0)
     middle = ends.end(hub, config)
-    peers = [ends.end(10 + n) for n in range(5)]
+    peers = [ends.end(10 + n, config) for n in range(5)]
     for peer in peers:
         ends.join(peer, middle)
     for lap in range(2):
@@ -172,7 +172,7 @@ def test_five_at_once_through_two_communicators(ends: Ends) -> None:
     """Guards against a pair that starves because others always have something to do."""
     config = msgspec.structs.replace(QUICK, communicators=2, join_s=5.0)
     middle = ends.end(50, config)
-    peers = [ends.end(10 + n) for n in range(5)]
+    peers = [ends.end(10 + n, config) for n in range(5)]
     tickets = []
     for n, peer in enumerate(peers):
         ends.join(peer, middle)
