@@ -138,7 +138,7 @@ class Scene:
     def _until_busy(self, name: str) -> None:
         """A worker that dies idle disturbs nobody, nor does a decode worker that has said nothing yet."""
         running = re.compile(rb"^headrace_running_requests\{.*\} (?!0\.0)", re.MULTILINE)
-        address, deadline_s = self.discovered()[name], time.monotonic() + 20.0
+        address, deadline_s = self.discovered()[name], time.monotonic() + PATIENCE_S
         wanted = 3 if name.startswith("decode") else 1
         seen = 0
         while seen < wanted:
