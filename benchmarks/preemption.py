@@ -54,8 +54,9 @@ class Bench:
     def __init__(self, prefill: Device, decode: Device) -> None:
         self._held: list[TierEvent | TiersDied] | None = None
         self._decode_device = decode
-        # All but what fits in one chunk comes from the prefill pool; its cache has no tier below it.
-        config = DecodeConfig(preemption="swap", local_chunk_tokens=1)
+        # All but what is less than a block comes from the prefill pool; its cache has no tier below it.
+        chunk_tokens = decode.layout.block_size
+        config = DecodeConfig(preemption="swap", local_chunk_tokens=chunk_tokens)
         self.both = Colocated(prefill, decode, decode_config=config, decode_tiering=self._open)
 
     def _open(self, on_event: Callable[[object], None]) -> Tiering:

@@ -62,7 +62,9 @@ class Filling:
             request.decode_cached_tokens = min(have_tokens, request.record.prompt_tokens)
             return self.begin(request, now)
         self._swapping.lifted(event.blocks, event.seconds, event.is_whole)
-        here = not request.prefill.name or missing <= self._local_chunk_tokens
+        # What is less than a block was never copied: to ask the prefill pool for it would compute all of it there.
+        few = max(self._local_chunk_tokens, self._kv.block_size if event.is_whole else 0)
+        here = not request.prefill.name or missing <= few
         if not event.is_whole:
             request.way = "here" if here else "pool"
         if not here:

@@ -138,8 +138,9 @@ class Room:
         missing = len(tokens) - self._kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
         # What was copied is copied back, unless all of it is here still.
         size, few = self._kv.block_size, self._config.local_chunk_tokens
-        lifts = missing > (few if request.stash is None else size) and self._swapping.looks_up(request)
-        here = not request.prefill.name or missing <= few
+        least = few if request.stash is None else size
+        lifts = missing > least and self._swapping.looks_up(request)
+        here = not request.prefill.name or missing <= max(few, least)
         under_way = len(self._handoffs) + len(self._loading)
         if not here and under_way >= self._config.max_handoffs:
             return None
