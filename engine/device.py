@@ -55,9 +55,9 @@ def open_device(
     kernels that do not run on the device, and where `deterministic` is on and cannot be kept.
     """
     torch.set_num_threads(config.threads)
+    kernels = config.kernels
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
-    kernels = config.kernels
     model_dir = Path(config.model_dir)
     model = load_model(model_dir, device=config.device)
     stable = kernels == "torch" and config.deterministic != "off" and _holds(model, config)
