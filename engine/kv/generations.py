@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -13,12 +14,12 @@ class Generations:
 
     def __init__(self, blocks: int) -> None:
         self.fd = os.memfd_create("headrace-generations", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, header_bytes(blocks))
         self._map = mmap.mmap(self.fd, header_bytes(blocks))
         self.counts = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
 
     def close(self) -> None:
         """Close the descriptor. The mapping itself goes when the last view of it does."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close()
+        self.fd = -1

@@ -12,6 +12,7 @@ checks it before and after its copy.
 import fcntl
 import mmap
 import os
+import weakref
 from functools import cached_property
 
 import numpy as np
@@ -111,6 +112,7 @@ class PagedKV(KVTensors):
 
     def __init__(self, layout: KVLayout, blocks: int) -> None:
         self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
         size = header_bytes(blocks) + blocks * layout.block_bytes
         os.ftruncate(self._fd, size)
         # Readers in other processes rely on its size: reading past a cut end would kill them.
@@ -129,6 +131,5 @@ class PagedKV(KVTensors):
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
+        self._fd = -1
