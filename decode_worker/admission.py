@@ -2,7 +2,7 @@
 
 A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more. What it needs beyond is
 found as it grows: where the pool is exhausted, somebody is preempted (`decode_worker.preemption`). With preemption off,
-the promise covers `max_tokens`, and nobody is ever in want.
+the promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
 from decode_worker.config import DecodeConfig

@@ -21,7 +21,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """What happens when the pool is exhausted: the last of all requests gives its blocks away, and has its KV computed
     again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the cheaper for it, as
-    measured. `off`: a request is only taken with room for its whole `max_tokens`, so that it never is."""
+    measured. `off`: a request is only taken with room for its whole `max_tokens`: only searches can exhaust it."""
     growth_tokens: int = 64
     """Room for so many tokens of its answer is promised to a request when it is taken, unless preemption is off."""
     orphan_s: float = 30.0

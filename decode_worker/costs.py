@@ -26,8 +26,8 @@ class Costs:
         """For the latest request that either could have been chosen for."""
 
     def fetched(self, tokens: int, seconds: float) -> None:
-        """So many tokens have come from the prefill pool."""
-        if tokens > 0:
+        """So many tokens have come from the prefill pool; a few of them say nothing, since asking costs as for many."""
+        if tokens >= self._block_size:
             self.pool_s = mean(self.pool_s, seconds / tokens)
 
     def computed(self, tokens: int, seconds: float) -> None:

@@ -52,6 +52,8 @@ class Filling:
         if not request.prefill.name:
             self.here(request, now)
             return []
+        request.asked = now
+        request.asked_tokens = len(request.tokens) - request.have_blocks * self._kv.block_size
         return self._handoffs.begin(request, now)
 
     def lifted(self, event: Lifted, now: float) -> list[Result]:
@@ -111,8 +113,7 @@ class Filling:
                 request.known - request.local_from, now - request.local_since
             )
         else:
-            missing = len(request.tokens) - request.have_blocks * self._kv.block_size
-            self._swapping.costs.fetched(missing, now - request.sought)
+            self._swapping.costs.fetched(request.asked_tokens, now - request.asked)
         self._preemption.back(request, now)
         self._batch.add_ready(request, now)
         self.fork(request, now)

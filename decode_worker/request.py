@@ -85,6 +85,10 @@ class Request:
     handovers: int = 0
     orphan_until: float = float("inf")
     """Finite while it has no router: see `decode_worker.orphans`."""
+    asked: float = 0.0
+    """Since when a prefill worker has been asked for its present tokens, whichever answers in the end."""
+    asked_tokens: int = 0
+    """How many were missing then."""
     local_since: float | None = None
     local_from: int = 0
     """Tokens that were known when it began to be computed here."""

@@ -62,7 +62,7 @@ class TierMetrics:
         )
         self._broken = families.counter(
             "kv_tier_broken_total",
-            "What the disk did not give back whole: blocks when they were wanted, segments at start.",
+            "What a tier did not give back whole: blocks when they were wanted, segments at start.",
             what=("block", "segment"),
         )
         self._refused = families.counter(

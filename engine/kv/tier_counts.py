@@ -18,7 +18,7 @@ class TierCounts:
     evicted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     """Blocks that had to leave a tier for others."""
     broken_blocks: int = 0
-    """Found torn or unreadable on disk when they were wanted."""
+    """Found torn or unreadable when they were wanted."""
     torn_segments: int = 0
     """Files of an earlier life that were not whole."""
     refused: int = 0

@@ -34,6 +34,10 @@ class TieredMachine(Machine):
         self.jobs: list[Load | Spill | Store] = []
         self.stashes = Stashes(self.kv, self.tiers)
         self.stashed: list[Stash] = []
+        self.awaited: dict[Stash, set[int]] = {}
+        """The stores that a stash has waited for."""
+        self.unread: set[int] = set()
+        """Stores that could not be made."""
         self.read: dict[int, list[Content]] = {}
         """What the blocks of a store held when it began."""
         self.digested: set[int] = set()
@@ -98,6 +102,7 @@ class TieredMachine(Machine):
         assert self.kv.pool.counts() == counts, "it holds what is held"
         if stash is not None:
             self.stashed.append(stash)
+            self.awaited[stash] = set(stash.stores)
         if is_released:
             self.live.remove(request)
             if is_quarantined:
@@ -135,10 +140,14 @@ class TieredMachine(Machine):
         for slot, block in zip(job.slots, job.blocks, strict=True):
             self.slots[slot.index] = list(OTHER) if error else list(self.memory[block])
             self.digested.add(slot.index)
+        if error:
+            self.unread.add(job.number)
+        waited = [stash for stash in self.stashed if stash.stores == {job.number}]
         event = Stored(job.number, 0 if error else len(job.blocks), 0.001, error)
         self.tiers.handle(event)
         failed = self.stashes.stored(event)
-        assert error or not failed
+        # One that waits for several is told with the last of them, whichever has failed.
+        assert set(failed) == {stash for stash in waited if self.awaited[stash] & self.unread}
         self.stashed = [stash for stash in self.stashed if stash not in failed]
 
     def _spill(self, job: Spill, error: str) -> None:
@@ -205,6 +214,7 @@ class TieredMachine(Machine):
         for stash in self.stashed:
             self.stashes.drop(stash)
         assert not self.stashes.kept and not self.tiers.host._spoilt
+        assert not self.tiers.host._pins, "pinned by nobody"
         assert not len(self.fetches)
         super().teardown()
 

@@ -1,0 +1,27 @@
+"""The cache namespaces of tenants, as routers name them to workers."""
+
+from engine.types import RequestId, RequestRecord
+from router.api import GenerateCall
+from router.config import RouterConfig
+from router.validate import to_record
+from tests.router.test_http_fuzz import Model
+
+
+def _record(tenant: str, key: str = "") -> RequestRecord:
+    call = GenerateCall(prompt=[1, 2], tenant=tenant)
+    config = RouterConfig(namespace_key=key)
+    return to_record(call, [1, 2], Model(), config, request=RequestId("r"), seed=1)
+
+
+def test_every_tenant_has_a_namespace_of_its_own() -> None:
+    """Guards the key of the cache: one tenant's prompts are no other's hits, whatever names they choose."""
+    tenants = ["", "a", "b", "a ", "A", "\0", "a" * 100]
+    spaces = [_record(tenant, "secret").namespace for tenant in tenants]
+    assert len(set(spaces)) == len(tenants)
+    assert spaces == [_record(tenant, "secret").namespace for tenant in tenants]
+    assert spaces[0] == b"", "who names no tenant shares with all who name none"
+    assert all(len(space) == 16 for space in spaces[1:])
+
+
+def test_nobody_can_name_a_namespace_without_the_key() -> None:
+    assert _record("a", "secret").namespace != _record("a", "guess").namespace != b"a"
