@@ -117,8 +117,10 @@ class Mover:
     @property
     def is_due(self) -> bool:
         """Whether some transport has more to do at once: a copy that is made in pieces tells of its end only."""
-        transports = [transport.fileno() for transport in self._transports.values()]
-        return bool(select.select(transports, (), (), 0)[0])
+        poll = select.poll()  # select() ends at descriptor 1023
+        for transport in self._transports.values():
+            poll.register(transport.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
