@@ -94,6 +94,7 @@ class Request(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     resumable: bool | None = None
     priority: Int | None = None
+    tenant: str | None = None
     beam_width: Int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -245,6 +246,7 @@ def _parsed(
         timeout_s=min(timeouts, default=None),
         resumable=bool(request.resumable),
         priority=request.priority or 0,
+        tenant=request.tenant or "",
         beam_width=request.beam_width,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
         early_stopping=_STOPPING[request.early_stopping],

@@ -1,8 +1,13 @@
 """The cache namespaces of tenants, as routers name them to workers."""
 
+import json
+
+import pytest
+
 from engine.types import RequestId, RequestRecord
 from router.api import GenerateCall
 from router.config import RouterConfig
+from router.openai import parse_chat, parse_completion
 from router.validate import to_record
 from tests.router.test_http_fuzz import Model
 
@@ -25,3 +30,18 @@ def test_every_tenant_has_a_namespace_of_its_own() -> None:
 
 def test_nobody_can_name_a_namespace_without_the_key() -> None:
     assert _record("a", "secret").namespace != _record("a", "guess").namespace != b"a"
+
+
+@pytest.mark.parametrize(
+    ("parse", "prompt"),
+    [(parse_completion, {"prompt": "x"}), (parse_chat, {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_a_tenant_over_http_is_the_same_as_over_grpc(parse, prompt) -> None:  # type: ignore[no-untyped-def]
+    """Guards HTTP requests of all tenants in one namespace."""
+    bodies = [{"model": "tiny", **prompt, **named} for named in ({}, {"tenant": "a"}, {"tenant": "b"})]
+    calls = [parse(json.dumps(body).encode()).call for body in bodies]
+    assert [call.tenant for call in calls] == ["", "a", "b"]
+    spaces = [
+        to_record(call, [1], Model(), RouterConfig(), request=RequestId("r"), seed=1).namespace for call in calls
+    ]
+    assert spaces == [_record(tenant).namespace for tenant in ("", "a", "b")]
