@@ -17,7 +17,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.native_attention import NativeAttention
 from engine.types import BlockId
+from kernels.native import native
 from tests.engine.test_model_families import BASE, save_hf
 
 NEAR_TIE = 1e-4
@@ -50,7 +52,7 @@ class Result:
     kv: torch.Tensor
 
 
-def _run(model: Llama, stable: bool, seed: int, longest: int, company: int) -> Result:
+def _run(model: Llama, attention: TorchAttention, seed: int, longest: int, company: int) -> Result:
     """The watched sequence in random chunks of up to `longest` tokens, beside up to `company` others in every batch."""
     random = Random(seed)
     shape = model.config
@@ -62,7 +64,7 @@ def _run(model: Llama, stable: bool, seed: int, longest: int, company: int) -> R
     random.shuffle(free)
     tables = [free[at * BLOCKS : (at + 1) * BLOCKS] for at in range(6)]
     tokens = [[Random(at).randrange(shape.vocab) for _ in range(TOKENS)] for at in range(6)]
-    attention, done, rows = TorchAttention(shape.heads, stable), [0] * 6, []
+    done, rows = [0] * 6, []
     while done[0] < TOKENS:
         members = [0, *random.sample(range(1, 6), random.randint(0, company))]
         random.shuffle(members)
@@ -73,7 +75,7 @@ def _run(model: Llama, stable: bool, seed: int, longest: int, company: int) -> R
             done[at] = end
             slices.append(SequenceSlice(tokens[at][start:end], start, tables[at], True))
             ends.append(end - start)
-        batch = ForwardBatch.build(slices, 16)
+        batch = ForwardBatch.build(slices, 16, row_multiple=attention.row_multiple)
         attention.begin(batch, kv)
         with torch.inference_mode():
             hidden = model.hidden(batch, kv, attention)
@@ -87,16 +89,28 @@ def _run(model: Llama, stable: bool, seed: int, longest: int, company: int) -> R
     return Result(logits, own)
 
 
+def _opened(folder: Path, kernels: str) -> tuple[Llama, TorchAttention]:
+    model = load_model(folder)
+    if kernels == "torch":
+        return model, TorchAttention(model.config.heads)
+    found = native()
+    if found is None or model.config.dtype != "float32":
+        pytest.skip("native kernels compute in float32, where a compiler built them")
+    return load_model(folder, panels=True), NativeAttention(model.config.heads, found)
+
+
 WAYS = [(seed, longest, company) for seed in range(2) for longest, company in ((1, 5), (7, 3), (64, 5), (230, 2))]
 
 
-def test_bits_are_the_same_however_computed(folder: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_bits_are_the_same_however_computed(folder: Path, kernels: str) -> None:
     """Guards recovery and migration: they recompute tokens in other chunks and other company."""
-    model = load_model(folder)
-    control = _run(model, True, 0, TOKENS, 0)
+    model, attention = _opened(folder, kernels)
+    assert deviations(model, 16, attention) == []
+    control = _run(model, attention, 0, TOKENS, 0)
     assert control.kv.float().std() > 0
     for way in WAYS:
-        got = _run(model, True, *way)
+        got = _run(model, attention, *way)
         assert torch.equal(got.logits, control.logits), way
         assert torch.equal(got.kv, control.kv), way
 
@@ -106,9 +120,10 @@ def test_otherwise_tokens_differ_only_in_near_ties(folder: Path) -> None:
     """The other mode: bits do differ (so the test above can fail), tokens too, and those only in near ties. The control
     runs twice undisturbed and differs in nothing."""
     model = load_model(folder)
-    control, again = _run(model, False, 0, TOKENS, 0), _run(model, False, 0, TOKENS, 0)
+    attention = TorchAttention(model.config.heads, stable=False)
+    control, again = _run(model, attention, 0, TOKENS, 0), _run(model, attention, 0, TOKENS, 0)
     assert torch.equal(control.logits, again.logits)
-    others = [_run(model, False, *way) for way in WAYS]
+    others = [_run(model, attention, *way) for way in WAYS]
     assert any(not torch.equal(other.logits, control.logits) for other in others)
     flipped = 0
     best = control.logits.topk(2, dim=-1).values
@@ -122,18 +137,21 @@ def test_otherwise_tokens_differ_only_in_near_ties(folder: Path) -> None:
 def test_the_check_at_start_finds_what_it_is_for(folder: Path) -> None:
     """Guards a check that always says yes: without stable plans it must name what differs."""
     model = load_model(folder)
-    assert deviations(model, 16) == []
-    assert deviations(model, 16, stable=False)
+    heads = model.config.heads
+    assert deviations(model, 16, TorchAttention(heads)) == []
+    assert deviations(model, 16, TorchAttention(heads, stable=False))
 
 
 def test_a_machine_that_cannot_keep_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`on` refuses with the setting's name, `auto` warns, `off` does not even look."""
-    monkeypatch.setattr(device, "deviations", lambda model, block_size: ["one token alone"])
+    monkeypatch.setattr(device, "deviations", lambda model, block_size, attention: ["one token alone"])
     dtype = load_model(folder).config.dtype
     config = {"model_dir": str(folder), "pool_bytes": 1 << 20, "dtype": dtype}
+    model = load_model(folder)
+    attention = TorchAttention(model.config.heads)
     with pytest.raises(ValueError, match=r"engine\.deterministic: .*one token alone"):
-        device._holds(load_model(folder), EngineConfig(**config, deterministic="on"))  # type: ignore[arg-type]
-    assert not device._holds(load_model(folder), EngineConfig(**config))  # type: ignore[arg-type]
+        device._holds(model, EngineConfig(**config, deterministic="on"), attention)  # type: ignore[arg-type]
+    assert not device._holds(model, EngineConfig(**config), attention)  # type: ignore[arg-type]
     assert "near ties" in caplog.text

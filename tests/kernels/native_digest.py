@@ -1,0 +1,55 @@
+"""One number for what all native kernels compute: python -m tests.kernels.native_digest [LIBRARY]"""
+
+import ctypes
+import hashlib
+import sys
+
+import torch
+
+from kernels.native import Native, PoolShape, Sequences, native
+from kernels.panels import pack_codes, pack_plain
+
+
+def bits_of_everything(kernels: Native) -> str:
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    digest = hashlib.blake2b(digest_size=8)
+    codes = torch.randint(0, 16, (150, 96), generator=generator, dtype=torch.uint8)
+    for weight in (
+        pack_plain(noise(150, 100)),
+        pack_plain(noise(150, 100).bfloat16().float()),
+        pack_codes(codes.to(torch.int8), noise(150, 3), None, 8),
+        pack_codes(codes, noise(150, 3), noise(150, 3), 4),
+    ):
+        digest.update(kernels.linear(noise(11, weight.columns), weight, noise(150)).numpy().tobytes())
+    digest.update(kernels.norm(noise(5, 77), noise(5, 77), noise(77), 1e-5).numpy().tobytes())
+    digest.update(kernels.gate(noise(5, 90) * 30).numpy().tobytes())
+    angles = noise(50, 24)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pool = noise(9, 2, 2, 2, 8, 48).to(dtype)
+        qkv, shape = noise(30, 10, 48), PoolShape(2, 2, 8, 48)
+        tables = [torch.tensor([4, 0, 7]), torch.tensor([1, 2, 3, 8, 5, 6])]
+        norms, slots = (noise(48), noise(48), 1e-6), torch.arange(30) * 2
+        kernels.rotate_and_write(
+            qkv, 6, (angles.cos(), angles.sin()), torch.arange(30), norms, pool, shape, 1, slots
+        )
+        out = torch.zeros(30, 6 * 48)
+        kernels.attend(qkv, 6, Sequences.of([1, 29], [20, 43], tables), pool, shape, 1, out)
+        for tensor in (qkv, out, pool.view(torch.uint8)):
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    kernels = Native(ctypes.CDLL(sys.argv[1]), "PLAIN") if len(sys.argv) > 1 else native()
+    if kernels is None:
+        return 1
+    print(kernels.variant, bits_of_everything(kernels))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
