@@ -1,12 +1,27 @@
-"""Notes the git revision in what is built, where `telemetry.build` finds it; the rest is in pyproject.toml."""
+"""What pyproject.toml cannot say: the native kernels, and the git revision noted in what is built, where
+`telemetry.build` finds it."""
 
+import platform
 import runpy
+from hashlib import blake2b
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+SOURCES = sorted((ROOT / "kernels" / "cpu").glob("*.[ch]*"))
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
+SETS = (
+    {
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    }
+    if platform.machine().lower() in ("x86_64", "amd64")
+    else {"plain": []}
+)
+"""Instruction sets, as `kernels.native` names them."""
 
 
 class BuildPy(build_py):
@@ -20,4 +35,35 @@ class BuildPy(build_py):
             (Path(self.build_lib) / "telemetry" / build["NOTE"]).write_text(revision + "\n")
 
 
-setup(cmdclass={"build_py": BuildPy})
+class BuildExt(build_ext):
+    """No Python module but a library for ctypes. Without a compiler there is none, and PyTorch's kernels serve."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+def digest() -> str:
+    """As `kernels.native.source_digest`, which cannot be imported where PyTorch is not."""
+    found = blake2b(digest_size=8)
+    for path in SOURCES:
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def library(name: str, flags: list[str]) -> Extension:
+    return Extension(
+        f"kernels._native_{name}",
+        sources=[str(path.relative_to(ROOT)) for path in SOURCES if path.suffix == ".cpp"],
+        depends=[str(path.relative_to(ROOT)) for path in SOURCES],
+        define_macros=[("HEADRACE_SOURCES", f'"{digest()}"')],
+        extra_compile_args=[*FLAGS, *flags],
+        extra_link_args=["-fopenmp"],
+        language="c++",
+        optional=True,
+    )
+
+
+setup(
+    cmdclass={"build_py": BuildPy, "build_ext": BuildExt},
+    ext_modules=[library(name, flags) for name, flags in SETS.items()],
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from engine.batch import ForwardBatch
+from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.kv.paged import KVTensors
 from engine.sampling import Draw, sample
 from engine.step import Drawn
@@ -43,6 +43,9 @@ class HeadNorms(NamedTuple):
 class AttentionBackend(Protocol):
     """What a step computes beside products of matrices. One step at a time."""
 
+    row_multiple: int
+    """Rows of a step, and rows of logits, are padded to a multiple of it."""
+
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         """Plan a step; called once before its first layer."""
 
@@ -73,6 +76,8 @@ class AttentionBackend(Protocol):
 class TorchAttention:
     """The CPU kernels over block tables. `stable`: a row's bits depend on its own prefix alone. `dtype`: of the model,
     where the pool keeps another."""
+
+    row_multiple = ROW_MULTIPLE
 
     def __init__(
         self, heads: int, stable: bool = True, dtype: torch.dtype | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.types import BlockId
 
 ROW_MULTIPLE = 4
-"""Products over a multiple of four rows give each row the same bits whatever the other rows are (CPU, 32-bit)."""
+"""Libraries' products over a multiple of four rows give each row the same bits whatever the other rows are (CPU, 32-bit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Flat tensors of one step. Rows are padded to a multiple of four with token 0 at position 0, whose K/V is not
-    written and whose attention output is zero; logit rows are padded by repeating the last."""
+    """Flat tensors of one step. Rows are padded to a multiple with token 0 at position 0, whose K/V is not written and
+    whose attention output is zero; logit rows are padded by repeating the last."""
 
     tokens: Tensor  # int64 [padded rows]
     positions: Tensor  # int64 [padded rows]
@@ -38,7 +38,10 @@ class ForwardBatch:
 
     @staticmethod
     def build(
-        slices: list[SequenceSlice], block_size: int, device: torch.device | str = "cpu"
+        slices: list[SequenceSlice],
+        block_size: int,
+        device: torch.device | str = "cpu",
+        row_multiple: int = ROW_MULTIPLE,
     ) -> "ForwardBatch":
         """Lay the slices out one after the other; block tables stay with the CPU, which plans with them. At least one
         slice, each with at least one token."""
@@ -58,8 +61,8 @@ class ForwardBatch:
             if piece.want_logits:
                 wanted.append(len(tokens) - 1)
         rows = len(tokens)
-        padding = -rows % ROW_MULTIPLE
-        logit_rows = wanted + wanted[-1:] * (-len(wanted) % ROW_MULTIPLE)
+        padding = -rows % row_multiple
+        logit_rows = wanted + wanted[-1:] * (-len(wanted) % row_multiple)
         return ForwardBatch(
             tokens=torch.tensor(tokens + [0] * padding, dtype=torch.int64).to(device),
             positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(device),

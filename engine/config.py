@@ -15,8 +15,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     per token and head. Workers that share requests must agree."""
     device: str = "cpu"
     """Where the engine computes: `cpu`, `cuda` or `cuda:N`."""
-    attention: Literal["auto", "torch", "triton"] = "auto"
-    """Which kernels: `torch`, those for the CPU; `triton`, those for a GPU; `auto`, by the device."""
+    attention: Literal["auto", "native", "torch", "triton"] = "auto"
+    """Which kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
+    Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
+    and the model is in float32."""
     block_size: int = 16
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
     """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`."""
@@ -49,12 +51,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kernels(self) -> str:
-        """`torch` or `triton`. Raises ValueError for CPU kernels on another device."""
+        """`native`, `torch` or `triton`: as asked for; `native` may turn out not to be there. Raises ValueError for CPU
+        kernels on another device, and for native ones in another dtype."""
         on_cpu = self.device == "cpu"
-        if self.attention == "torch" and not on_cpu:
-            raise ValueError(f"engine.attention: the torch kernels do not run on {self.device}")
+        if self.attention in ("native", "torch") and not on_cpu:
+            raise ValueError(f"engine.attention: the {self.attention} kernels do not run on {self.device}")
+        if self.attention == "native" and self.dtype != "float32":
+            raise ValueError(f"engine.attention: the native kernels compute in float32, not {self.dtype}")
         if self.attention == "auto":
-            return "torch" if on_cpu else "triton"
+            if not on_cpu:
+                return "triton"
+            return "native" if self.dtype == "float32" else "torch"
         return self.attention
 
 

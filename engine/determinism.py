@@ -29,9 +29,9 @@ _WATCHED = (15, 16, 17, 130, 191, 192, 193, 255, 300, 383, 384, 385, 500, 511, 5
 """Tokens that are recomputed one at a time, as decoding computes them."""
 
 
-def deviations(model: Llama, block_size: int, stable: bool = True) -> list[str]:
+def deviations(model: Llama, block_size: int, attention: TorchAttention) -> list[str]:
     """The ways of computing the same tokens that gave other bits here; none where the promise holds."""
-    probe = _Probe(model.first_layer(), block_size, stable)
+    probe = _Probe(model.first_layer(), block_size, attention)
     try:
         return probe.deviations()
     finally:
@@ -41,7 +41,7 @@ def deviations(model: Llama, block_size: int, stable: bool = True) -> list[str]:
 class _Probe:
     """Two sequences over a pool of their own: one is watched, the other keeps it company."""
 
-    def __init__(self, model: Llama, block_size: int, stable: bool) -> None:
+    def __init__(self, model: Llama, block_size: int, attention: TorchAttention) -> None:
         shape = model.config
         tokens = min(PROMPT_TOKENS, shape.context_tokens)
         others = min(OTHER_TOKENS, tokens)
@@ -60,7 +60,7 @@ class _Probe:
         self._tables = (blocks[:own], blocks[own:])
         self._tokens = tuple([random.randrange(shape.vocab) for _ in range(n)] for n in (tokens, others))
         self._model = model
-        self._attention = TorchAttention(shape.heads, stable)
+        self._attention = attention
 
     def close(self) -> None:
         self._kv.close()
@@ -94,7 +94,9 @@ class _Probe:
             SequenceSlice(self._tokens[which][start:end], start, self._tables[which], True)
             for which, start, end in parts
         ]
-        batch = ForwardBatch.build(slices, self._kv.layout.block_size)
+        batch = ForwardBatch.build(
+            slices, self._kv.layout.block_size, row_multiple=self._attention.row_multiple
+        )
         self._attention.begin(batch, self._kv)
         return self._model.hidden(batch, self._kv, self._attention)[: batch.rows]
 
@@ -102,5 +104,8 @@ class _Probe:
         return self._kv.tensor[self._tables[0]]
 
     def _logits_agree(self, rows: Tensor) -> bool:
-        alone = self._model.logits(rows[:4])
-        return all(torch.equal(self._model.logits(rows[:n])[:4], alone) for n in (8, 12, 32) if n <= len(rows))
+        least = self._attention.row_multiple
+        alone = self._model.logits(rows[:least])
+        return all(
+            torch.equal(self._model.logits(rows[:n])[:least], alone) for n in (4, 8, 12, 32) if n <= len(rows)
+        )

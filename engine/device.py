@@ -16,9 +16,12 @@ from engine.kv.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
+from engine.native_attention import NativeAttention
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
 from engine.workspace import estimate_workspace, measure_workspace
+from kernels.native import Native
+from kernels.native import native as find_native
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +62,13 @@ def open_device(
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
     model_dir = Path(config.model_dir)
-    model = load_model(model_dir, device=config.device)
-    stable = kernels == "torch" and config.deterministic != "off" and _holds(model, config)
+    native = _native(config)
+    model = load_model(model_dir, device=config.device, panels=native is not None)
+    stable = (
+        kernels != "triton"
+        and config.deterministic != "off"
+        and _holds(model, config, _attention(model, native, stable=True))
+    )
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
     shape = model.config
@@ -86,7 +94,7 @@ def open_device(
         raise ValueError(
             f"pool_bytes {config.pool_bytes}: {kv_bytes} bytes hold no block of {layout.block_bytes}"
         )
-    kv, runner = _open_runner(config, model, layout, blocks, stable, limits)
+    kv, runner = _open_runner(config, model, layout, blocks, native, stable, limits)
     memory = MemoryUse(weights_bytes, workspace_bytes, kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
     return Device(
@@ -109,14 +117,14 @@ def _open_runner(
     model: Llama,
     layout: KVLayout,
     blocks: int,
+    native: Native | None,
     stable: bool,
     limits: StepLimits | None,
 ) -> tuple[KVTensors, Runner]:
     on_cpu = model.device.type == "cpu"
-    if config.kernels == "torch":
+    if config.kernels != "triton":
         kv = PagedKV(layout, blocks)
-        attention = TorchAttention(model.config.heads, stable, TORCH_DTYPES[model.config.dtype])
-        return kv, ModelRunner(model, kv, attention)
+        return kv, ModelRunner(model, kv, _attention(model, native, stable))
     # Triton is imported by those who use it.
     from engine.graphs import CudaRecorder, DecodeGraphs, ladder
     from engine.kv.device_pool import DeviceKV
@@ -137,6 +145,22 @@ def _open_runner(
     return pool, ModelRunner(model, pool, triton, graphs)
 
 
+def _native(config: EngineConfig) -> Native | None:
+    """The kernels, if they are to be used. Raises ValueError where they are demanded and not there."""
+    if config.kernels != "native":
+        return None
+    found = find_native()
+    if found is None and config.attention == "native":
+        raise ValueError("engine.attention: the native kernels were not built; `headrace doctor` says why")
+    return found
+
+
+def _attention(model: Llama, native: Native | None, stable: bool) -> TorchAttention:
+    if native is not None:
+        return NativeAttention(model.config.heads, native)
+    return TorchAttention(model.config.heads, stable, TORCH_DTYPES[model.config.dtype])
+
+
 def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
     if model.device.type == "cpu":
         return measure_workspace(
@@ -146,8 +170,8 @@ def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
     return estimate_workspace(shape, shape.dtype, config.block_size, limits, in_place=True)
 
 
-def _holds(model: Llama, config: EngineConfig) -> bool:
-    found = deviations(model, config.block_size)
+def _holds(model: Llama, config: EngineConfig, attention: TorchAttention) -> bool:
+    found = deviations(model, config.block_size, attention)
     told = ", ".join(found)
     if found and config.deterministic == "on":
         raise ValueError(f"engine.deterministic: {config.dtype} on this machine gives other bits by {told}")

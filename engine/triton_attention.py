@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import HeadNorms, Rotation
-from engine.batch import ForwardBatch
+from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.kv.layout import KVLayout
 from engine.kv.paged import TORCH_DTYPES, KVTensors
 from engine.model.config import ModelConfig
@@ -76,6 +76,8 @@ class TritonAttention:
     `max_batch`: decoding sequences of a step; more of them cost new buffers. `programs`: the decode grid's size; 0: by
     the device. Raises ValueError where there is neither a GPU nor the interpreter.
     """
+
+    row_multiple = ROW_MULTIPLE
 
     def __init__(
         self,

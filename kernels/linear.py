@@ -1,4 +1,5 @@
-"""`x W^T + b` with `W` in the order in which the CPU's matrix library (oneDNN) reads it.
+"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), or in the order in which the CPU's matrix library (oneDNN)
+reads it, which is the rest of this page.
 
 A plain `[rows, columns]` weight is read badly for the few rows of a decode step. Packed once, products of four to
 sixteen rows take about half the time, those of a prefill chunk the same. The packed form is opaque and fits one version
@@ -15,16 +16,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 
+from kernels.native import native
+from kernels.panels import Panels
+
 _LAYOUT_MKLDNN = 3  # c10::Layout::Mkldnn
 _ROWS_HINT = 16
+
+
+Weight = Tensor | Panels
+"""`[rows, columns]`."""
 
 
 class PackError(Exception):
     """This library, processor or dtype cannot pack, or cannot use packed bytes that lie elsewhere."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` `[n, columns]` -> `[n, rows]`; `weight` is plain `[rows, columns]` or from `pack` or `from_bytes`."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """`x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, or from `pack` or `from_bytes`. Raises
+    RuntimeError for panels where there are no native kernels."""
+    if isinstance(weight, Panels):
+        kernels = native()
+        if kernels is None:
+            raise RuntimeError("weights in panels need the native kernels")
+        return kernels.linear(x, weight, bias)
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

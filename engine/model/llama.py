@@ -20,37 +20,47 @@ from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.mapped import map_weights
 from engine.model.packed import packed_weights
-from kernels.linear import linear
+from engine.model.panels import panel_weights
+from kernels.linear import Weight, linear
+from kernels.native import native
+from kernels.panels import Panels
+
+
+Weights = dict[str, Weight]
+"""By name; norms, biases and the embedding are plain."""
 
 
 class _Layer:
     """One layer's weights: `[rows, columns]` matrices as `torch.nn.functional.linear` wants them, biases or None."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
         def need(name: str) -> Tensor:
+            return _plain(weights[layer_key(layer, name)])
+
+        def matrix(name: str) -> Weight:
             return weights[layer_key(layer, name)]
 
         def maybe(name: str) -> Tensor | None:
-            return weights.get(layer_key(layer, name))
+            return need(name) if layer_key(layer, name) in weights else None
 
         self.attention_norm = need("attention_norm")
-        self.qkv, self.qkv_bias = need("qkv"), maybe("qkv_bias")
+        self.qkv, self.qkv_bias = matrix("qkv"), maybe("qkv_bias")
         self.head_norms = (
             HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
         )
-        self.output, self.output_bias = need("output"), maybe("output_bias")
+        self.output, self.output_bias = matrix("output"), maybe("output_bias")
         self.mlp_norm = need("mlp_norm")
-        self.gate_up, self.gate_up_bias = need("gate_up"), maybe("gate_up_bias")
-        self.down, self.down_bias = need("down"), maybe("down_bias")
+        self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
+        self.down, self.down_bias = matrix("down"), maybe("down_bias")
 
 
 class Llama:
     """A loaded model. `forward` changes nothing but the KV rows that `attention` writes."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self._embedding = weights["embedding"]
-        self._norm = weights["norm"]
+        self._embedding = _plain(weights["embedding"])
+        self._norm = _plain(weights["norm"])
         self._head = weights.get("head", self._embedding)
         self._layers = [_Layer(config, weights, layer) for layer in range(config.layers)]
         tables = rope_tables(config, self._embedding.dtype)
@@ -76,6 +86,11 @@ class Llama:
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """float32 `[rows, vocab]` from what the last layer leaves."""
+        kernels = native() if isinstance(self._head, Panels) else None
+        if kernels is not None:
+            return kernels.linear(
+                kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps), self._head
+            )
         wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
         return linear(wanted, self._head).float()
 
@@ -105,11 +120,14 @@ class Llama:
 
 
 def load_model(
-    model_dir: Path, packed: bool = True, device: torch.device | str = "cpu"
+    model_dir: Path,
+    packed: bool = True,
+    device: torch.device | str = "cpu",
+    panels: bool = False,
 ) -> Llama:
     """Map a prepared model's weights and build the model on them: no copy, pages shared by all workers of the host.
     With `packed`, its matrices are those packed for this processor, made by the first process that needs them. Another
-    `device` than the CPU gets a copy of the plain ones.
+    `device` than the CPU gets a copy of the plain ones. `panels`: matrices in panels instead, for the native kernels.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's.
     """
@@ -117,9 +135,17 @@ def load_model(
     if config.family not in FAMILIES:
         raise ModelError(model_dir, f"unknown family {config.family!r}")
     weights = map_weights(model_dir)
+    if panels:
+        return Llama(config, weights | panel_weights(model_dir, weights))
     if torch.device(device).type != "cpu":
         return Llama(config, {name: weight.to(device) for name, weight in weights.items()})
     return Llama(config, weights | packed_weights(model_dir, weights) if packed else weights)
+
+
+def _plain(weight: Weight) -> Tensor:
+    if isinstance(weight, Panels):
+        raise TypeError("only matrices that are multiplied with can be in panels")
+    return weight
 
 
 def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

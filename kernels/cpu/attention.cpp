@@ -1,0 +1,281 @@
+// Rotary embedding with the KV write, and attention over paged KV, in 32 bits.
+//
+// The pool is [blocks, kv_heads, layers, 2, block_size, head_dim] of float, bfloat16 or half; keys and values are read
+// where they lie. A query's bits depend on its own prefix alone:
+//
+//   scores    per key, one chain of fused multiply-adds over head_dim; keys sixteen at a time, transposed
+//   weights   e^(score - largest); their sum lane by lane of sixteen from position 0
+//   answer    one chain of fused multiply-adds over the keys, first to last
+//
+// The query heads of a KV head, and a few tokens of a prompt, are computed side by side, so that a key is read and
+// transposed once for all of them.
+
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+namespace headrace {
+
+float inverse_rms(const float *x, int64_t width, float eps);
+
+enum Storage { FLOAT = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+struct Pool {
+  uint8_t *data;
+  int storage;
+  int64_t kv_heads, layers, block_size, head_dim;
+  int64_t width() const { return storage == FLOAT ? 4 : 2; }
+  // The row of a token: `slot` is block * block_size + offset; `which` is 0 for its key, 1 for its value.
+  uint8_t *row(int64_t slot, int64_t head, int64_t layer, int which) const {
+    const int64_t block = slot / block_size, offset = slot % block_size;
+    const int64_t slab = ((block * kv_heads + head) * layers + layer) * 2 + which;
+    return data + (slab * block_size + offset) * head_dim * width();
+  }
+};
+
+static const float *widened(const Pool &pool, const uint8_t *row, float *to) {
+  if (pool.storage == FLOAT) return (const float *)row;
+  const uint16_t *bits = (const uint16_t *)row;
+  for (int64_t d = 0; d < pool.head_dim; d += LANES)
+    store(to + d, pool.storage == BFLOAT16 ? from_bfloat16(bits + d) : from_float16(bits + d));
+  return to;
+}
+
+static uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static void write(const Pool &pool, uint8_t *row, const float *values) {
+  if (pool.storage == FLOAT) {
+    std::memcpy(row, values, pool.head_dim * sizeof(float));
+  } else if (pool.storage == BFLOAT16) {
+    for (int64_t d = 0; d < pool.head_dim; ++d) ((uint16_t *)row)[d] = to_bfloat16(values[d]);
+  } else {
+    for (int64_t d = 0; d < pool.head_dim; ++d) ((_Float16 *)row)[d] = (_Float16)values[d];
+  }
+}
+
+static void rotate(float *x, const float *cos, const float *sin, int64_t head_dim) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = __builtin_fmaf(-b, sin[i], a * cos[i]);
+    x[i + half] = __builtin_fmaf(a, sin[i], b * cos[i]);
+  }
+}
+
+// Sixteen keys, each `head_dim` floats, as [head_dim][16].
+static void transpose(const float *const *keys, int64_t head_dim, float *to) {
+#if defined(__AVX512F__)
+  for (int64_t d = 0; d < head_dim; d += LANES) {
+    __m512 a[LANES], b[LANES];
+    for (int i = 0; i < LANES; ++i) a[i] = _mm512_loadu_ps(keys[i] + d);
+    for (int i = 0; i < LANES; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+      a[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i]), _mm512_castps_pd(b[i + 2])));
+      a[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i]), _mm512_castps_pd(b[i + 2])));
+      a[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i + 1]), _mm512_castps_pd(b[i + 3])));
+      a[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i + 1]), _mm512_castps_pd(b[i + 3])));
+    }
+    // a[4g + c], 128-bit lane l: keys 4g .. 4g + 3 of dimension 4l + c.
+    for (int c = 0; c < 4; ++c) {
+      const __m512 p = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88), q = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
+      const __m512 r = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
+      const __m512 s = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
+      _mm512_storeu_ps(to + (d + c) * LANES, _mm512_shuffle_f32x4(p, r, 0x88));
+      _mm512_storeu_ps(to + (d + c + 4) * LANES, _mm512_shuffle_f32x4(q, s, 0x88));
+      _mm512_storeu_ps(to + (d + c + 8) * LANES, _mm512_shuffle_f32x4(p, r, 0xdd));
+      _mm512_storeu_ps(to + (d + c + 12) * LANES, _mm512_shuffle_f32x4(q, s, 0xdd));
+    }
+  }
+#else
+  for (int64_t d = 0; d < head_dim; ++d)
+    for (int i = 0; i < LANES; ++i) to[d * LANES + i] = keys[i][d];
+#endif
+}
+
+template <int ROWS>
+static void score(const float *const *q, const float *keys, int64_t head_dim, Floats scale, float *const *to) {
+  Floats total[ROWS];
+  for (int r = 0; r < ROWS; ++r) total[r] = every(0.0f);
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const Floats column = load(keys + d * LANES);
+    for (int r = 0; r < ROWS; ++r) total[r] = fma(every(q[r][d]), column, total[r]);
+  }
+  for (int r = 0; r < ROWS; ++r) store(to[r], mul(total[r], scale));
+}
+
+template <int WIDTH>
+static void weigh(const float *weights, const float *const *values, int64_t count, float *sums) {
+  Floats total[WIDTH];
+  for (int j = 0; j < WIDTH; ++j) total[j] = load(sums + j * LANES);
+  for (int64_t t = 0; t < count; ++t) {
+    const Floats weight = every(weights[t]);
+    for (int j = 0; j < WIDTH; ++j) total[j] = fma(weight, load(values[t] + j * LANES), total[j]);
+  }
+  for (int j = 0; j < WIDTH; ++j) store(sums + j * LANES, total[j]);
+}
+
+static void weigh_any(int64_t vectors, const float *weights, const float *const *values, int64_t count, float *sums) {
+  switch (vectors) {
+    case 4: return weigh<4>(weights, values, count, sums);
+    case 8: return weigh<8>(weights, values, count, sums);
+    default:
+      for (int64_t j = 0; j < vectors; ++j) {
+        const float *shifted[LANES];
+        for (int64_t t = 0; t < count; ++t) shifted[t] = values[t] + j * LANES;
+        weigh<1>(weights, shifted, count, sums + j * LANES);
+      }
+  }
+}
+
+constexpr int ROWS_AT_ONCE = 24;
+
+struct Scratch {
+  std::vector<float> scores, keys, wide, zeros;
+};
+
+// `count` query rows of one KV head: row i attends to the first limits[i] tokens (limits ascend), out[i] [head_dim].
+static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t *table, const float *const *q,
+                   const int64_t *limits, int count, float scale, float *const *out, Scratch &scratch) {
+  const int64_t dim = pool.head_dim, most = limits[count - 1], padded = (most + LANES - 1) / LANES * LANES;
+  scratch.scores.resize(count * padded);
+  scratch.keys.resize(dim * LANES);
+  scratch.wide.resize(dim * LANES);
+  scratch.zeros.assign(dim, 0.0f);
+  const float *rows[LANES];
+  auto gather = [&](int64_t first, int which) {
+    for (int i = 0; i < LANES; ++i) {
+      const int64_t token = first + i;
+      if (token >= most) {
+        rows[i] = scratch.zeros.data();
+        continue;
+      }
+      const int64_t slot = table[token / pool.block_size] * pool.block_size + token % pool.block_size;
+      rows[i] = widened(pool, pool.row(slot, head, layer, which), scratch.wide.data() + i * dim);
+    }
+  };
+  for (int64_t first = 0; first < most; first += LANES) {
+    gather(first, 0);
+    transpose(rows, dim, scratch.keys.data());
+    float *to[ROWS_AT_ONCE];
+    for (int r = 0; r < count; ++r) to[r] = &scratch.scores[r * padded + first];
+    int r = 0;
+    while (r < count && limits[r] <= first) ++r;  // sees none of these keys
+    for (; r + 4 <= count; r += 4) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r);
+    if (count - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r);
+    if (count - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r);
+    if (count - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r);
+  }
+  float totals[ROWS_AT_ONCE];
+  for (int r = 0; r < count; ++r) {
+    float *scores = &scratch.scores[r * padded];
+    const int64_t end = (limits[r] + LANES - 1) / LANES * LANES;
+    for (int64_t t = limits[r]; t < end; ++t) scores[t] = -INFINITY;
+    Floats most_of = load(scores);
+    for (int64_t t = LANES; t < end; t += LANES) most_of = larger(most_of, load(scores + t));
+    const Floats top = every(largest(most_of));
+    Floats total = every(0.0f);
+    for (int64_t t = 0; t < end; t += LANES) {
+      Floats weights = exponential(sub(load(scores + t), top));
+      if (t + LANES > limits[r]) {
+        store(scores + t, weights);
+        for (int64_t i = limits[r]; i < end; ++i) scores[i] = 0.0f;
+        weights = load(scores + t);
+      }
+      store(scores + t, weights);
+      total = add(total, weights);
+    }
+    totals[r] = sum(total);
+    std::fill(out[r], out[r] + dim, 0.0f);
+  }
+  for (int64_t first = 0; first < most; first += LANES) {
+    gather(first, 1);
+    for (int r = 0; r < count; ++r)
+      if (limits[r] > first)
+        weigh_any(dim / LANES, &scratch.scores[r * padded + first], rows, std::min<int64_t>(LANES, limits[r] - first),
+                  out[r]);
+  }
+  for (int r = 0; r < count; ++r)
+    for (int64_t d = 0; d < dim; ++d) out[r][d] /= totals[r];
+}
+
+}  // namespace headrace
+
+using namespace headrace;
+
+// qkv [rows, heads + 2 * kv_heads, head_dim]: norm (where q_norm is not null) and rotate queries and keys in place;
+// write keys and values of the first `written` rows to `slots`. cos, sin: tables [context, head_dim / 2].
+HEADRACE_API void headrace_rotate_and_write(float *qkv, int64_t rows, int64_t heads, const float *cos, const float *sin,
+                                          const int64_t *positions, const float *q_norm, const float *k_norm,
+                                          float eps, uint8_t *data, int storage, int64_t kv_heads, int64_t layers,
+                                          int64_t block_size, int64_t head_dim, int64_t layer, const int64_t *slots,
+                                          int64_t written) {
+  const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
+  for (int64_t r = 0; r < rows; ++r) {
+    float *row = qkv + r * (heads + 2 * kv_heads) * head_dim;
+    for (int64_t h = 0; h < heads + kv_heads; ++h) {
+      float *x = row + h * head_dim;
+      if (q_norm) {
+        const float *weight = h < heads ? q_norm : k_norm;
+        const float inverse = inverse_rms(x, head_dim, eps);
+        for (int64_t d = 0; d < head_dim; ++d) x[d] = x[d] * inverse * weight[d];
+      }
+      rotate(x, cos + positions[r] * (head_dim / 2), sin + positions[r] * (head_dim / 2), head_dim);
+    }
+    if (r >= written) continue;
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      write(pool, pool.row(slots[r], h, layer, 0), row + (heads + h) * head_dim);
+      write(pool, pool.row(slots[r], h, layer, 1), row + (heads + kv_heads + h) * head_dim);
+    }
+  }
+}
+
+// Rotated qkv of consecutive sequences: `counts[i]` rows at the end of `contexts[i]` tokens, whose blocks are
+// tables[starts[i] ..]. out [rows, heads * head_dim] is written for these rows only.
+HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t sequences, const int64_t *counts,
+                                const int64_t *contexts, const int64_t *starts, const int64_t *tables, uint8_t *data,
+                                int storage, int64_t kv_heads, int64_t layers, int64_t block_size, int64_t head_dim,
+                                int64_t layer, float scale, float *out, int threads) {
+  const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
+  const int64_t group = heads / kv_heads, at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group);
+  struct Item {
+    int64_t sequence, head, row, first, tokens;
+  };
+  std::vector<Item> items;
+  int64_t row = 0;
+  for (int64_t s = 0; s < sequences; row += counts[s++])
+    for (int64_t head = 0; head < kv_heads; ++head)
+      for (int64_t first = 0; first < counts[s]; first += at_once)
+        items.push_back({s, head, row, first, std::min(at_once, counts[s] - first)});
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); ++i) {
+      const Item &item = items[i];
+      // More query heads than are taken at once (MQA): so many of one token's heads at a time.
+      for (int64_t done = 0; done < item.tokens * group; done += ROWS_AT_ONCE) {
+        const float *q[ROWS_AT_ONCE];
+        float *to[ROWS_AT_ONCE];
+        int64_t limits[ROWS_AT_ONCE];
+        const int count = (int)std::min<int64_t>(ROWS_AT_ONCE, item.tokens * group - done);
+        for (int r = 0; r < count; ++r) {
+          const int64_t token = item.first + (done + r) / group, h = item.head * group + (done + r) % group;
+          const int64_t at = item.row + token;
+          q[r] = qkv + (at * (heads + 2 * kv_heads) + h) * head_dim;
+          to[r] = out + (at * heads + h) * head_dim;
+          limits[r] = contexts[item.sequence] - counts[item.sequence] + token + 1;
+        }
+        attend(pool, layer, item.head, tables + starts[item.sequence], q, limits, count, scale, to, scratch);
+      }
+    }
+  }
+}

@@ -1,0 +1,153 @@
+// x W^T + b with W in panels, in 32 bits.
+//
+// A panel is 64 rows of W, column after column: whoever reads a panel reads memory in order. Weights are kept as small as
+// they can be without loss and widened, 32 columns at a time, into a buffer that stays in the first-level cache:
+//
+//   F32   [columns][64] float
+//   BF16  [columns][64] bfloat16
+//   Q8    per 32 columns: scales [64] float, codes [32][64] int8                     w = scale * code
+//   Q4    per 32 columns: scales [64], offsets [64] float, codes [32][32] bytes      w = scale * code + offset
+//         byte j of a column: rows j (low half) and j + 32 (high half) of the panel
+//
+// Each product is the sum, first to last, of chains of fused multiply-adds over 32 columns. So its bits depend on its row of x
+// and its row of W alone: not on the other rows, the number of threads, the processor, or how W is kept.
+
+#include <algorithm>
+
+#include "vector.h"
+
+namespace headrace {
+
+constexpr int PANEL = 64;
+constexpr int GROUP = 32;
+constexpr int VECTORS = PANEL / LANES;
+
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+#else
+constexpr int TILE_ROWS = 3, TILE_VECTORS = 2;
+#endif
+
+enum Kind { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
+
+inline int64_t group_bytes(int kind) {
+  switch (kind) {
+    case F32: return GROUP * PANEL * 4;
+    case BF16: return GROUP * PANEL * 2;
+    case Q8: return PANEL * 4 + GROUP * PANEL;
+    default: return PANEL * 8 + GROUP * PANEL / 2;
+  }
+}
+
+// `count` columns of a panel as floats [count][64]; a view where they are floats already.
+static const float *widen(int kind, const uint8_t *from, int count, float *to) {
+  if (kind == F32) return (const float *)from;
+  if (kind == BF16) {
+    const uint16_t *bits = (const uint16_t *)from;
+    for (int at = 0; at < count * PANEL; at += LANES) store(to + at, from_bfloat16(bits + at));
+    return to;
+  }
+  const float *scales = (const float *)from;
+  Floats scale[VECTORS];
+  for (int j = 0; j < VECTORS; ++j) scale[j] = load(scales + j * LANES);
+  if (kind == Q8) {
+    const int8_t *codes = (const int8_t *)(scales + PANEL);
+    for (int k = 0; k < count; ++k)
+      for (int j = 0; j < VECTORS; ++j)
+        store(to + k * PANEL + j * LANES, mul(scale[j], from_int8(codes + k * PANEL + j * LANES)));
+    return to;
+  }
+  Floats offset[VECTORS];
+  for (int j = 0; j < VECTORS; ++j) offset[j] = load(scales + PANEL + j * LANES);
+  const uint8_t *codes = (const uint8_t *)(scales + 2 * PANEL);
+  for (int k = 0; k < count; ++k)
+    for (int j = 0; j < VECTORS / 2; ++j) {
+      Floats low, high;
+      from_int4(codes + k * (PANEL / 2) + j * LANES, low, high);
+      store(to + k * PANEL + j * LANES, fma(scale[j], low, offset[j]));
+      store(to + k * PANEL + (j + VECTORS / 2) * LANES, fma(scale[j + VECTORS / 2], high, offset[j + VECTORS / 2]));
+    }
+  return to;
+}
+
+// Add `count` columns to ROWS rows of sums [ROWS][64].
+template <int ROWS, int WIDTH>
+static inline void multiply(const float *x, int64_t stride, const float *w, int count, float *sums) {
+  Floats total[ROWS][WIDTH];
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < WIDTH; ++j) total[r][j] = every(0.0f);
+  for (int k = 0; k < count; ++k) {
+    Floats column[WIDTH];
+    for (int j = 0; j < WIDTH; ++j) column[j] = load(w + k * PANEL + j * LANES);
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats value = every(x[r * stride + k]);
+      for (int j = 0; j < WIDTH; ++j) total[r][j] = fma(value, column[j], total[r][j]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < WIDTH; ++j) {
+      float *at = sums + r * PANEL + j * LANES;
+      store(at, add(load(at), total[r][j]));
+    }
+}
+
+template <int ROWS>
+static void rows_of(const float *x, int64_t stride, const float *w, int count, float *sums) {
+  for (int j = 0; j < VECTORS; j += TILE_VECTORS)
+    multiply<ROWS, TILE_VECTORS>(x, stride, w + j * LANES, count, sums + j * LANES);
+}
+
+static void some_rows(int rows, const float *x, int64_t stride, const float *w, int count, float *sums) {
+  switch (rows) {
+    case 1: return rows_of<1>(x, stride, w, count, sums);
+    case 2: return rows_of<2>(x, stride, w, count, sums);
+    case 3: return rows_of<3>(x, stride, w, count, sums);
+#if defined(__AVX512F__)
+    case 4: return rows_of<4>(x, stride, w, count, sums);
+    case 5: return rows_of<5>(x, stride, w, count, sums);
+    default: return rows_of<6>(x, stride, w, count, sums);
+#endif
+  }
+}
+
+// In tiles of nearly the same height.
+static void all_rows(const float *x, int64_t stride, int64_t rows, const float *w, int count, float *sums) {
+  int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, some = 0;
+  for (int64_t r = 0; r < rows; r += some, --tiles) {
+    some = (rows - r + tiles - 1) / tiles;
+    some_rows((int)some, x + r * stride, stride, w, count, sums + r * PANEL);
+  }
+}
+
+}  // namespace headrace
+
+using namespace headrace;
+
+// x [rows, columns], panels of W [width, columns], bias [width] or null -> out [rows, width].
+HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns, const uint8_t *panels, int kind,
+                                int64_t width, const float *bias, float *out, int threads) {
+  const int64_t count = (width + PANEL - 1) / PANEL;
+  const int64_t column_bytes = kind == F32 ? PANEL * 4 : PANEL * 2;  // where groups mean nothing
+  const bool coded = kind == Q8 || kind == Q4;
+  const int64_t panel_bytes = coded ? columns / GROUP * group_bytes(kind) : columns * column_bytes;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    alignas(64) float buffer[GROUP * PANEL];
+    float *sums = new (std::align_val_t(64)) float[rows * PANEL];
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t panel = 0; panel < count; ++panel) {
+      std::memset(sums, 0, (size_t)rows * PANEL * sizeof(float));
+      const uint8_t *at = panels + panel * panel_bytes;
+      for (int64_t k = 0; k < columns; k += GROUP) {
+        const int some = (int)std::min<int64_t>(GROUP, columns - k);
+        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums);
+        at += coded ? group_bytes(kind) : some * column_bytes;
+      }
+      const int64_t first = panel * PANEL, here = std::min<int64_t>(PANEL, width - first);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < here; ++j)
+          out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
+    }
+    operator delete[](sums, std::align_val_t(64));
+  }
+}

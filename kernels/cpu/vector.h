@@ -1,0 +1,180 @@
+// Sixteen floats, and the few operations that the kernels need of them: AVX-512, AVX2 with FMA, or whatever the compiler
+// makes of plain loops. Every operation rounds once, as IEEE 754 says, and sums are added in one order, so that all three
+// give the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define HEADRACE_API extern "C" __attribute__((visibility("default")))
+
+namespace headrace {
+
+constexpr int LANES = 16;
+
+#if defined(__AVX512F__)
+
+struct Floats {
+  __m512 v;
+};
+inline Floats load(const float *p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float *p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline Floats every(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats larger(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats smaller(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats whole(Floats a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+// 2^n for whole n of -126 .. 127.
+inline Floats power_of_two(Floats n) {
+  const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+inline Floats from_bfloat16(const uint16_t *p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline Floats from_float16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+inline Floats from_int8(const int8_t *p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))};
+}
+// Sixteen bytes of two codes each: the low halves, then the high ones.
+inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  low.v = _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+  high.v = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+struct Floats {
+  __m256 a, b;
+};
+inline Floats load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float *p, Floats x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline Floats every(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Floats larger(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Floats smaller(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Floats whole(Floats x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+inline __m256 power_of_two(__m256 n) {
+  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+inline Floats power_of_two(Floats n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline __m256 eight_bfloat16(const uint16_t *p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Floats from_bfloat16(const uint16_t *p) { return {eight_bfloat16(p), eight_bfloat16(p + 8)}; }
+inline Floats from_float16(const uint16_t *p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+inline __m256 eight_int8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+inline Floats from_int8(const int8_t *p) { return {eight_int8(p), eight_int8(p + 8)}; }
+inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
+  const __m256i first = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  const __m256i second = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)));
+  const __m256i mask = _mm256_set1_epi32(15);
+  low = {_mm256_cvtepi32_ps(_mm256_and_si256(first, mask)), _mm256_cvtepi32_ps(_mm256_and_si256(second, mask))};
+  high = {_mm256_cvtepi32_ps(_mm256_srli_epi32(first, 4)), _mm256_cvtepi32_ps(_mm256_srli_epi32(second, 4))};
+}
+
+#else
+
+struct Floats {
+  float v[LANES];
+};
+#define HEADRACE_EACH(expression)      \
+  Floats r;                            \
+  for (int i = 0; i < LANES; ++i) r.v[i] = (expression); \
+  return r
+inline Floats load(const float *p) { HEADRACE_EACH(p[i]); }
+inline void store(float *p, Floats a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Floats every(float x) { HEADRACE_EACH(x); }
+inline Floats add(Floats a, Floats b) { HEADRACE_EACH(a.v[i] + b.v[i]); }
+inline Floats sub(Floats a, Floats b) { HEADRACE_EACH(a.v[i] - b.v[i]); }
+inline Floats mul(Floats a, Floats b) { HEADRACE_EACH(a.v[i] * b.v[i]); }
+inline Floats div(Floats a, Floats b) { HEADRACE_EACH(a.v[i] / b.v[i]); }
+inline Floats fma(Floats a, Floats b, Floats c) { HEADRACE_EACH(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline Floats larger(Floats a, Floats b) { HEADRACE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline Floats smaller(Floats a, Floats b) { HEADRACE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline Floats whole(Floats a) { HEADRACE_EACH(__builtin_rintf(a.v[i])); }
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline Floats power_of_two(Floats n) { HEADRACE_EACH(float_of_bits((uint32_t)((int)n.v[i] + 127) << 23)); }
+inline Floats from_bfloat16(const uint16_t *p) { HEADRACE_EACH(float_of_bits((uint32_t)p[i] << 16)); }
+inline float one_float16(uint16_t bits) {
+  const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+  if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // A power of two brings the exponent's bias from 15 to 127, denormals included, without rounding.
+  return float_of_bits(sign | 0x3f800000) * (float_of_bits(rest << 13) * 0x1p112f);
+}
+inline Floats from_float16(const uint16_t *p) { HEADRACE_EACH(one_float16(p[i])); }
+inline Floats from_int8(const int8_t *p) { HEADRACE_EACH((float)p[i]); }
+inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
+  for (int i = 0; i < LANES; ++i) {
+    low.v[i] = (float)(p[i] & 15);
+    high.v[i] = (float)(p[i] >> 4);
+  }
+}
+#undef HEADRACE_EACH
+
+#endif
+
+// Neighbours at distance 8, 4, 2, 1 are added.
+inline float sum(Floats a) {
+  float v[LANES];
+  store(v, a);
+  for (int distance = LANES / 2; distance > 0; distance /= 2)
+    for (int i = 0; i < distance; ++i) v[i] += v[i + distance];
+  return v[0];
+}
+
+inline float largest(Floats a) {
+  float v[LANES];
+  store(v, a);
+  for (int i = 1; i < LANES; ++i) v[0] = v[0] > v[i] ? v[0] : v[i];
+  return v[0];
+}
+
+// e^x to within two units in the last place, for x of any size; below -87.3 it is 1.2e-38, not 0.
+inline Floats exponential(Floats x) {
+  x = larger(smaller(x, every(88.0f)), every(-87.3f));
+  const Floats n = whole(mul(x, every(1.44269504088896341f)));
+  Floats r = fma(n, every(-0.693359375f), x);
+  r = fma(n, every(2.12194440e-4f), r);
+  Floats p = every(1.9875691500e-4f);
+  p = fma(p, r, every(1.3981999507e-3f));
+  p = fma(p, r, every(8.3334519073e-3f));
+  p = fma(p, r, every(4.1665795894e-2f));
+  p = fma(p, r, every(1.6666665459e-1f));
+  p = fma(p, r, every(5.0000001201e-1f));
+  p = add(fma(mul(r, r), p, r), every(1.0f));
+  return mul(p, power_of_two(n));
+}
+
+}  // namespace headrace

@@ -1,0 +1,230 @@
+"""The CPU kernels of `kernels/cpu`, built when this package is installed on a machine with a C++ compiler.
+
+One library per instruction set, all of the same sources and all giving the same bits; which of them loads is PyTorch's
+choice for this processor (`ATEN_CPU_CAPABILITY=avx2` narrows it). Everything is float32 and contiguous but for the KV
+pool. Callers have checked shapes; pointers are all that crosses over. The interpreter runs on during a call.
+"""
+
+import ctypes
+import logging
+import platform
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.panels import Panels
+
+log = logging.getLogger(__name__)
+
+VARIANTS = ("AVX512", "AVX2", "PLAIN")
+"""Instruction sets as PyTorch names them, `PLAIN` for processors that are not x86; setup.py has their flags."""
+
+SOURCES = Path(__file__).parent / "cpu"
+STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of a pool."""
+_KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+def source_digest(folder: Path = SOURCES) -> str:
+    """What a library was built from, hex; a library of other sources is not used."""
+    digest = blake2b(digest_size=8)
+    for path in sorted(folder.glob("*.[ch]*")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Of `[blocks, kv_heads, layers, 2, block_size, head_dim]`; head_dim is a multiple of 16."""
+
+    kv_heads: int
+    layers: int
+    block_size: int
+    head_dim: int
+
+
+class Native:
+    """The library's functions. Compute threads are PyTorch's (`torch.set_num_threads`)."""
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant
+        self._linear = _typed(
+            library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT]
+        )
+        self._norm = _typed(
+            library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER]
+        )
+        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _POINTER])
+        self._rotate_and_write = _typed(
+            library.headrace_rotate_and_write,
+            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _FLOAT, _POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE],
+        )
+        self._attend = _typed(
+            library.headrace_attend,
+            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _INT, *[_SIZE] * 5, _FLOAT, _POINTER, _INT],
+        )
+
+    def linear(self, x: Tensor, weight: Panels, bias: Tensor | None = None) -> Tensor:
+        """`x` `[n, columns]` -> `[n, rows]`. A row's bits depend on nothing but that row."""
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != weight.columns:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} does not fit {weight.columns} columns")
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], weight.rows)
+        self._linear(
+            x.data_ptr(),
+            x.shape[0],
+            weight.columns,
+            weight.raw.data_ptr(),
+            _KINDS[weight.kind],
+            weight.rows,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `x` `[rows, width]` in place; return the RMS norm of the sum, times `weight`."""
+        out = torch.empty_like(x)
+        delta_ptr = None if delta is None else delta.data_ptr()
+        self._norm(x.data_ptr(), delta_ptr, weight.data_ptr(), eps, *x.shape, out.data_ptr())
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """`[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        self._gate(gate_up.data_ptr(), rows, width, out.data_ptr())
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        heads: int,
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        pool: Tensor,
+        shape: PoolShape,
+        layer: int,
+        slots: Tensor,
+    ) -> None:
+        """Norm and rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]` in place, and write keys
+        and values of the first `len(slots)` rows. `tables`: cos and sin `[context, head_dim / 2]`; `slots` and
+        `positions` are int64."""
+        cos, sin = tables
+        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+        self._rotate_and_write(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            heads,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            pool.data_ptr(),
+            STORAGE[pool.dtype],
+            shape.kv_heads,
+            shape.layers,
+            shape.block_size,
+            shape.head_dim,
+            layer,
+            slots.data_ptr(),
+            len(slots),
+        )
+
+    def attend(
+        self,
+        qkv: Tensor,
+        heads: int,
+        sequences: "Sequences",
+        pool: Tensor,
+        shape: PoolShape,
+        layer: int,
+        out: Tensor,
+    ) -> None:
+        """Rotated `qkv`, as above -> `out` `[rows, heads * head_dim]`, written for the sequences' rows only."""
+        self._attend(
+            qkv.data_ptr(),
+            heads,
+            len(sequences.counts),
+            sequences.counts.data_ptr(),
+            sequences.contexts.data_ptr(),
+            sequences.starts.data_ptr(),
+            sequences.tables.data_ptr(),
+            pool.data_ptr(),
+            STORAGE[pool.dtype],
+            shape.kv_heads,
+            shape.layers,
+            shape.block_size,
+            shape.head_dim,
+            layer,
+            shape.head_dim**-0.5,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Of one step, one after the other, int64: new rows, tokens with them, and where a sequence's blocks begin in
+    `tables`, all block tables end to end."""
+
+    counts: Tensor
+    contexts: Tensor
+    starts: Tensor
+    tables: Tensor
+
+    @staticmethod
+    def of(counts: list[int], contexts: list[int], tables: list[Tensor]) -> "Sequences":
+        starts, at = [], 0
+        for table in tables:
+            starts.append(at)
+            at += len(table)
+        return Sequences(
+            torch.tensor(counts, dtype=torch.int64),
+            torch.tensor(contexts, dtype=torch.int64),
+            torch.tensor(starts, dtype=torch.int64),
+            torch.cat(tables),
+        )
+
+
+@cache
+def native() -> Native | None:
+    """The kernels for this processor, or None where they were not built, or of other sources than lie here."""
+    variant = torch.backends.cpu.get_cpu_capability()
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        variant = "PLAIN"
+    if variant not in VARIANTS:
+        log.info("no native kernels for processors with %s", variant)
+        return None
+    name = f"_native_{variant.lower()}"
+    found = [path for end in EXTENSION_SUFFIXES if (path := SOURCES.parent / (name + end)).exists()]
+    if not found:
+        log.info("the native kernels were not built: a C++ compiler and a new install make them")
+        return None
+    try:
+        library = ctypes.CDLL(str(found[0]))
+        library.headrace_sources.restype = ctypes.c_char_p
+        built_from = library.headrace_sources().decode()
+    except (OSError, AttributeError) as error:
+        log.warning("the native kernels cannot be loaded: %s", error)
+        return None
+    if SOURCES.exists() and built_from != source_digest():
+        log.warning("the native kernels are older than their sources: `make native` builds them anew")
+        return None
+    return Native(library, variant)
+
+
+def _typed(function: Any, arguments: list[Any]) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function
