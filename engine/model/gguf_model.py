@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.model.checkpoint import FloatArray
+from engine.model.codes import Codes, FloatArray
 from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
 from engine.model.families import FAMILIES, Family, Source
 from engine.model.gguf_reader import GGUFFile
@@ -33,6 +33,9 @@ class GGUFModel:
 
     def read(self, name: str) -> FloatArray:
         return self._file.read(name)
+
+    def codes(self, name: str) -> Codes | None:
+        return self._file.codes(name)
 
     def text(self) -> TextFiles:
         get = self._file.get

@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField, R
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from engine.model.checkpoint import FloatArray
+from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
+from engine.model.gguf_codes import codes_of
 
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
 """What the package raises on bytes that are no GGUF."""
@@ -106,6 +107,8 @@ class GGUFFile:
 
     def read(self, name: str) -> FloatArray:
         """A tensor, dequantized to 32 bits."""
+        if (codes := self.codes(name)) is not None:
+            return codes.widen()
         found = self._find(name)
         try:
             values = dequantize(found.data, found.tensor_type)
@@ -113,6 +116,11 @@ class GGUFFile:
             kind = found.tensor_type.name
             raise ModelError(self.path, f"tensor {name} ({kind}): {error}") from error
         return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
+
+    def codes(self, name: str) -> Codes | None:
+        """A quantized matrix as it is stored, None where `codes_of` does not know the format."""
+        found = self._find(name)
+        return codes_of(found.data, found.tensor_type)
 
     def _find(self, name: str) -> ReaderTensor:
         if name not in self._tensors:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from engine.model.checkpoint import FloatArray
+from engine.model.codes import Codes, FloatArray
 from engine.model.config import (
     PICKLES,
     LinearRope,
@@ -45,6 +45,9 @@ class HFModel:
         if name not in self._where:
             raise ModelError(self.path, f"tensor {name} is missing")
         return self._where[name].read(name)
+
+    def codes(self, name: str) -> Codes | None:
+        return None
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)

@@ -8,60 +8,40 @@ Where packing is not possible the plain weights serve, and where the file is not
 
 import hashlib
 import logging
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
-from engine.kv.paged import TORCH_DTYPES
-from engine.model.cache import locked
-from engine.model.mapped import map_weights
-from engine.model.weights import ALIGN_BYTES
+from engine.model.config import ModelError
+from engine.model.mapped import map_file, map_weights, matrices
+from engine.model.once import make_once
+from engine.model.pieces import Made, PieceIndex, load_index
 from kernels.linear import PackError, from_bytes, linear, pack, to_bytes
 
 log = logging.getLogger(__name__)
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    offset_bytes: int
-    size_bytes: int
-    shape: tuple[int, int]
-    description: bytes
-
-
-class _Index(msgspec.Struct, frozen=True):
-    dtype: str
-    size_bytes: int
-    matrices: dict[str, _Entry]
-
-
 def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always `head`.
     Empty where this machine cannot pack them."""
-    matrices = _matrices(weights)
+    plain = matrices(weights)
     try:
-        pack(matrices["layers.0.output"])
+        pack(plain["layers.0.output"])
     except PackError as error:
         log.info("weights stay as they are: %s", error)
         return {}
     path = model_dir / f"packed-{_key()}.bin"
     try:
-        if not path.exists():
-            _write(model_dir, path)
-        packed = _map(path)
+        # Made from a mapping of its own: its pages go when it does.
+        make_once(path, lambda: _made(matrices(map_weights(model_dir))))
+        packed = _map(path, plain["head"].dtype)
         _compare(packed, weights)
-    except (OSError, PackError) as error:
+    except (OSError, ModelError, PackError) as error:
         log.warning("every worker packs weights of its own: %s", error)
-        return {name: pack(weight) for name, weight in matrices.items()}
+        return {name: pack(weight) for name, weight in plain.items()}
     return packed
-
-
-def _matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: weight for name, weight in weights.items() if weight.dim() == 2}
-    embedding = found.pop("embedding")
-    return {"head": embedding, **found}
 
 
 def _key() -> str:
@@ -72,48 +52,21 @@ def _key() -> str:
     return hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
 
 
-def _write(model_dir: Path, path: Path) -> None:
-    """Pack, one matrix after the other, through a mapping of its own: its pages go when it does."""
-    with locked(model_dir.with_name(f"{model_dir.name}.lock")):
-        if path.exists():
-            return
-        partial = path.with_suffix(".partial")
-        try:
-            index = _pack_into(partial, _matrices(map_weights(model_dir)))
-            path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
+def _made(plain: dict[str, Tensor]) -> Iterator[Made]:
+    for name, weight in plain.items():
+        packed = pack(weight)
+        raw, description = to_bytes(packed)
+        yield Made(name, weight.shape, description, raw)
 
 
-def _pack_into(path: Path, matrices: dict[str, Tensor]) -> _Index:
-    offset, entries, dtype = 0, dict[str, _Entry](), ""
-    with path.open("wb") as file:
-        for name, weight in matrices.items():
-            offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
-            packed = pack(weight)
-            raw, description = to_bytes(packed)
-            entries[name] = _Entry(offset, len(raw), (weight.shape[0], weight.shape[1]), description)
-            offset += file.write(raw)
-            dtype = str(weight.dtype).removeprefix("torch.")
-        file.flush()
-        os.fsync(file.fileno())
-    return _Index(dtype, offset, entries)
-
-
-def _map(path: Path) -> dict[str, Tensor]:
-    """Raises PackError for files that do not fit together."""
-    try:
-        index = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=_Index)
-    except msgspec.DecodeError as error:
-        raise PackError(f"{path}: {error}") from error
-    if path.stat().st_size != index.size_bytes:
-        raise PackError(f"{path} has {path.stat().st_size} bytes, not {index.size_bytes}")
-    mapped = torch.from_file(str(path), shared=False, size=index.size_bytes, dtype=torch.uint8)
+def _map(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Raises ModelError and PackError for files that do not fit together."""
+    index = load_index(path, PieceIndex)
+    mapped = map_file(path, index.size_bytes)
     found = {}
-    for name, entry in index.matrices.items():
-        raw = mapped[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        weight = from_bytes(raw, entry.shape, TORCH_DTYPES[index.dtype], entry.description)
+    for name, piece in index.pieces.items():
+        rows, columns = piece.shape
+        weight = from_bytes(mapped[piece.span], (rows, columns), dtype, piece.form)
         weight.mapping = mapped  # type: ignore[attr-defined]  # keeps the bytes where they are
         found[name] = weight
     return found

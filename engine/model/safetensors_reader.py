@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from engine.model.checkpoint import FloatArray
+from engine.model.codes import FloatArray
 from engine.model.config import ModelError
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}

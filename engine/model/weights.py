@@ -5,6 +5,7 @@ another), so a worker maps the file and copies nothing; all workers of a host sh
 """
 
 import os
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import msgspec
 import numpy as np
 
 from engine.model.checkpoint import Checkpoint, as_dtype, halves_from_pairs
+from engine.model.codes import Codes, stack
 from engine.model.config import ModelConfig, ModelError, Progress
-from engine.model.families import Weight, layer_key
+from engine.model.families import Source, Weight, layer_key
+from engine.model.pieces import ALIGN_BYTES, Index, load_index
 
 WEIGHTS_FILE = "weights.bin"
 INDEX_FILE = "weights.json"
-ALIGN_BYTES = 4096
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -25,26 +27,14 @@ class Entry(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class WeightIndex(msgspec.Struct, frozen=True):
-    """`size_bytes` is that of the weights file; a file of another size was cut short."""
-
+class WeightIndex(Index, frozen=True):
     dtype: str
-    size_bytes: int
     tensors: dict[str, Entry]
 
     @staticmethod
     def load(model_dir: Path) -> "WeightIndex":
         """Read the index and hold the weights file against it. Raises ModelError."""
-        try:
-            index = msgspec.json.decode((model_dir / INDEX_FILE).read_bytes(), type=WeightIndex)
-            size = (model_dir / WEIGHTS_FILE).stat().st_size
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(model_dir, f"not a prepared model: {error}") from error
-        if size != index.size_bytes:
-            raise ModelError(
-                model_dir / WEIGHTS_FILE, f"has {size} bytes and should have {index.size_bytes}"
-            )
-        return index
+        return load_index(model_dir / WEIGHTS_FILE, WeightIndex)
 
 
 def write_weights(
@@ -80,8 +70,31 @@ def write_weights(
         os.fsync(file.fileno())
     if progress is not None:
         progress(size, size)
-    index = WeightIndex(dtype, offset, tensors)
+    index = WeightIndex(offset, dtype, tensors)
     (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+
+
+def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
+    """The codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
+    `write_weights` writes in 32 bits, and has checked."""
+    for key, weight, layer in _weights(source):
+        found = [_codes(source, piece, layer) for piece in weight.sources]
+        parts = [part for part in found if part is not None]
+        if len(parts) == len(found) and (whole := stack(parts)) is not None:
+            yield key, whole
+
+
+def _codes(source: Checkpoint, piece: Source, layer: int) -> Codes | None:
+    codes = source.codes(source.tensor_name(piece, layer))
+    if codes is None or not (source.rope_pairs and piece.rope_heads):
+        return codes
+    heads = int(getattr(source.config, piece.rope_heads))
+    return Codes(
+        halves_from_pairs(codes.codes, heads),
+        halves_from_pairs(codes.scales, heads),
+        None if codes.offsets is None else halves_from_pairs(codes.offsets, heads),
+        codes.bits,
+    )
 
 
 def _weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:

@@ -71,12 +71,12 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     """Guards a model on a read-only disk: it is packed in memory, for each worker again."""
 
-    def cannot(model_dir: Path, path: Path) -> None:
+    def cannot(path: Path, pieces: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     for file in folder.glob("packed-*"):
         file.unlink()
-    monkeypatch.setattr(packed_module, "_write", cannot)
+    monkeypatch.setattr(packed_module, "make_once", cannot)
     assert load_model(folder)._head.is_mkldnn
     assert "of its own" in caplog.text
     assert not list(folder.glob("packed-*"))
