@@ -1,4 +1,4 @@
-# One environment, built once and again whenever pyproject.toml or constraints.txt change.
+# One environment, built once and again whenever what it is made of changes, the CPU kernels in C++ included.
 #   VENV=DIR         where it lives (default .venv)
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
@@ -84,7 +84,7 @@ proto: $(DEV)
 setup: $(DEV)
 
 # To run it: the packages of pyproject.toml and the demo's model (98 MB).
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a minute or two, most of it PyTorch ..."
 	$(PIP) --editable .
@@ -97,5 +97,5 @@ $(DEV): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info kernels/_native_* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
-"""What `engine.deterministic` costs: `python -m benchmarks.deterministic`.
+"""What the CPU's kernels do, and what `engine.deterministic` costs: `python -m benchmarks.deterministic`.
 
-One process, one model, three runners: deterministic on, off, and off with the weights as they are (not packed). They
-take turns within every round, so that other work on the machine strikes all alike, and their ratio is taken per round.
+One process, one model, several runners: the native kernels, which are always deterministic; PyTorch's with the mode on
+and off; and off with the weights as they are (not packed). They take turns within every round, so that other work on
+the machine strikes all alike, and the first one's ratio to each of the others is taken per round.
 """
 
 import argparse
@@ -22,16 +23,18 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.native_attention import NativeAttention
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+from kernels.native import native
 
 BLOCK_TOKENS = 16
-SETTINGS = ("on", "off", "off, plain weights")
+Side = tuple[Llama, TorchAttention]
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One kind of work: tokens per second by setting, and `on` relative to the others (above 1: `on` is faster)."""
+    """One kind of work: tokens per second by side, and the first relative to the others (above 1: it is faster)."""
 
     work: str
     tokens_per_s: dict[str, Middle]
@@ -42,23 +45,41 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     torch.set_num_threads(options.threads)
     folder = prepare(options.model, options.cache_dir, options.dtype)
-    models = {"on": load_model(folder), "off, plain weights": load_model(folder, packed=False)}
-    models["off"] = models["on"]
-    found = deviations(models["on"], BLOCK_TOKENS)
-    lines = measure(models, options.context_tokens, options.batches, options.rounds, options.steps)
+    sides = sides_of(folder)
+    found = {
+        name: deviations(model, BLOCK_TOKENS, attention)
+        for name, (model, attention) in sides.items()
+        if "off" not in name
+    }
+    lines = measure(sides, options.context_tokens, options.batches, options.rounds, options.steps)
     show(_table(lines, options.dtype, options.threads))
-    print("the promise holds here" if not found else f"the promise does not hold here: {', '.join(found)}")
+    for name, ways in found.items():
+        print(f"{name}: the promise " + (f"does not hold here: {', '.join(ways)}" if ways else "holds here"))
     if options.json is not None:
         settings = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, "deterministic", settings, {"deviations": found, "lines": lines})
-    return 1 if found else 0
+    return 1 if any(found.values()) else 0
+
+
+def sides_of(folder: Path) -> dict[str, Side]:
+    """A model and its attention by name; the native ones first, where they can be had."""
+    packed = load_model(folder)
+    heads, kernels = packed.config.heads, native()
+    sides: dict[str, Side] = {}
+    if kernels is not None and packed.config.dtype == "float32":
+        sides["native"] = (load_model(folder, panels=True), NativeAttention(heads, kernels))
+    return sides | {
+        "torch, on": (packed, TorchAttention(heads)),
+        "torch, off": (packed, TorchAttention(heads, stable=False)),
+        "torch, off, plain weights": (load_model(folder, packed=False), TorchAttention(heads, stable=False)),
+    }
 
 
 def measure(
-    models: dict[str, Llama], context: int, batches: list[int], rounds: int, steps: int
+    sides: dict[str, Side], context: int, batches: list[int], rounds: int, steps: int
 ) -> list[Line]:
     """A prompt of `context` tokens, then batches of `steps` decode steps behind such prompts."""
-    runners = {name: _Work(models[name], name == "on", context, max(batches), steps) for name in SETTINGS}
+    runners = {name: _Work(*side, context, max(batches), steps) for name, side in sides.items()}
     lines = [_line("prefill, chunks of 128", rounds, {n: r.prefill for n, r in runners.items()})]
     for batch in batches:
         work: dict[str, Callable[[], float]] = {
@@ -78,10 +99,10 @@ def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> L
             speed = measured[name]()
             if number:  # the first round warms caches
                 speeds[name].append(speed)
+    first, *others = speeds
     relative = {
-        name: middle([on / other for on, other in zip(speeds["on"], speeds[name], strict=True)])
-        for name in speeds
-        if name != "on"
+        name: middle([one / other for one, other in zip(speeds[first], speeds[name], strict=True)])
+        for name in others
     }
     return Line(work, {name: middle(values) for name, values in speeds.items()}, relative)
 
@@ -89,7 +110,7 @@ def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> L
 class _Work:
     """One runner and sequences of random tokens whose prompts are in its pool."""
 
-    def __init__(self, model: Llama, stable: bool, context: int, sequences: int, steps: int) -> None:
+    def __init__(self, model: Llama, attention: TorchAttention, context: int, sequences: int, steps: int) -> None:
         shape = model.config
         layout = KVLayout(
             kv_heads=shape.kv_heads,
@@ -100,7 +121,7 @@ class _Work:
         )
         each = layout.blocks_for(context + steps)
         self.kv = PagedKV(layout, each * sequences)
-        self._runner = ModelRunner(model, self.kv, TorchAttention(shape.heads, stable))
+        self._runner = ModelRunner(model, self.kv, attention)
         self._context, self._steps = context, steps
         random = Random(1)
         self._tokens = [
@@ -139,13 +160,14 @@ class _Work:
 
 
 def _table(lines: list[Line], dtype: str, threads: int) -> Table:
-    title = f"engine.deterministic, {dtype}, threads: {threads}; tokens/s, median (middle half)"
+    sides, others = list(lines[0].tokens_per_s), list(lines[0].relative)
+    title = f"CPU kernels, {dtype}, threads: {threads}; tokens/s, median (middle half)"
     table = Table(title=title, title_justify="left")
-    for name in ("", *SETTINGS, "on / off", "on / plain"):
+    for name in ("", *sides, *(f"{sides[0]} / {other}" for other in others)):
         table.add_column(name, justify="right" if name else "left")
     for line in lines:
-        speeds = [line.tokens_per_s[name].cell() for name in SETTINGS]
-        ratios = [line.relative[name].cell(digits=2) for name in SETTINGS[1:]]
+        speeds = [line.tokens_per_s[name].cell() for name in sides]
+        ratios = [line.relative[name].cell(digits=2) for name in others]
         table.add_row(line.work, *speeds, *ratios)
     return table
 

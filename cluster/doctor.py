@@ -55,6 +55,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
         lambda: _memory(config),
         _shared_memory,
         _files,
+        _kernels,
         _clocks,
         lambda: _folders(config, environ),
         lambda: _ray(config, environ),
@@ -163,6 +164,15 @@ def _files() -> Iterator[Check]:
     found = f"{soft} open files (hard limit {hard})"
     fix = f"ulimit -n {min(65536, hard)}, or LimitNOFILE= in its unit"
     yield Check("file limit", level, found, "" if level == "ok" else fix)
+
+
+def _kernels() -> Iterator[Check]:
+    from kernels.native import native
+
+    found = native()
+    fix = "install a C++ compiler (g++), then Headrace again: PyTorch's kernels serve meanwhile, more slowly"
+    told = "not built here, or from other sources" if found is None else f"built, for {found.variant}"
+    yield Check("CPU kernels", "warn" if found is None else "ok", told, fix if found is None else "")
 
 
 def _clocks() -> Iterator[Check]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.types import BlockId
 
 ROW_MULTIPLE = 4
-"""Libraries' products over a multiple of four rows give each row the same bits whatever the other rows are (CPU, 32-bit)."""
+"""Libraries' products over a multiple of four rows give a row the same bits whatever the others are (CPU, 32-bit)."""
 
 
 @dataclass(frozen=True, slots=True)

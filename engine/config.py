@@ -16,9 +16,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     """Where the engine computes: `cpu`, `cuda` or `cuda:N`."""
     attention: Literal["auto", "native", "torch", "triton"] = "auto"
-    """Which kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
-    Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
-    and the model is in float32."""
+    """Which kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built
+    when Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be
+    had and the model is in float32."""
     block_size: int = 16
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
     """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`."""

@@ -42,6 +42,8 @@ class Device:
     memory: MemoryUse = field(default_factory=MemoryUse)
     is_deterministic: bool = True
     """Every token is a function of its own sequence alone."""
+    arithmetic: str = ""
+    """Whose rounding it is: KV computed by another may differ in its last bits."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
@@ -109,6 +111,11 @@ def open_device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         is_deterministic=stable,
+        arithmetic=(
+            f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+            if native is None
+            else f"native {native.sources}"
+        ),
     )
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-import torch
-
 from engine.config import TierConfig
 from engine.device import Device
 from engine.kv.segments import SegmentFolder
@@ -62,6 +60,5 @@ def open_tiers(
 
 def _kind(device: Device) -> bytes:
     """What the bytes of a block depend on, besides its tokens and all before them."""
-    arithmetic = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-    told = f"{device.fingerprint}|{device.layout.describe()}|{device.is_deterministic}|{arithmetic}"
+    told = f"{device.fingerprint}|{device.layout.describe()}|{device.is_deterministic}|{device.arithmetic}"
     return blake2b(told.encode(), digest_size=16).digest()

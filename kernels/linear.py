@@ -1,5 +1,5 @@
-"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), or in the order in which the CPU's matrix library (oneDNN)
-reads it, which is the rest of this page.
+"""`x W^T + b`: with a plain `W`, in panels (`kernels.panels`), or in the order in which the CPU's matrix library
+(oneDNN) reads it, of which the rest of this page speaks.
 
 A plain `[rows, columns]` weight is read badly for the few rows of a decode step. Packed once, products of four to
 sixteen rows take about half the time, those of a prefill chunk the same. The packed form is opaque and fits one version

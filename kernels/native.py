@@ -55,6 +55,8 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
+        library.headrace_sources.restype = ctypes.c_char_p
+        self.sources: str = library.headrace_sources().decode()
         self._linear = _typed(
             library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT]
         )
@@ -210,19 +212,17 @@ def native() -> Native | None:
     name = f"_native_{variant.lower()}"
     found = [path for end in EXTENSION_SUFFIXES if (path := SOURCES.parent / (name + end)).exists()]
     if not found:
-        log.info("the native kernels were not built: a C++ compiler and a new install make them")
+        log.info("the native kernels were not built: install a C++ compiler, then Headrace again")
         return None
     try:
-        library = ctypes.CDLL(str(found[0]))
-        library.headrace_sources.restype = ctypes.c_char_p
-        built_from = library.headrace_sources().decode()
+        kernels = Native(ctypes.CDLL(str(found[0])), variant)
     except (OSError, AttributeError) as error:
         log.warning("the native kernels cannot be loaded: %s", error)
         return None
-    if SOURCES.exists() and built_from != source_digest():
-        log.warning("the native kernels are older than their sources: `make native` builds them anew")
+    if SOURCES.exists() and kernels.sources != source_digest():
+        log.warning("the native kernels are older than their sources: install Headrace again (`make setup`)")
         return None
-    return Native(library, variant)
+    return kernels
 
 
 def _typed(function: Any, arguments: list[Any]) -> Any:

@@ -5,6 +5,7 @@ take other kernels, with other bits); `engine.determinism` checks it on each mac
 """
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 
@@ -25,8 +26,7 @@ from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import Panels
 
-
-Weights = dict[str, Weight]
+Weights = Mapping[str, Weight]
 """By name; norms, biases and the embedding are plain."""
 
 
@@ -86,11 +86,9 @@ class Llama:
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """float32 `[rows, vocab]` from what the last layer leaves."""
-        kernels = native() if isinstance(self._head, Panels) else None
-        if kernels is not None:
-            return kernels.linear(
-                kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps), self._head
-            )
+        if isinstance(self._head, Panels) and (kernels := native()) is not None:
+            normed = kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps)
+            return kernels.linear(normed, self._head)
         wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
         return linear(wanted, self._head).float()
 
@@ -129,14 +127,17 @@ def load_model(
     With `packed`, its matrices are those packed for this processor, made by the first process that needs them. Another
     `device` than the CPU gets a copy of the plain ones. `panels`: matrices in panels instead, for the native kernels.
 
-    Raises ModelError where the folder is not whole or its family is not one of this file's.
+    Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
+    a model in another dtype than float32.
     """
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
         raise ModelError(model_dir, f"unknown family {config.family!r}")
     weights = map_weights(model_dir)
     if panels:
-        return Llama(config, weights | panel_weights(model_dir, weights))
+        if config.dtype != "float32":
+            raise ValueError(f"panels are for float32, not {config.dtype}")
+        return Llama(config, {**weights, **panel_weights(model_dir, weights)})
     if torch.device(device).type != "cpu":
         return Llama(config, {name: weight.to(device) for name, weight in weights.items()})
     return Llama(config, weights | packed_weights(model_dir, weights) if packed else weights)

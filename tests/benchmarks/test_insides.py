@@ -14,7 +14,6 @@ from benchmarks.counting import Counts
 from benchmarks.figures import middle, write_json
 from engine.config import EngineConfig
 from engine.messages import RequestStats
-from engine.model.llama import load_model
 from engine.types import FinishReason
 from router.api import Finished
 
@@ -85,14 +84,13 @@ def test_a_kill_without_effect_is_no_figure() -> None:
             trial.kill_prefill()
 
 
-def test_deterministic_measures_all_three_settings(tiny_model: Path, tmp_path: Path) -> None:
-    plain = load_model(tiny_model, packed=False)
-    models = {"on": load_model(tiny_model), "off": load_model(tiny_model), "off, plain weights": plain}
-    lines = deterministic.measure(models, 40, [1, 3], 2, 2)
+def test_deterministic_measures_every_side(tiny_model: Path, tmp_path: Path) -> None:
+    sides = deterministic.sides_of(tiny_model)
+    lines = deterministic.measure(sides, 40, [1, 3], 2, 2)
     assert [line.work for line in lines] == ["prefill, chunks of 128", "decode, 1 at once", "decode, 3 at once"]
     for line in lines:
         assert all(speed.median > 0 for speed in line.tokens_per_s.values())
-        assert set(line.relative) == {"off", "off, plain weights"}
+        assert list(line.relative) == list(sides)[1:]
     file = tmp_path / "told.json"
     write_json(file, "deterministic", {"rounds": "2"}, lines)
     told = json.loads(file.read_bytes())

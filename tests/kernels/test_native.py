@@ -108,7 +108,13 @@ def attention_case(
 
 
 def attend(
-    kernels: Native, qkv: Tensor, heads: int, pool: Tensor, layer: int, spans: list[tuple[int, int]], tables: list[Tensor]
+    kernels: Native,
+    qkv: Tensor,
+    heads: int,
+    pool: Tensor,
+    layer: int,
+    spans: list[tuple[int, int]],
+    tables: list[Tensor],
 ) -> Tensor:
     _, kv_heads, layers, _, block_size, dim = pool.shape
     out = torch.zeros(len(qkv) + 2, heads * dim)
@@ -206,7 +212,8 @@ def test_instruction_sets_make_no_difference(kernels: Native, tmp_path: Path) ->
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is not None:
         plain = tmp_path / "plain.so"
-        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f'-DHEADRACE_SOURCES="{source_digest()}"']
+        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]
+        flags.append(f'-DHEADRACE_SOURCES="{source_digest()}"')
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
         subprocess.run([compiler, *flags, *sources, "-o", str(plain)], check=True, capture_output=True)
         told = subprocess.run(
