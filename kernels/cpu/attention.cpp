@@ -151,15 +151,26 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t 
   scratch.wide.resize(dim * LANES);
   scratch.zeros.assign(dim, 0.0f);
   const float *rows[LANES];
+  const int64_t row_bytes = dim * pool.width();
+  auto slot_of = [&](int64_t token) {
+    return table[token / pool.block_size] * pool.block_size + token % pool.block_size;
+  };
+  // Blocks lie anywhere, so the processor cannot guess where the next tile is.
+  auto prefetch = [&](int64_t first, int which) {
+    for (int64_t token = first; token < std::min(first + LANES, most); ++token) {
+      const uint8_t *row = pool.row(slot_of(token), head, layer, which);
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+  };
   auto gather = [&](int64_t first, int which) {
+    prefetch(first + LANES, which);
     for (int i = 0; i < LANES; ++i) {
       const int64_t token = first + i;
       if (token >= most) {
         rows[i] = scratch.zeros.data();
         continue;
       }
-      const int64_t slot = table[token / pool.block_size] * pool.block_size + token % pool.block_size;
-      rows[i] = widened(pool, pool.row(slot, head, layer, which), scratch.wide.data() + i * dim);
+      rows[i] = widened(pool, pool.row(slot_of(token), head, layer, which), scratch.wide.data() + i * dim);
     }
   };
   for (int64_t first = 0; first < most; first += LANES) {
