@@ -32,6 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure the workspace of the largest step at start, also where the pool's size is given."""
     threads: int = 1
     """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host)."""
+    lend_cores: bool = True
+    """While other workers of this host have no step to run, compute with their threads too (`engine.cores`). Only with
+    native kernels, whose bits do not depend on it."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Only the CPU's kernels can keep it: a GPU's split work by the whole batch. `on`: every token is a function of its
     own sequence alone, whatever is in the batch, however the prompt was chunked, wherever it was recomputed; a machine

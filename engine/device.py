@@ -8,6 +8,7 @@ import torch
 
 from engine.attention import TorchAttention
 from engine.config import EngineConfig, StepLimits
+from engine.cores import process_cores
 from engine.determinism import deviations
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
@@ -131,7 +132,10 @@ def _open_runner(
     on_cpu = model.device.type == "cpu"
     if config.kernels != "triton":
         kv = PagedKV(layout, blocks)
-        return kv, ModelRunner(model, kv, _attention(model, native, stable))
+        cores = process_cores(config.threads) if native is not None and config.lend_cores else None
+        if native is not None and cores is not None:
+            native.threads = cores.threads
+        return kv, ModelRunner(model, kv, _attention(model, native, stable), cores=cores)
     # Triton is imported by those who use it.
     from engine.graphs import CudaRecorder, DecodeGraphs, ladder
     from engine.kv.device_pool import DeviceKV

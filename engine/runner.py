@@ -1,6 +1,7 @@
 """Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend
 from engine.batch import ForwardBatch, SequenceSlice
+from engine.cores import Cores
 from engine.graphs import DecodeGraphs
 from engine.kv.paged import KVTensors
 from engine.model.llama import Llama
@@ -34,14 +36,19 @@ class ModelRunner:
         kv: KVTensors,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self.kv = kv
         self._model = model
         self._attention = attention
         self._graphs = graphs
+        self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext if cores is None else cores.at_work
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sequence[Drawn]:
+        with self._at_work(), torch.inference_mode():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Sequence[Drawn]:
         self.kv.copy(list(plan.copies))
         if not plan.rows:
             return []

@@ -8,6 +8,7 @@ pool. Callers have checked shapes; pointers are all that crosses over. The inter
 import ctypes
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -51,10 +52,11 @@ class PoolShape:
 
 
 class Native:
-    """The library's functions. Compute threads are PyTorch's (`torch.set_num_threads`)."""
+    """The library's functions. `threads` is asked before every call that can use more than one."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
+        self.threads: Callable[[], int] = torch.get_num_threads
         library.headrace_sources.restype = ctypes.c_char_p
         self.sources: str = library.headrace_sources().decode()
         self._linear = _typed(
@@ -88,7 +90,7 @@ class Native:
             weight.rows,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads(),
         )
         return out
 
@@ -172,7 +174,7 @@ class Native:
             layer,
             shape.head_dim**-0.5,
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads(),
         )
 
 
