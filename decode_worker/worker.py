@@ -345,13 +345,14 @@ class DecodeWorker:
 
     def _count(self) -> None:
         scheduler = self._scheduler
-        if scheduler.generated_tokens:
-            self._metrics.generated(scheduler.generated_tokens)
-            scheduler.generated_tokens = 0
-        if scheduler.prefilled_tokens or scheduler.recomputed_tokens:
-            computed, again = scheduler.prefilled_tokens, scheduler.recomputed_tokens
+        drawing = scheduler.drawing
+        if drawing.generated_tokens:
+            self._metrics.generated(drawing.generated_tokens)
+            drawing.generated_tokens = 0
+        if drawing.prefilled_tokens or drawing.recomputed_tokens:
+            computed, again = drawing.prefilled_tokens, drawing.recomputed_tokens
             self._metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
-            scheduler.prefilled_tokens = scheduler.recomputed_tokens = 0
+            drawing.prefilled_tokens = drawing.recomputed_tokens = 0
         for back in scheduler.take_resumed():
             self._metrics.resumed(back.way, back.lost_tokens, back.seconds)
         for one in scheduler.take_migrated():

@@ -108,7 +108,7 @@ def test_a_request_that_has_outgrown_the_prefill_pool_comes_back_here() -> None:
     answers = [cluster.submit(record_of(f"r{i}", prompt_of(i, 10), 40)) for i in range(2)]
     finish(cluster, answers)
     assert [answer.tokens for answer in answers] == [wanted(answer.record) for answer in answers]
-    assert cluster.decode.preemption.ways["pool"] and cluster.decode.recomputed_tokens > 16
+    assert cluster.decode.preemption.ways["pool"] and cluster.decode.drawing.recomputed_tokens > 16
 
 
 def test_a_preempted_request_ends_by_its_router() -> None:
