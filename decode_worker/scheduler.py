@@ -65,7 +65,7 @@ from decode_worker.routers import Routers
 from decode_worker.swapping import Swapping
 from decode_worker.taking import Taking
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import Loaded, Spilled, Stored, TierEvent
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.messages import (
     Cancel,
     Ended,
@@ -278,7 +278,7 @@ class DecodeScheduler:
                 return self._settle(self.handoffs.peer_down(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
                 return [*self.departures.handle(event, now)]
-            case Stored() | Loaded() | Spilled():
+            case Stored() | Loaded() | Spilled() | DiskHung():
                 return self._moved(event, now)
             case Leave():
                 self.leaving = True

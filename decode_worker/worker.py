@@ -23,7 +23,7 @@ from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
 from engine.device_memory import device_memory
-from engine.kv.tier_io import Loaded, Spilled, Stored, TiersDied
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     Ended,
@@ -87,6 +87,7 @@ class DecodeWorker:
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
         self._watchdog = Watchdog(config.transfer.stuck_s)
+        self._tier_watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = self._redialled_at = 0.0
         self._report_now = False
         self._leave_by: float | None = None
@@ -112,13 +113,13 @@ class DecodeWorker:
             stop_ids=device.stop_ids,
             block_bytes=device.layout.block_bytes,
         )
-        tier_mover = None if tiering is None else tiering.mover
+        self._tier_mover = None if tiering is None else tiering.mover
         self._engine = Engine(
-            self._scheduler, device.runner, time.monotonic, self._publish, tier_mover
+            self._scheduler, device.runner, time.monotonic, self._publish, self._tier_mover
         )
-        if tier_mover is not None:
-            tier_mover.start()
-            self._closers.append(tier_mover.stop)
+        if self._tier_mover is not None:
+            self._tier_mover.start()
+            self._closers.append(self._tier_mover.stop)
         self._transports = open_transports(
             device.kv, self._incarnation, self._config.transfer, self._host
         )
@@ -243,6 +244,9 @@ class DecodeWorker:
             self._auditor.idle()
         if self._watchdog.is_stuck(self._mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        tier_mover = self._tier_mover
+        if tier_mover is not None and self._tier_watchdog.is_stuck(tier_mover.beat, now):
+            tier_mover.abandon(f"no call has come back: {self._tier_watchdog!r}")
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial()
@@ -292,7 +296,7 @@ class DecodeWorker:
                 return (RouterLost(link),)
             case Unreachable(peer, error):
                 return self._peers.drop(peer, f"its memory cannot be reached: {error}")
-            case Stored() | Loaded() | Spilled():
+            case Stored() | Loaded() | Spilled() | DiskHung():
                 return (item,)
             case MoverDied(error) | TiersDied(error):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")

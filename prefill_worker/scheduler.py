@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from engine import identity
 from engine.kv.fetches import Fetches
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import Loaded, Spilled, TierEvent
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, TierEvent
 from engine.messages import (
     Fault,
     FirstToken,
@@ -140,7 +140,7 @@ class PrefillScheduler:
                 return self._settle(self.sender.peer_dead(peer))
             case Leave():
                 return self._leave()
-            case Loaded() | Spilled():
+            case Loaded() | Spilled() | DiskHung():
                 assert self.fetches is not None
                 self.fetches.handle(event)
                 return []

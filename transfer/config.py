@@ -55,8 +55,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A tcp connection on which no byte comes for this long although some are due is given up, and the peer dialled
     again."""
     stuck_s: float = 10.0
-    """A worker ends itself when its transfer thread has not come back from one call for this long. A call moves at most
-    one chunk or 16 MiB."""
+    """A worker ends itself when its transfer thread has not come back from one call for this long, and gives its disk
+    tier up when the thread of that has not. A call moves at most one chunk or 16 MiB."""
 
     nccl: NcclConfig = NcclConfig()
 
