@@ -81,10 +81,10 @@ class Bench:
         _soon(lambda: len(self.events) >= len(want))
         assert self.events == list(want)
 
-    def hang(self, command: TierCommand) -> None:
-        """Until the watchdog says that the thread is stuck in it; then the thread is abandoned."""
+    def hang(self, *commands: TierCommand) -> None:
+        """Until the watchdog says that the thread is stuck in the first of them; then the thread is abandoned."""
         self.events.clear()
-        self.mover.submit([command])
+        self.mover.submit(commands)
         began_s = time.monotonic()
         _soon(self.is_stuck)
         assert time.monotonic() - began_s >= STUCK_S and not self.events
@@ -125,19 +125,16 @@ def test_a_file_that_does_not_open_ends_the_disk_tier_and_no_load(bench: Bench, 
     (file,) = tmp_path.glob("*.segment")
     file.unlink()
     os.mkfifo(file)
-    bench.hang(bench.load(1, Slot(0), OnDisk(0, 1)))
-    assert bench.mover.beat is None
-    hung, loaded = bench.events
-    assert hung == DiskHung("it hangs")
+    spill = bench.mover._spill
+    bench.mover._spill = lambda command: (time.sleep(0.1), spill(command))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.hang(bench.load(1, Slot(0), OnDisk(0, 1)), Spill(1, IDENTS, (Slot(0), Slot(1))))
+    time.sleep(0.02)
+    while len(bench.events) < 3:
+        assert not bench.is_stuck(), "the next thread is not the old one"
+    hung, loaded, spilled = bench.events
+    assert hung == DiskHung("it hangs") and spilled == Spilled(1, "the disk tier was given up")
     assert isinstance(loaded, Loaded) and (loaded.number, loaded.blocks) == (1, 1)
     assert bench.content(0) == _content(0)
-    bench.events.clear()
-    spill = bench.mover._spill
-    bench.mover._spill = lambda command: (time.sleep(0.05), spill(command))[1]  # type: ignore[method-assign, func-returns-value]
-    bench.mover.submit([Spill(1, IDENTS, (Slot(0), Slot(1)))])
-    while not bench.events:
-        assert not bench.is_stuck(), "the next thread is not the old one"
-    assert bench.events == [Spilled(1, "the disk tier was given up")]
     bench.do(bench.load(2, OnDisk(0, 0)), Loaded(2, 0, 0.0, 0.0))
     bench.do(Drop(0))
     bench.events.clear()
