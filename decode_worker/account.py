@@ -1,15 +1,13 @@
 """What a decode worker says of itself: to its routers how it stands and how fast it is, to its metrics all there is."""
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.measure import mean
 from engine.messages import Load
 from telemetry.metrics import WorkerMetrics
 from telemetry.swap_metrics import SwapMetrics
 from telemetry.tier_metrics import TierMetrics
 from transfer.mover import Mover
 from transfer.silence import Silence
-
-SPEED_WEIGHT = 0.2
-"""Share of the newest value in a running mean."""
 
 
 class Account:
@@ -36,7 +34,7 @@ class Account:
     def stepped(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens."""
         self._metrics.step(tokens, seconds)
-        self._s_per_step = _mean(self._s_per_step or seconds, seconds)
+        self._s_per_step = mean(self._s_per_step, seconds)
 
     def count(self) -> None:
         """Take what the scheduler has counted since the last call."""
@@ -56,8 +54,7 @@ class Account:
             metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks
-                known = self._s_per_block.get(one.peer, latest)
-                self._s_per_block[one.peer] = _mean(known, latest)
+                self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
 
     def observe(self, now: float, evicted_blocks: int) -> None:
         """Tell the metrics how the worker stands; so many blocks were evicted since the last call."""
@@ -104,7 +101,3 @@ class Account:
             leaving=scheduler.leaving,
             silent=self._silence.overdue(scheduler.sender.quarantined, now),
         )
-
-
-def _mean(known: float, latest: float) -> float:
-    return known + SPEED_WEIGHT * (latest - known)

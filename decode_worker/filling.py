@@ -128,7 +128,7 @@ class Filling:
         else:
             self.swapping.costs.fetched(request.asked_tokens, now - request.asked)
         self.preemption.back(request, now)
-        self.batch.add_ready(request, now)
+        self.batch.add_ready(request)
         self.fork(request, now)
 
     def fork(self, parent: Request, now: float) -> None:

@@ -66,7 +66,7 @@ class Routers:
         self.orphans.leave(request, now)
         request.yielding = False
         request.clock.resume("decode_queue", now)
-        self.batch.add_ready(request, now)
+        self.batch.add_ready(request)
         if departure.token is not None:
             yield Drawn(request, departure.token)
 

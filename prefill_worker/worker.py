@@ -17,6 +17,7 @@ from engine.device import open_device
 from engine.device_memory import device_memory
 from engine.kv.tier_io import DiskHung, Loaded, Spilled, TiersDied
 from engine.loop import Engine, EngineThread
+from engine.measure import mean
 from engine.messages import (
     FirstToken,
     Handoff,
@@ -63,8 +64,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
-SPEED_WEIGHT = 0.2
-"""Share of the newest step in the running mean of seconds per token."""
 
 
 class PrefillWorker:
@@ -222,9 +221,7 @@ class PrefillWorker:
             tokens, again = plan.computed_tokens, plan.recomputed_tokens
             self._metrics.step(tokens, now - started)
             self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
-            latest = (now - started) / max(1, tokens)
-            known = self._s_per_token or latest
-            self._s_per_token = known + SPEED_WEIGHT * (latest - known)
+            self._s_per_token = mean(self._s_per_token, (now - started) / max(1, tokens))
         else:
             self._auditor.idle()
         if self._watchdog.is_stuck(self._mover.beat, now):

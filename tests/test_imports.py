@@ -122,6 +122,7 @@ PURE = (
     "decode_worker/routers.py",
     "decode_worker/swapping.py",
     "decode_worker/taking.py",
+    "engine/measure.py",
     "engine/plan.py",
     "engine/kv/block_pool.py",
     "engine/kv/radix_cache.py",
