@@ -71,7 +71,7 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("prefill", 64, 3, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 64, "bfloat16", None, None),
-    ("prefill", 128, 4, 64, "int8", KernelConfig(64, 4, 3, 64), None),
+    ("prefill", 128, 4, 64, "int8", KernelConfig(32, 8, 3, 128), None),
     ("prefill", 256, 8, 64, "bfloat16", KernelConfig(32, 8, 2, 64), KernelConfig(32, 8, 2, 64)),
     ("rope_kv_write", 128, 4, 64, "bfloat16", None, None),
     ("rope_kv_write", 128, 4, 64, "float8_e4m3fn", None, None),

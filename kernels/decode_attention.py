@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import LOG2_E, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep
 from kernels.configs import KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.launch import check_interpretable
@@ -92,7 +92,7 @@ def decode_kernel(
         total = tl.zeros([M], dtype=tl.float32)
         acc, top, total = sweep(
             q,
-            payload + kv_head * STRIDE_HEAD,
+            payload + kv_head * (STRIDE_HEAD // (1 if FORMAT == "native" else 2)),
             scales + kv_head * SCALE_HEAD,
             table,
             begin,
@@ -117,7 +117,7 @@ def decode_kernel(
             TILE,
             "range",
         )
-        answer, lse = finish(acc, top, total)
+        answer, lse = finish(acc, top, total, scale)
         splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
         whole = splits == 1
         tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside & whole[:, None])
@@ -213,7 +213,7 @@ def decode_attention(
         raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
     check_interpretable(q, pool.payload)
     out = torch.empty_like(q) if out is None else out
-    payload, scales = pool.layer(layer)
+    payload, scales = pool.layer(layer, paired=True)
     dim_pad = triton.next_power_of_2(head_dim)
     decode_kernel[(geometry.programs,)](
         q,
@@ -229,7 +229,7 @@ def decode_attention(
         buffers.tables,
         buffers.lengths,
         buffers.slots,
-        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        exponent_scale(scale, head_dim),
         **pool.constants(),
         DIM_PAD=dim_pad,
         HEADS=heads,

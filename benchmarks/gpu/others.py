@@ -1,14 +1,16 @@
 """Prefill attention (K7) and the copying of blocks (K6)."""
 
+from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
 from kernels.block_copy import as_words, copy_blocks
 from kernels.block_shape import BlockShape
-from kernels.configs import ConfigKey, config_for
+from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.pool import KVPool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
 
@@ -35,21 +37,27 @@ def prefill(card: Card) -> list[Line]:
 
 def _prefill_s(card: Card, count: int, length: int) -> float:
     size, block = card.sizes, 64
-    group = size.heads // size.kv_heads
-    dtype = str(card.dtype).removeprefix("torch.")
-    config = config_for(ConfigKey("prefill", size.head_dim, group, block, dtype, card.arch))
-    need = -(-length // block)
-    order = list(range(need))
+    order = list(range(-(-length // block)))
     Random(0).shuffle(order)
-    pool = KVPool(card.random(need, size.kv_heads, 1, 2, block, size.head_dim))
-    tables = torch.tensor([order], dtype=torch.int32).to(card.device)
-    planned = plan_prefill([count], [length], rows_per_tile(config, group))
-    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    pool = KVPool(card.random(len(order), size.kv_heads, 1, 2, block, size.head_dim))
     q = card.random(count, size.heads, size.head_dim)
-    out = torch.empty_like(q)
-    return card.timer.seconds(
-        lambda: prefill_attention(q, pool, 0, tiles, tables, config, out=out)
-    )
+    return card.timer.seconds(prefill_step(card, q, pool, length, order))
+
+
+def prefill_step(
+    card: Card, q: Tensor, pool: KVPool, length: int, table: Sequence[int], config: KernelConfig | None = None
+) -> Callable[[], Tensor]:
+    """What attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the same memory.
+    `config`: by default the table's."""
+    size = card.sizes
+    group = size.heads // size.kv_heads
+    dtype = str(pool.payload.dtype).removeprefix("torch.")
+    key = ConfigKey("prefill", size.head_dim, group, pool.block_size, dtype, card.arch)
+    chosen = config or config_for(key)
+    planned = plan_prefill([len(q)], [length], rows_per_tile(chosen, group))
+    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    tables, out = card.ids(list(table)).unsqueeze(0), torch.empty_like(q)
+    return lambda: prefill_attention(q, pool, 0, tiles, tables, chosen, out=out)
 
 
 def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) -> Line:
