@@ -22,6 +22,7 @@ import torch
 from benchmarks.environment import describe as describe_host
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
 from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.goals import judged
 
 PARTS = {
     "copy_rate": "benchmarks.gpu.card:copy_rate",
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "card": what,
         "environment": describe_host(),
         "results": results,
+        "goals": judged(results),
         "failures": failures,
     }
     options.out.mkdir(parents=True, exist_ok=True)

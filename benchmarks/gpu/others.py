@@ -1,6 +1,7 @@
 """Prefill attention (K7) and the copying of blocks (K6)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 import torch
@@ -64,41 +65,52 @@ def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) 
     """Operations of the pairs that a causal mask leaves: 4 x head_dim each."""
     pairs = count * (length - count) + count * (count + 1) / 2
     operations = 4 * card.sizes.head_dim * card.sizes.heads * pairs
-    return {"id": "K7", "what": what, "us": taken * 1e6, "tflop_per_s": operations / taken / 1e12}
+    rate = operations / taken / 1e12
+    context: Line = {"tokens": count, "context": length}
+    return {"id": "K7", "what": what, **context, "us": taken * 1e6, "tflop_per_s": rate}
+
+
+PROGRAMS_PER_SM = 4
+"""Of the copy kernel's that fit, by their registers and shared memory (`tests/kernels/contract`)."""
 
 
 def copies(card: Card) -> list[Line]:
-    """K6: scattered blocks of 16 tokens into a row of them, on the programs of 16 SMs, with and without digests."""
+    """K6: scattered blocks of 16 tokens into a row of them and back, on the programs of 16 SMs and of all, with and
+    without digests."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     block_bytes = size.kv_heads * shape.words * 8
     count = max(4, size.tokens(size.tokens(1 << 30)) // block_bytes)
-    source = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
-    target = torch.empty_like(source[:count])
+    pool = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
+    packed = torch.empty_like(pool[:count])
     order = list(range(2 * count))
     Random(0).shuffle(order)
     scattered, in_order = card.ids(order[:count]), card.ids(list(range(count)))
     tokens = card.ids([16] * count)
     key = ConfigKey("copy_blocks", size.head_dim, 0, 64, "bfloat16", card.arch)
     config = config_for(key)
-    plain = card.timer.seconds(lambda: target.copy_(source[:count]))
-    lines: list[Line] = [_copy_line("torch, contiguous", target.nbytes, plain, plain)]
-    for programs in (64, 4 * card.sms):
-        for digest in (False, True):
-            taken = card.timer.seconds(
-                lambda programs=programs, digest=digest: copy_blocks(  # type: ignore[misc]
-                    source,
-                    target,
-                    scattered,
-                    in_order,
-                    shape,
-                    config,
-                    tokens=tokens if digest else None,
-                    programs=programs,
+    plain = card.timer.seconds(lambda: packed.copy_(pool[:count]))
+    lines: list[Line] = [_copy_line("torch, contiguous", packed.nbytes, plain, plain)]
+    ways = {"pack": (pool, packed, scattered, in_order), "unpack": (packed, pool, in_order, scattered)}
+    for sms in (16, card.sms):
+        for way, (source, target, sources, targets) in ways.items():
+            for digest in (False, True):
+                taken = card.timer.seconds(
+                    partial(
+                        copy_blocks,
+                        source,
+                        target,
+                        sources,
+                        targets,
+                        shape,
+                        config,
+                        tokens=tokens if digest else None,
+                        programs=PROGRAMS_PER_SM * sms,
+                    )
                 )
-            )
-            what = f"{programs} programs{', digests' if digest else ''}"
-            lines.append(_copy_line(what, target.nbytes, taken, plain))
+                what = f"{way}{', digests' if digest else ''}"
+                line = _copy_line(what, packed.nbytes, taken, plain)
+                lines.append({**line, "multiprocessors": sms})
     return lines
 
 
