@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.gpu.card import NoCard, Sizes, describe, open_card
@@ -31,15 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"benchmarks.gpu.tune: {error}", file=sys.stderr)
             return 2
         gpu = str(describe(card)["gpu"])
-    import triton  # not before the dry run has chosen its interpreter
-
+    # Not before the dry run has chosen Triton's interpreter.
     from benchmarks.gpu.tuning import tuned
 
     entries, wrong = tuned(card, options.only or KERNELS)
     told = {
         "gpu": gpu,
         "date": date.today().isoformat(),
-        "triton": triton.__version__,
+        "triton": version("triton"),
         "entries": entries,
     }
     options.out.mkdir(parents=True, exist_ok=True)

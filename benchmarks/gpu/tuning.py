@@ -11,8 +11,6 @@ from random import Random
 
 import torch
 from torch import Tensor
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.decode import attention_step, narrowed
@@ -21,6 +19,7 @@ from kernels.block_copy import as_words, copy_blocks
 from kernels.block_shape import BlockShape
 from kernels.configs import TABLE, ConfigKey, KernelConfig
 from kernels.decode_plan import SharedPrefix
+from kernels.launch import REFUSED
 from kernels.pool import FORMATS, KVPool
 
 Step = Callable[[KernelConfig], Callable[[], Tensor]]
@@ -70,7 +69,7 @@ def _fastest(card: Card, key: ConfigKey, some: Iterable[KernelConfig], wrong: li
             work = step(config)
             apart = float((work().float() - want.float()).abs().max())
             taken_s = card.timer.seconds(work)
-        except (OutOfResources, CompilationError):
+        except REFUSED:
             continue
         if not apart <= APART:
             wrong.append(f"{key} with {config}: {apart:.3g} apart")
