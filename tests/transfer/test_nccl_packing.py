@@ -87,7 +87,7 @@ def test_packing_and_sending_overlap(
 def test_at_most_one_piece_is_ahead_and_one_on_the_wire(ends: Ends, config: NcclConfig) -> None:
     """Guards slots that are packed while they are sent: as long as a piece is on the wire, one more is packed."""
     one, two = met(ends, config, 2, 5, 0.001)
-    fake().fake_pace(500_000)
+    fake().fake_pace(1_500_000)
     sent, received = ends.chunk(one, two, list(range(BLOCKS)), list(range(BLOCKS)))
     ends.until(lambda: len(copies(one)) == 1)
     end_s = time.monotonic() + 0.3
