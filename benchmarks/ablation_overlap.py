@@ -19,7 +19,8 @@ from benchmarks.bed import Bed, random_prompt, transfer_config
 from benchmarks.counting import FACTORIES, CountingPrefillWorker
 from engine.config import EngineConfig
 from engine.model.cache import prepare
-from prefill_worker.scheduler import Job, PrefillScheduler
+from prefill_worker.job import Job
+from prefill_worker.scheduler import PrefillScheduler
 from transfer.commands import Command
 
 WAITING = FACTORIES | {"prefill": "benchmarks.ablation_overlap:WaitingPrefillWorker"}

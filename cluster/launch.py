@@ -15,11 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from cluster.config import ClusterConfig
-from cluster.orders import Orders
-from cluster.prepare import Addresses, make_launcher, model_source, prepare_model, specs
-from cluster.signals import check, shielded
-from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Kind, Launcher, LaunchError
-from cluster.supervisor import (
+from cluster.events import (
     Accused,
     Announce,
     Asked,
@@ -33,12 +29,15 @@ from cluster.supervisor import (
     Launch,
     Leave,
     Resize,
-    SlotView,
-    State,
-    Supervisor,
     Tick,
     Up,
 )
+from cluster.orders import Orders
+from cluster.prepare import Addresses, make_launcher, model_source, prepare_model, specs
+from cluster.signals import check, shielded
+from cluster.slots import SlotView, State
+from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Kind, Launcher, LaunchError
+from cluster.supervisor import Supervisor
 from engine.messages import PeerAddress
 
 __all__ = ["Addresses", "Cluster", "make_launcher", "prepare_model", "specs"]

@@ -3,8 +3,8 @@
 import queue
 from concurrent.futures import Future
 
+from cluster.events import Leave, Resize
 from cluster.spec import LaunchError
-from cluster.supervisor import Leave, Resize
 
 Order = Leave | Resize
 

@@ -20,14 +20,29 @@ it.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 import msgspec
 
+from cluster.events import (
+    Accused,
+    Announce,
+    Asked,
+    AskToLeave,
+    Command,
+    Discard,
+    Ended,
+    Event,
+    GiveUp,
+    Kill,
+    Launch,
+    Leave,
+    Resize,
+    Tick,
+    Up,
+)
+from cluster.slots import Slot, SlotView, State
 from cluster.spec import ChildReady, Kind
 from engine.messages import PeerAddress
-from engine.types import Incarnation
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,162 +60,13 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A router that answers nothing for this long is killed."""
 
 
-# events
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """A process that was asked for is reached at this address."""
-
-    ready: ChildReady
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A process has ended, or could not start. `left`: because it was asked to."""
-
-    name: str
-    why: str
-    left: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
-
-    names: tuple[str, ...]
-    grace_s: float
-    again: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """A pool (`kind`) is to have `count` workers. New ones take the lowest free numbers; the highest leave."""
-
-    kind: Kind
-    count: int
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Accused:
-    """The router has given up a life of a worker. Said again until its process has ended."""
-
-    name: str
-    incarnation: Incarnation
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The router was looked at; `answered`: it owes no answer from before."""
-
-    name: str
-    answered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Up | Ended | Accused | Asked | Leave | Resize | Tick
-
-
-# commands
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End this process by its pid, whatever state it is in; answered by Ended."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start a process for this slot; answered by Up or Ended."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskToLeave:
-    """Tell this worker; answered by Ended."""
-
-    name: str
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the router that these are all its workers."""
-
-    prefill: tuple[PeerAddress, ...]
-    decode: tuple[PeerAddress, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """End the cluster, for this reason."""
-
-    reason: str
-
-
-Command = Discard | Kill | Launch | AskToLeave | Announce | GiveUp
-
 AWAY_S = 1.0
 """The launcher looks many times a second. If this long has passed since the last time, it was itself that slept."""
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
 
-
-class State(StrEnum):
-    STARTING = "starting"
-    UP = "up"
-    LEAVING = "leaving"
-    PAUSING = "pausing"
-    FAILED = "failed"
-
-
 _DOWN = (State.PAUSING, State.FAILED)
 _SETTLED = (State.UP, State.FAILED)
-
-
-class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headrace status` shows of a slot. `why`: what the last death was of."""
-
-    name: str
-    kind: Kind
-    state: State
-    deaths: int
-    why: str
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
-    whether it is replaced once it has left. `accused`: why the life that is up is being killed. `silent_since_s`: since
-    when the router owes an answer. `why`: what it last died of."""
-
-    kind: Kind
-    address: PeerAddress
-    incarnation: Incarnation
-    state: State = State.UP
-    due_s: float = 0.0
-    again: bool = True
-    accused: str = ""
-    silent_since_s: float | None = None
-    why: str = ""
-    deaths: list[float] = field(default_factory=list)
 
 
 class Supervisor:
@@ -218,7 +84,7 @@ class Supervisor:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._slots = {
-            name: _Slot(kind, PeerAddress(name, ready.address, ready.incarnation), ready.incarnation)
+            name: Slot(kind, PeerAddress(name, ready.address, ready.incarnation), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
         self._to_leave: deque[tuple[str, float, bool]] = deque()
@@ -301,7 +167,7 @@ class Supervisor:
             if len(names) < event.count and name not in self._slots:
                 address = PeerAddress(name, "")
                 due_s = float("-inf")
-                self._slots[name] = _Slot(
+                self._slots[name] = Slot(
                     event.kind, address, address.incarnation, State.PAUSING, due_s
                 )
                 names.append(name)
@@ -358,7 +224,7 @@ class Supervisor:
         slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *(self._tell() if was_up else [])]
 
-    def _has_company(self, name: str, slot: _Slot) -> bool:
+    def _has_company(self, name: str, slot: Slot) -> bool:
         """Whether another worker of its pool is up."""
         return any(
             other.kind == slot.kind and other.state is State.UP
@@ -366,7 +232,7 @@ class Supervisor:
             if others_name != name
         )
 
-    def _left(self, name: str, slot: _Slot) -> list[Command]:
+    def _left(self, name: str, slot: Slot) -> list[Command]:
         """That is no death. The replacement is started by the next tick."""
         if slot.again:
             slot.state, slot.due_s = State.PAUSING, float("-inf")

@@ -9,8 +9,8 @@ from decode_worker.config import DecodeConfig
 from decode_worker.handoffs import MAX_ATTEMPTS
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Fault
-from engine.plan import check_record
-from engine.types import FieldError, RequestRecord, TooLongError
+from engine.plan import refusal
+from engine.types import RequestRecord
 
 
 class Admission:
@@ -29,12 +29,9 @@ class Admission:
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Why `record` could never be taken, if so."""
-        try:
-            check_record(record, self._vocab, self._context_tokens)
-        except TooLongError as error:
-            return Fault("OUT_OF_RANGE", str(error), error.field)
-        except FieldError as error:
-            return Fault("INVALID_ARGUMENT", str(error), error.field)
+        fault = refusal(record, self._vocab, self._context_tokens)
+        if fault is not None:
+            return fault
         if self._most_blocks(record) > self._kv.pool.total:
             why = "prompt and answer do not fit the decode worker's pool"
             return Fault("OUT_OF_RANGE", why, "max_tokens")

@@ -37,7 +37,7 @@ class Batch:
         self._stepping: list[Request] = []
         self._steps = 0
 
-    def add_ready(self, request: Request, now: float) -> None:
+    def add_ready(self, request: Request) -> None:
         """All KV but the newest token's is here."""
         request.state = State.READY
         self.ready.append(request)

@@ -6,7 +6,8 @@ from the device when the request comes back. What was never measured counts as f
 swapping is refused its price fades a little, so that it is tried again.
 """
 
-from engine.kv.tier_cost import FADING, mean
+from engine.kv.tier_cost import FADING
+from engine.measure import mean
 
 
 class Costs:

@@ -8,11 +8,15 @@
 From then on others may share its blocks, and those that waited for them begin (`decode_worker.forks`).
 """
 
+from dataclasses import dataclass
+
 from decode_worker.batch import Batch
 from decode_worker.beams import Beams
+from decode_worker.config import DecodeConfig
 from decode_worker.events import Tell
 from decode_worker.forks import Forks
 from decode_worker.handoffs import MAX_ATTEMPTS, Handoffs
+from decode_worker.loading import Loading
 from decode_worker.orphans import NOBODY
 from decode_worker.outcomes import Lifted, Result
 from decode_worker.preemption import Preemption
@@ -22,30 +26,25 @@ from engine.kv.manager import KVCacheManager
 from engine.messages import NeedPrefill, PeerAddress
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Filling:
-    """Keeps nothing: what it changes belongs to the parts that it is given. `name` is this worker's."""
+    """Keeps nothing: what it changes belongs to the parts that it is given."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        batch: Batch,
-        beams: Beams,
-        handoffs: Handoffs,
-        forks: Forks,
-        preemption: Preemption,
-        swapping: Swapping,
-        local_chunk_tokens: int,
-        name: str,
-    ) -> None:
-        self._kv = kv
-        self._batch = batch
-        self._beams = beams
-        self._handoffs = handoffs
-        self._forks = forks
-        self._preemption = preemption
-        self._swapping = swapping
-        self._local_chunk_tokens = local_chunk_tokens
-        self._name = name
+    name: str
+    """This worker's."""
+    config: DecodeConfig
+    kv: KVCacheManager
+    batch: Batch
+    """Who is ready, or is computed here, joins it."""
+    beams: Beams
+    """A search begins with its prompt."""
+    handoffs: Handoffs
+    forks: Forks
+    loading: Loading
+    preemption: Preemption
+    """Is told who is back."""
+    swapping: Swapping
+    """Measures what having KV costs, by each way."""
 
     def begin(self, request: Request, now: float) -> list[Result]:
         """Have the prompt filled in, by its prefill worker or here."""
@@ -53,75 +52,89 @@ class Filling:
             self.here(request, now)
             return []
         request.asked = now
-        request.asked_tokens = len(request.tokens) - request.have_blocks * self._kv.block_size
-        return self._handoffs.begin(request, now)
+        request.asked_tokens = len(request.tokens) - request.have_blocks * self.kv.block_size
+        return self.handoffs.begin(request, now)
+
+    @property
+    def is_busy(self) -> bool:
+        """As much is being fetched as may be at one time."""
+        return len(self.handoffs) + len(self.loading) >= self.config.max_handoffs
+
+    def lift(self, request: Request, *, here: bool) -> bool:
+        """Begin to load what a tier has of its next blocks, if that is sooner than having them computed, `here` or not;
+        what was copied for it is always loaded. False: nothing is."""
+        speed = None if request.stash is not None else self.swapping.costs.tokens_per_s(here)
+        found = self.loading.find(request.lease, request.tokens, speed)
+        if found is not None:
+            self.loading.begin(request, found)
+        return found is not None
 
     def lifted(self, event: Lifted, now: float) -> list[Result]:
         """What a tier had of it is here: have the rest filled in."""
-        request, have_tokens = event.request, event.request.have_blocks * self._kv.block_size
+        request, have_tokens = event.request, event.request.have_blocks * self.kv.block_size
         missing = len(request.tokens) - have_tokens
         if request.preempted_at is None:
             request.decode_cached_tokens = min(have_tokens, request.record.prompt_tokens)
             return self.begin(request, now)
-        self._swapping.lifted(event.blocks, event.seconds, event.is_whole)
+        self.swapping.lifted(event.blocks, event.seconds, event.is_whole)
         # What is less than a block was never copied: to ask the prefill pool for it would compute all of it there.
-        few = max(self._local_chunk_tokens, self._kv.block_size if event.is_whole else 0)
+        few = max(self.config.local_chunk_tokens, self.kv.block_size if event.is_whole else 0)
         here = not request.prefill.name or missing <= few
         if not event.is_whole:
             request.way = "here" if here else "pool"
         if not here:
             return self.begin(request, now)
-        self._kv.landed(request.lease)
+        self.kv.landed(request.lease)
         request.known, request.arrived = have_tokens, True
-        self._kv.commit(request.lease, request.tokens[:have_tokens])
-        self._batch.add_local(request, now)
+        self.kv.commit(request.lease, request.tokens[:have_tokens])
+        self.batch.add_local(request, now)
         return []
 
     def here(self, request: Request, now: float) -> None:
         """No prefill worker will do: compute what is missing in chunks, beside the running batch."""
-        self._kv.landed(request.lease)
+        self.kv.landed(request.lease)
         if request.prefill.name and not request.arrived:
-            self._handoffs.note("fallback", request)
-        here = request.have_blocks * self._kv.block_size
+            self.handoffs.note("fallback", request)
+        here = request.have_blocks * self.kv.block_size
         request.known = len(request.tokens) - 1 if request.arrived else here
         if request.output_tokens == 0:
             request.prefill_cached_tokens = min(request.known, request.record.prompt_tokens)
         request.arrived, request.prefill = True, NO_PREFILL
-        self._batch.add_local(request, now)
+        self.batch.add_local(request, now)
 
     def landed(self, request: Request, now: float) -> None:
         """The handoff has brought every block."""
         request.known = len(request.tokens) - (request.first is not None)
-        self._kv.landed(request.lease)
+        self.kv.landed(request.lease)
         if request.state is not State.ENDING and request.first is not None:
             self.admit(request, now)
 
     def admit(self, request: Request, now: float) -> None:
         """Blocks and first token are both here: from now on others may share the prompt's blocks."""
-        self._handoffs.done(request)
+        self.handoffs.done(request)
         if request.record.beams is not None:
             # The prompt's last token is computed again: what follows it is not drawn, but searched.
             request.known = len(request.tokens) - 1
-            self._beams.begin(request)
-        self._kv.commit(request.lease, request.tokens[: request.known])
+            self.beams.begin(request)
+        self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
-        here = self._name if request.local_since is not None else request.prefill.name
+        here = self.name if request.local_since is not None else request.prefill.name
         request.prefilled_by = request.prefilled_by or here
         if request.local_since is not None:
-            self._swapping.costs.computed(
+            self.swapping.costs.computed(
                 request.known - request.local_from, now - request.local_since
             )
         else:
-            self._swapping.costs.fetched(request.asked_tokens, now - request.asked)
-        self._preemption.back(request, now)
-        self._batch.add_ready(request, now)
+            self.swapping.costs.fetched(request.asked_tokens, now - request.asked)
+        self.preemption.back(request, now)
+        self.batch.add_ready(request)
         self.fork(request, now)
 
     def fork(self, parent: Request, now: float) -> None:
         """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
-        for request in self._forks.fork(parent):
-            self._batch.add_local(request, now)
+        for request in self.forks.fork(parent):
+            self.batch.add_local(request, now)
 
     def unserved(self, request: Request, now: float) -> list[Result]:
         """Keep what has landed, and ask the router for another prefill worker."""
@@ -142,4 +155,4 @@ class Filling:
             self.here(request, now)
             return []
         request.prefill = prefill
-        return self._handoffs.begin(request, now)
+        return self.handoffs.begin(request, now)

@@ -5,6 +5,7 @@ import msgspec
 from decode_worker.events import ConnectPeer, Tell
 from decode_worker.request import Request
 from engine.messages import Fault
+from engine.types import Beam, FinishReason
 from transfer.commands import Command
 
 
@@ -55,5 +56,14 @@ class Drawn(msgspec.Struct, frozen=True):
     token: int
 
 
-Outcome = Landed | Unserved | Hopeless | Freed | Lifted | Over | Drawn
+class Finished(msgspec.Struct, frozen=True):
+    """It has its answer: `kept` output tokens of it, where that is not all, or the best hypotheses of a search."""
+
+    request: Request
+    reason: FinishReason
+    kept: int | None = None
+    beams: tuple[Beam, ...] = ()
+
+
+Outcome = Landed | Unserved | Hopeless | Freed | Lifted | Over | Drawn | Finished
 Result = Command | ConnectPeer | Tell | Outcome

@@ -6,6 +6,7 @@ gives way for it meanwhile.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch
@@ -13,8 +14,6 @@ from decode_worker.beams import Beams
 from decode_worker.config import DecodeConfig
 from decode_worker.filling import Filling
 from decode_worker.forks import Forks
-from decode_worker.handoffs import Handoffs
-from decode_worker.loading import Loading
 from decode_worker.outcomes import Result
 from decode_worker.preemption import Preemption, order
 from decode_worker.request import FETCHING, Request, State
@@ -23,94 +22,88 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestId
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Room:
-    """Keeps nothing: what it changes belongs to the parts that it is given. `requests` are all that there are."""
+    """Keeps nothing: what it changes belongs to the parts that it is given."""
 
-    def __init__(
-        self,
-        config: DecodeConfig,
-        requests: Mapping[RequestId, Request],
-        kv: KVCacheManager,
-        batch: Batch,
-        beams: Beams,
-        handoffs: Handoffs,
-        forks: Forks,
-        admission: Admission,
-        preemption: Preemption,
-        swapping: Swapping,
-        loading: Loading,
-        filling: Filling,
-    ) -> None:
-        self._config = config
-        self._requests = requests
-        self._kv = kv
-        self._batch = batch
-        self._beams = beams
-        self._handoffs = handoffs
-        self._forks = forks
-        self._admission = admission
-        self._preemption = preemption
-        self._swapping = swapping
-        self._loading = loading
-        self._filling = filling
+    config: DecodeConfig
+    requests: Mapping[RequestId, Request]
+    """All that there are."""
+    kv: KVCacheManager
+    batch: Batch
+    """Who gives way leaves it; who runs wants room first."""
+    beams: Beams
+    """A search wants room for every hypothesis, and gives way with all of them."""
+    forks: Forks
+    """Samples give way, and come back, together."""
+    admission: Admission
+    """With how much room who comes back is taken."""
+    preemption: Preemption
+    swapping: Swapping
+    filling: Filling
+    """Gets the KV of who comes back."""
 
     # taken
 
     def make(self, now: float) -> bool:
         """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
         anybody has: others that are ready may take their rows."""
-        before, awaited = self._preemption.preempted.total(), 0
-        for request in sorted(self._batch.running, key=order):
+        before, awaited = self.preemption.preempted.total(), 0
+        for request in sorted(self.batch.running, key=order):
             if request.state is not State.RUNNING:
                 continue  # it has given way to one before it
-            wants = self._beams.wants(request)
-            while (short := sum(more for _, more in wants)) > self._kv.available:
-                if awaited + short <= self._kv.available + self._swapping.freeing:
+            wants = self.beams.wants(request)
+            while (short := sum(more for _, more in wants)) > self.kv.available:
+                if awaited + short <= self.kv.available + self.swapping.freeing:
                     awaited += short
                     break
-                victims = self._preemption.victims(
-                    request, self._requests.values(), self._forks.waiting
+                victims = self.preemption.victims(
+                    request, self.requests.values(), self.forks.waiting
                 )
                 self.preempt(victims, now)
                 if not victims or request in victims:
                     break
             else:
                 for lease, more in wants:
-                    self._kv.grow(lease, more)
-        return self._preemption.preempted.total() > before
+                    self.kv.grow(lease, more)
+        return self.preemption.preempted.total() > before
 
     def preempt(self, victims: list[Request], now: float) -> None:
         """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed, and
         in host memory, where it is swapped."""
         for request in victims:
             if request.state is State.FORKING:
-                self._forks.leave(request)
-            self._batch.remove(request)
-            self._beams.drop(request)
+                self.forks.leave(request)
+            self._leave_batch(request)
             if request.arrived:
-                self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
-                self._swapping.out(request)
-            self._kv.release(request.lease)
+                self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+                self.swapping.out(request)
+            self.kv.release(request.lease)
             request.lease = self.nothing(request)
-            self._preemption.add(request, now)
+            self.preemption.add(request, now)
 
     def nothing(self, request: Request) -> Lease:
         """A lease of no blocks."""
-        lease = self._kv.promise(request.record.namespace, 0)
+        lease = self.kv.promise(request.record.namespace, 0)
         assert lease is not None
         return lease
 
     def leave(self, request: Request) -> None:
-        """It is over: it wants no room any more."""
-        self._preemption.remove(request)
-        self._swapping.drop(request)
+        """It is over: it has no row, and wants no room any more."""
+        self._leave_batch(request)
+        self.preemption.remove(request)
+        self.swapping.drop(request)
+
+    def _leave_batch(self, request: Request) -> None:
+        self.batch.remove(request)
+        self.beams.drop(request)
 
     # given back
 
     def resume(self, now: float) -> list[Result]:
         """Those that were preempted come back in their order, as far as there is room beside the running ones."""
         results: list[Result] = []
-        for request in list(self._preemption.line):
+        for request in list(self.preemption.line):
             begun = self._seek(request, now)
             if begun is None:
                 break
@@ -121,63 +114,57 @@ class Room:
         """Get the KV of a preempted request back; None where there is no room for it yet."""
         record, tokens = request.record, request.tokens
         # Who runs wants its next block soon: to take it away would preempt this request again.
-        spare = max(len(self._batch.running), self._shortage)
+        spare = max(len(self.batch.running), self._shortage)
         mate = self._fetched_sample(request)
         if mate is not None and request.stash is not None:
             return None  # what they share is on its way: to fetch it twice would take room twice
-        parent = None if mate is None else self._forks.parent(record, mate)
+        parent = None if mate is None else self.forks.parent(record, mate)
         if parent is not None:
-            room_tokens = self._admission.room_tokens(record, len(tokens))
-            lease = self._forks.promise(record, room_tokens, spare)
+            room_tokens = self.admission.room_tokens(record, len(tokens))
+            lease = self.forks.promise(record, room_tokens, spare)
             if lease is None:
                 return None
-            self._preemption.remove(request)
+            self.preemption.remove(request)
             request.seek(lease, "shared", now)
-            self._forks.wait(request, parent)
+            self.forks.wait(request, parent)
             return []
-        missing = len(tokens) - self._kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
+        missing = len(tokens) - self.kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
         # What was copied is copied back, unless all of it is here still.
-        size, few = self._kv.block_size, self._config.local_chunk_tokens
+        size, few = self.kv.block_size, self.config.local_chunk_tokens
         least = few if request.stash is None else size
-        lifts = missing > least and self._swapping.looks_up(request)
+        lifts = missing > least and self.swapping.looks_up(request)
         here = not request.prefill.name or missing <= max(few, least)
-        under_way = len(self._handoffs) + len(self._loading)
-        if not here and under_way >= self._config.max_handoffs:
+        if not here and self.filling.is_busy:
             return None
-        lease = self._admission.acquire(record, tokens, migrating=lifts or not here, spare=spare)
+        lease = self.admission.acquire(record, tokens, migrating=lifts or not here, spare=spare)
         if lease is None:
             return None
-        self._preemption.remove(request)
+        self.preemption.remove(request)
         request.seek(lease, "here" if here else "pool", now)
         request.have_blocks = lease.cached_tokens // size
-        costs = self._swapping.costs
-        costs.resumed(len(tokens) - 1, request.lost_tokens)
-        if lifts:
-            speed = costs.tokens_per_s(here) if request.stash is None else None
-            found = self._loading.find(lease, tokens, speed)
-            if found is not None:
-                request.way = "swap"
-                self._loading.begin(request, found)
-        self._swapping.drop(request)
+        self.swapping.costs.resumed(len(tokens) - 1, request.lost_tokens)
+        if lifts and self.filling.lift(request, here=here):
+            request.way = "swap"
+        self.swapping.drop(request)
         if request.state is State.LOADING:
             return []
         if not here:
-            return self._filling.begin(request, now)
-        self._kv.landed(lease)
+            return self.filling.begin(request, now)
+        self.kv.landed(lease)
         request.known, request.arrived = lease.cached_tokens, True
-        self._batch.add_local(request, now)
+        self.batch.add_local(request, now)
         return []
 
     @property
     def _shortage(self) -> int:
         """Blocks that those who run want now."""
-        wants = [want for request in self._batch.running for want in self._beams.wants(request)]
+        wants = [want for request in self.batch.running for want in self.beams.wants(request)]
         return sum(short for _, short in wants)
 
     def _fetched_sample(self, request: Request) -> Request | None:
         """Another sample of its prompt that is being fetched now."""
         group = request.record.group
-        for other in self._requests.values():
+        for other in self.requests.values():
             if group and other.record.group == group and other.state in FETCHING:
                 return other
         return None

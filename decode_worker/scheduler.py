@@ -14,6 +14,7 @@ It is decided in parts, whose results are acted on here:
     taking, admission           which requests are taken, with how much room
     filling, handoffs, forks    how the KV of a request gets here
     batch, beams                what a step holds
+    drawing                     what becomes of the tokens that it draws
     room, preemption            who gives way when the pool is exhausted, and comes back
     swapping, costs, loading    what is copied to lower tiers, and comes back from them
     departures                  what goes on elsewhere
@@ -24,13 +25,13 @@ The first token is sent on as soon as the prefill worker names it; the gap until
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch
 from decode_worker.beams import Beams
 from decode_worker.config import DecodeConfig
 from decode_worker.departures import Departures
+from decode_worker.drawing import Drawing
 from decode_worker.ending import Ending
 from decode_worker.events import (
     ConnectPeer,
@@ -47,7 +48,16 @@ from decode_worker.handoffs import Handoffs
 from decode_worker.loading import Loading
 from decode_worker.orphans import NOBODY, Orphans
 from decode_worker.outcomes import Drawn as TokenDrawn
-from decode_worker.outcomes import Freed, Hopeless, Landed, Lifted, Over, Result, Unserved
+from decode_worker.outcomes import (
+    Finished,
+    Freed,
+    Hopeless,
+    Landed,
+    Lifted,
+    Over,
+    Result,
+    Unserved,
+)
 from decode_worker.preemption import Preemption, Resumed
 from decode_worker.request import Migrated, Request, State
 from decode_worker.room import Room
@@ -55,7 +65,7 @@ from decode_worker.routers import Routers
 from decode_worker.swapping import Swapping
 from decode_worker.taking import Taking
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import Loaded, Spilled, Stored, TierEvent
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.messages import (
     Cancel,
     Ended,
@@ -68,13 +78,11 @@ from engine.messages import (
     Release,
     RequestStats,
     RouterHello,
-    Tokens,
     UsePrefill,
     Yield,
     Yielded,
 )
-from engine.plan import finish_reason
-from engine.step import Candidates, Drawn, StepPlan
+from engine.step import Drawn, StepPlan
 from engine.types import Beam, FinishReason, Incarnation, RequestId
 from transfer.commands import Command as TransferCommand
 from transfer.commands import (
@@ -97,72 +105,102 @@ Event = FromRouter | RouterLost | OfSource | OfReader | Leave | TierEvent
 Command = TransferCommand | Tell | ConnectPeer
 
 
-@dataclass(slots=True)
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests`, `leaving`, what is counted, and what `kv`, `batch`, `beams`, `handoffs`,
-    `departures`, `forks`, `loading`, `preemption`, `swapping` and `orphans` own; `filling`, `room`, `ending` and
-    `routers` change these and keep nothing, `taking` counts. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests`, `leaving`, and what `kv`, `batch`, `beams`, `handoffs`, `departures`,
+    `forks`, `loading`, `preemption`, `swapping` and `orphans` own; `taking` and `drawing` count; `filling`, `room`,
+    `ending` and `routers` change these and keep nothing. Owner: the engine thread."""
 
-    config: DecodeConfig
-    kv: KVCacheManager
-    receiver: KVReceiver
-    name: str
-    incarnation: Incarnation
-    fingerprint: str
-    vocab: int
-    context_tokens: int
-    stop_ids: frozenset[int]
-    block_bytes: int
-    admission: Admission = field(init=False)
-    batch: Batch = field(init=False)
-    beams: Beams = field(init=False)
-    preemption: Preemption = field(init=False)
-    handoffs: Handoffs = field(init=False)
-    departures: Departures = field(init=False)
-    forks: Forks = field(init=False)
-    orphans: Orphans = field(init=False)
-    loading: Loading = field(init=False)
-    swapping: Swapping = field(init=False)
-    filling: Filling = field(init=False)
-    room: Room = field(init=False)
-    ending: Ending = field(init=False)
-    routers: Routers = field(init=False)
-    taking: Taking = field(init=False)
-    leaving: bool = False
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    """Prompt tokens computed here."""
-    recomputed_tokens: int = 0
-    """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
-    _requests: dict[RequestId, Request] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.admission = Admission(config, self.kv, self.vocab, self.context_tokens)
-        self.beams = Beams(self.kv, self.stop_ids)
-        self.batch = Batch(
-            self.kv, self.beams, config.max_batch, config.local_chunk_tokens, self.stop_ids
-        )
+    def __init__(
+        self,
+        *,
+        config: DecodeConfig,
+        kv: KVCacheManager,
+        receiver: KVReceiver,
+        name: str,
+        incarnation: Incarnation,
+        fingerprint: str,
+        vocab: int,
+        context_tokens: int,
+        stop_ids: frozenset[int],
+        block_bytes: int,
+    ) -> None:
+        self.kv = kv
+        self.receiver = receiver
+        self.leaving = False
+        self._name = name
+        self._block_bytes = block_bytes
+        self._requests: dict[RequestId, Request] = {}
+        self.admission = Admission(config, kv, vocab, context_tokens)
+        self.beams = Beams(kv, stop_ids)
+        self.batch = Batch(kv, self.beams, config.max_batch, config.local_chunk_tokens, stop_ids)
         self.preemption = Preemption()
-        self.handoffs = Handoffs(self.kv, self.receiver, self.incarnation, self.fingerprint)
-        self.departures = Departures(self.kv, self.fingerprint)
-        self.forks = Forks(self.kv)
+        self.handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
+        self.departures = Departures(kv, fingerprint)
+        self.forks = Forks(kv)
         self.orphans = Orphans(config.orphan_s)
-        self.loading = Loading(self.kv)
-        self.swapping = Swapping(config, self.kv)
-        kv, batch, beams, handoffs, forks = self.kv, self.batch, self.beams, self.handoffs, self.forks
-        requests, preemption, swapping = self._requests, self.preemption, self.swapping
-        chunk_tokens, name = config.local_chunk_tokens, self.name
-        self.filling = filling = Filling(
-            kv, batch, beams, handoffs, forks, preemption, swapping, chunk_tokens, name
+        self.loading = Loading(kv)
+        self.swapping = Swapping(config, kv)
+        self.filling = Filling(
+            name=name,
+            config=config,
+            kv=kv,
+            batch=self.batch,
+            beams=self.beams,
+            handoffs=self.handoffs,
+            forks=self.forks,
+            loading=self.loading,
+            preemption=self.preemption,
+            swapping=self.swapping,
         )
-        room = (config, requests, kv, batch, beams, handoffs, forks, self.admission, preemption)
-        self.room = Room(*room, swapping, self.loading, filling)
-        ending = (requests, kv, batch, beams, handoffs, forks, self.orphans, self.admission)
-        self.ending = Ending(*ending, self.room, filling, name, self.block_bytes)
-        self.routers = Routers(requests, self.orphans, self.departures, batch, filling)
-        taking = (config, requests, kv, handoffs, forks, self.loading, self.orphans)
-        self.taking = Taking(*taking, self.admission, preemption, filling, swapping.costs, name)
+        self.room = Room(
+            config=config,
+            requests=self._requests,
+            kv=kv,
+            batch=self.batch,
+            beams=self.beams,
+            forks=self.forks,
+            admission=self.admission,
+            preemption=self.preemption,
+            swapping=self.swapping,
+            filling=self.filling,
+        )
+        self.ending = Ending(
+            name=name,
+            block_bytes=block_bytes,
+            requests=self._requests,
+            kv=kv,
+            handoffs=self.handoffs,
+            forks=self.forks,
+            orphans=self.orphans,
+            admission=self.admission,
+            room=self.room,
+            filling=self.filling,
+        )
+        self.routers = Routers(
+            requests=self._requests,
+            orphans=self.orphans,
+            departures=self.departures,
+            batch=self.batch,
+            filling=self.filling,
+        )
+        self.taking = Taking(
+            name=name,
+            requests=self._requests,
+            kv=kv,
+            forks=self.forks,
+            orphans=self.orphans,
+            admission=self.admission,
+            preemption=self.preemption,
+            filling=self.filling,
+        )
+        self.drawing = Drawing(
+            stop_ids=stop_ids,
+            batch=self.batch,
+            beams=self.beams,
+            handoffs=self.handoffs,
+            departures=self.departures,
+            filling=self.filling,
+        )
 
     @property
     def sender(self) -> KVSender:
@@ -227,7 +265,7 @@ class DecodeScheduler:
             case FromRouter(link, RouterHello(router)):
                 return self._settle(self.routers.joined(link, router, now), now)
             case FromPeer(_, FirstToken() as message):
-                return self._first_token(message, now)
+                return self._settle(self.drawing.first(message, now), now)
             case FromPeer(_, Offer() as message):
                 return self._settle(self.handoffs.offer(message, now), now)
             case FromPeer(_, PrefillFailed() as message):
@@ -240,7 +278,7 @@ class DecodeScheduler:
                 return self._settle(self.handoffs.peer_down(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
                 return [*self.departures.handle(event, now)]
-            case Stored() | Loaded() | Spilled():
+            case Stored() | Loaded() | Spilled() | DiskHung():
                 return self._moved(event, now)
             case Leave():
                 self.leaving = True
@@ -305,24 +343,11 @@ class DecodeScheduler:
                 case Over(request):
                     commands += self._end(request, FinishReason.CANCELLED, now)
                 case TokenDrawn(request, token):
-                    commands += self._drawn(request, token, now)
+                    commands += self._settle(self.drawing.drawn(request, token), now)
+                case Finished(request, reason, kept, beams):
+                    commands += self._end(request, reason, now, kept=kept, beams=beams)
                 case _:
                     commands.append(result)
-        return commands
-
-    def _first_token(self, message: FirstToken, now: float) -> list[Command]:
-        request = self.handoffs.first_token(message)
-        if request is None:
-            return []
-        if request.output_tokens == 0:
-            request.prefill_cached_tokens = message.cached_tokens
-        if request.arrived:
-            request.known = len(request.tokens)
-        commands: list[Command] = []
-        if request.record.beams is None:
-            commands = self._drawn(request, message.token, now)
-        if request.arrived and request.state is not State.ENDING:
-            self.filling.admit(request, now)
         return commands
 
     def _use_prefill(self, answer: UsePrefill, now: float) -> list[Command]:
@@ -342,7 +367,7 @@ class DecodeScheduler:
         known = self._current(name, placement)
         if known is not None:
             return self._end(known, reason, now)
-        stats = RequestStats(decode_worker=self.name)
+        stats = RequestStats(decode_worker=self._name)
         ended = Ended(request=name, placement=placement, reason=reason, stats=stats)
         return [Tell(link, ended)]
 
@@ -383,54 +408,13 @@ class DecodeScheduler:
         self.batch.remove(request)
         request.state = State.DEPARTED
         self.departures.add(request)
-        stats = request.stats(now, self.name, self.block_bytes, None)
+        stats = request.stats(now, self._name, self._block_bytes, None)
         yielded = Yielded(request=name, placement=request.placement, stats=stats)
         return Tell(request.link, yielded)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """The step has run: send the tokens on, end what is over."""
-        commands: list[Command] = []
-        for request, row, token in self.batch.complete(plan, drawn):
-            is_local = request.state is State.LOCAL
-            if is_local and request.is_recovering:
-                self.recomputed_tokens += row.end - row.start
-            elif is_local:
-                self.prefilled_tokens += row.end - row.start
-            if token is None:
-                continue
-            if not isinstance(token, int):
-                commands += self._searched(request, token, now)
-                continue
-            if request.state is State.DEPARTED:
-                commands += self.departures.complete(request, token, now)
-                continue
-            if request.record.beams is None:
-                commands += self._drawn(request, token, now)
-            if is_local and request.state is State.LOCAL:
-                self.batch.remove(request)
-                self.filling.admit(request, now)
-        return commands
-
-    def _searched(
-        self, request: Request, candidates: Candidates, now: float
-    ) -> list[Command]:
-        """What may follow one hypothesis is known; the last one's may end the search."""
-        self.generated_tokens += 1
-        answers = self.beams.complete(request, candidates)
-        if answers is None:
-            return []
-        kept = sum(len(beam.ids) for beam in answers)
-        return self._end(request, answers[0].reason, now, kept=kept, beams=answers)
-
-    def _drawn(self, request: Request, token: int, now: float) -> list[Command]:
-        """The next token of a request is known: send it on, and end what is over."""
-        index = request.output_tokens
-        request.tokens.append(token)
-        self.generated_tokens += 1
-        record = Tokens(request.record.request, request.placement, index, [token])
-        told: list[Command] = [Tell(request.link, record)]
-        reason = finish_reason(request.record, request.output_tokens, token, self.stop_ids)
-        return told if reason is None else told + self._end(request, reason, now)
+        return self._settle(self.drawing.complete(plan, drawn, now), now)
 
     def check(self) -> None:
         """Recompute the invariants."""

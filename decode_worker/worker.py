@@ -14,6 +14,7 @@ from typing import cast
 
 import msgspec
 
+from decode_worker.account import Account
 from decode_worker.config import DecodeConfig
 from decode_worker.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.journal import Journal
@@ -22,14 +23,13 @@ from decode_worker.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
 from engine.device_memory import device_memory
-from engine.kv.tier_io import Loaded, Spilled, Stored, TiersDied
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     Ended,
     FirstToken,
     Handoff,
     Hello,
-    Load,
     Offer,
     PrefillFailed,
     Record,
@@ -44,8 +44,6 @@ from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
-from telemetry.swap_metrics import SwapMetrics
-from telemetry.tier_metrics import TierMetrics
 from transfer.commands import (
     Emit,
     Leave,
@@ -72,8 +70,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
-SPEED_WEIGHT = 0.2
-"""Share of the newest value in a running mean."""
 
 
 class DecodeWorker:
@@ -90,23 +86,19 @@ class DecodeWorker:
         self._rpc = RpcLoop(f"{name}-rpc")
         self._thread = EngineThread(f"{name}-engine", self, HEARTBEAT_S)
         self._routers: dict[int, Send] = {}
-        self._silence = Silence(config.transfer.escalate_s)
         self._watchdog = Watchdog(config.transfer.stuck_s)
+        self._tier_watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = self._redialled_at = 0.0
         self._report_now = False
         self._leave_by: float | None = None
-        self._s_per_step = 0.0
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
-        self._s_per_block: dict[str, float] = {}
-        self._tier_metrics: TierMetrics | None = None
         self._journal = Journal(name, tracing.current())
 
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
         device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
-        self._device = device
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = DecodeScheduler(
@@ -121,13 +113,13 @@ class DecodeWorker:
             stop_ids=device.stop_ids,
             block_bytes=device.layout.block_bytes,
         )
-        tier_mover = None if tiering is None else tiering.mover
+        self._tier_mover = None if tiering is None else tiering.mover
         self._engine = Engine(
-            self._scheduler, device.runner, time.monotonic, self._publish, tier_mover
+            self._scheduler, device.runner, time.monotonic, self._publish, self._tier_mover
         )
-        if tier_mover is not None:
-            tier_mover.start()
-            self._closers.append(tier_mover.stop)
+        if self._tier_mover is not None:
+            self._tier_mover.start()
+            self._closers.append(self._tier_mover.stop)
         self._transports = open_transports(
             device.kv, self._incarnation, self._config.transfer, self._host
         )
@@ -152,9 +144,13 @@ class DecodeWorker:
             cast("Nccl | None", self._transports.get("nccl")),
         )
         self._closers.append(self._metrics.close)
-        self._swap_metrics = SwapMetrics(self._metrics.families, device.layout.block_bytes)
-        if tiering is not None:
-            self._tier_metrics = TierMetrics(self._metrics.families)
+        self._account = Account(
+            self._scheduler,
+            self._metrics,
+            self._mover,
+            Silence(config.transfer.escalate_s),
+            device.layout.block_bytes,
+        )
         self._auditor = Auditor(
             {"kv": self._scheduler.kv, "scheduler": self._scheduler},
             time.monotonic,
@@ -243,17 +239,18 @@ class DecodeWorker:
         plan = self._engine.step()
         now = time.monotonic()
         if plan is not None:
-            self._metrics.step(plan.computed_tokens, now - started)
-            known = self._s_per_step or now - started
-            self._s_per_step = known + SPEED_WEIGHT * (now - started - known)
+            self._account.stepped(plan.computed_tokens, now - started)
         else:
             self._auditor.idle()
         if self._watchdog.is_stuck(self._mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        tier_mover = self._tier_mover
+        if tier_mover is not None and self._tier_watchdog.is_stuck(tier_mover.beat, now):
+            tier_mover.abandon(f"no call has come back: {self._tier_watchdog!r}")
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial()
-        self._count()
+        self._account.count()
         interval = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval:
             self._report(now)
@@ -290,7 +287,8 @@ class DecodeWorker:
                 return (item,)
             case RouterUp(link, send):
                 self._routers[link] = send
-                send(encode([self.info, self._load(evicted=[])]))
+                load = self._account.load(self._engine.steps, [], time.monotonic())
+                send(encode([self.info, load]))
                 return ()
             case RouterGone(link, why):
                 log.info("router stream %d ended: %s", link, why)
@@ -298,7 +296,7 @@ class DecodeWorker:
                 return (RouterLost(link),)
             case Unreachable(peer, error):
                 return self._peers.drop(peer, f"its memory cannot be reached: {error}")
-            case Stored() | Loaded() | Spilled():
+            case Stored() | Loaded() | Spilled() | DiskHung():
                 return (item,)
             case MoverDied(error) | TiersDied(error):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")
@@ -343,73 +341,10 @@ class DecodeWorker:
             if link in self._routers:
                 self._routers[link](encode(records))
 
-    def _count(self) -> None:
-        scheduler = self._scheduler
-        if scheduler.generated_tokens:
-            self._metrics.generated(scheduler.generated_tokens)
-            scheduler.generated_tokens = 0
-        if scheduler.prefilled_tokens or scheduler.recomputed_tokens:
-            computed, again = scheduler.prefilled_tokens, scheduler.recomputed_tokens
-            self._metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
-            scheduler.prefilled_tokens = scheduler.recomputed_tokens = 0
-        for back in scheduler.take_resumed():
-            self._metrics.resumed(back.way, back.lost_tokens, back.seconds)
-        for one in scheduler.take_migrated():
-            nbytes = one.blocks * (one.block_bytes or self._device.layout.block_bytes)
-            self._metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
-            if one.blocks and one.outcome == "ok":
-                latest = one.seconds / one.blocks
-                known = self._s_per_block.get(one.peer, latest)
-                self._s_per_block[one.peer] = known + SPEED_WEIGHT * (latest - known)
-
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
         evicted = self._scheduler.kv.take_evicted()
-        self._observe(now, len(evicted))
-        data = encode([self._load(evicted)])
+        self._account.observe(now, len(evicted))
+        data = encode([self._account.load(self._engine.steps, evicted, now)])
         for send in self._routers.values():
             send(data)
-
-    def _observe(self, now: float, evicted_blocks: int) -> None:
-        """Tell the metrics how the worker stands."""
-        scheduler, metrics = self._scheduler, self._metrics
-        metrics.blocks(scheduler.kv.pool.counts())
-        metrics.slots(*scheduler.slots)
-        metrics.evicted(evicted_blocks)
-        metrics.load(
-            scheduler.waiting_requests,
-            scheduler.running_requests,
-            len(scheduler.handoffs),
-            self._mover.outstanding,
-        )
-        metrics.forks(scheduler.forks.forked, scheduler.forks.inherited)
-        metrics.preempted(scheduler.preemption.preempted)
-        self._swap_metrics.seen(scheduler.swapping)
-        metrics.orphans_expired(scheduler.orphans.expired)
-        for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
-            metrics.handoffs_dropped("receiver", dropped)
-        metrics.handoffs_dropped("sender", scheduler.sender.dropped)
-        for since in scheduler.departures.take_quarantined():
-            metrics.quarantined(now - since)
-        done, scrapped = self._mover.digests, self._mover.scrapped_bytes
-        if self._tier_metrics is not None and scheduler.kv.tiers is not None:
-            self._tier_metrics.seen(scheduler.kv.tiers)
-        metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
-
-    def _load(self, evicted: list[bytes]) -> Load:
-        counts = self._scheduler.kv.pool.counts()
-        return Load(
-            step=self._engine.steps,
-            free_blocks=counts["free"],
-            cached_blocks=counts["cached"],
-            active_blocks=counts["active"],
-            reserved_blocks=counts["reserved"],
-            quarantined_blocks=counts["quarantined"],
-            waiting_requests=self._scheduler.waiting_requests,
-            running_requests=self._scheduler.running_requests,
-            s_per_token=self._s_per_step,
-            s_per_block=dict(self._s_per_block),
-            evicted=evicted,
-            leaving=self._scheduler.leaving,
-            silent=self._silence.overdue(self._scheduler.sender.quarantined, time.monotonic()),
-        )

@@ -35,7 +35,7 @@ class WorkerInfo(Record, kw_only=True):
     incarnation: Incarnation
     address: str  # host:port of its gRPC server
     model: str
-    fingerprint: str  # weights and dtype: peers must agree on it
+    fingerprint: str  # of the prepared model, a slash, the type of KV: peers must agree on it, a router on the first
     block_size: int
     blocks: int
     context_tokens: int

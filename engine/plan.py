@@ -4,6 +4,7 @@ and where did its time go. Pure: no torch, no clock; time is an argument."""
 import math
 from collections.abc import Sequence
 
+from engine.messages import Fault
 from engine.types import BeamParams, FieldError, FinishReason, RequestRecord, TooLongError
 
 STAGES = (
@@ -33,6 +34,17 @@ SAMPLING_RANGES = {
 MAX_PRIORITY = 100
 MAX_BEAM_WIDTH = 16
 LENGTH_PENALTIES = (-10.0, 10.0)
+
+
+def refusal(record: RequestRecord, vocab: int, context_tokens: int) -> Fault | None:
+    """As `check_record`; what to answer instead of raising."""
+    try:
+        check_record(record, vocab, context_tokens)
+    except TooLongError as error:
+        return Fault("OUT_OF_RANGE", str(error), error.field)
+    except FieldError as error:
+        return Fault("INVALID_ARGUMENT", str(error), error.field)
+    return None
 
 
 def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None:

@@ -10,7 +10,8 @@ from engine.config import TierConfig
 from engine.device import Device
 from engine.kv.segments import SegmentFolder
 from engine.kv.tier_io import TierEvent, TiersDied
-from engine.kv.tier_mover import HostMemory, TierMover
+from engine.kv.tier_memory import HostMemory
+from engine.kv.tier_mover import TierMover
 from engine.kv.tiers import Tiers
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ long anybody is overtaken. Source: RadixAttention (Zheng et al. 2024, section 3)
 from collections.abc import Iterable
 from typing import Protocol
 
+from engine.measure import mean
+
 FIRST_SPEED = 300.0
 """Tokens per second, until the first step has been measured."""
-NEWEST = 0.2
-"""Share of the newest step in the running mean."""
 
 
 class Waiter(Protocol):
@@ -46,8 +46,7 @@ class Order:
     def ran(self, tokens: int, seconds: float) -> None:
         """A step has computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
-            known = self._speed or tokens / seconds
-            self._speed = known + NEWEST * (tokens / seconds - known)
+            self._speed = mean(self._speed, tokens / seconds)
 
     def priority(self, matched_tokens: int, job: Waiter, now: float) -> float:
         """In tokens; the highest goes first."""

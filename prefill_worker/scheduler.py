@@ -6,23 +6,17 @@ A job is one prompt asked for by one decode worker:
     WAITING, RUNNING --stop, peer lost, deadline--> gone, or SENDING until settled
     WAITING --the worker is to leave--> gone: its decode worker asks the router for another
 
-Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
-prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
-the cache what those before it have computed; one whose next tokens are on their way into the cache is held back for
-them (`prefill_worker.arriving`). Running jobs share the step's token budget in the same order; one that
-is much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.order` has the rules. Every
-chunk's finished blocks are offered at once, all layers together, while the next chunk computes; a cached prefix is
-offered before anything is computed. The lease is released when the sender says that nobody can still read the blocks.
+Who runs next, and how a step is shared, is the business of `prefill_worker.line`. Every chunk's finished blocks are
+offered at once, all layers together, while the next chunk computes; a cached prefix is offered before anything is
+computed. The lease is released when the sender says that nobody can still read the blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from engine import identity
-from engine.kv.fetches import Fetch, Fetches
-from engine.kv.manager import KVCacheManager, Lease
-from engine.kv.tier_io import Loaded, Spilled, TierEvent
+from engine.kv.fetches import Fetches
+from engine.kv.manager import KVCacheManager
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, TierEvent
 from engine.messages import (
     Fault,
     FirstToken,
@@ -32,12 +26,12 @@ from engine.messages import (
     StartPrefill,
     Stop,
 )
-from engine.plan import banned_tokens, check_record, share_budget
+from engine.plan import banned_tokens, refusal
 from engine.step import Drawn, Row, StepPlan
-from engine.types import FieldError, Incarnation, RequestRecord, TooLongError
-from prefill_worker.arriving import Arriving
+from engine.types import Incarnation
 from prefill_worker.config import PrefillConfig
-from prefill_worker.order import Order
+from prefill_worker.job import Job, JobState
+from prefill_worker.line import Line
 from transfer.commands import (
     Broken,
     Command,
@@ -55,50 +49,13 @@ from transfer.commands import (
 from transfer.sender import KVSender, outgoing
 
 GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
-MAX_CONSIDERED = 64
-"""How many of the longest-waiting jobs are compared at each step."""
 
 Event = ReaderEvent | Posted | Sent | Leave | TierEvent
 
 
-class JobState(StrEnum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    SENDING = "sending"
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """Mutable; owned by the scheduler."""
-
-    handoff: Handoff
-    peer: Incarnation
-    record: RequestRecord
-    have_tokens: int
-    arrived: float
-    deadline: float
-    state: JobState = JobState.WAITING
-    lease: Lease | None = None
-    identities: list[bytes] | None = None
-    computed: int = 0
-    offered_blocks: int = 0
-    chunks: int = 0
-    cached_tokens: int = 0
-    started: float | None = None
-    quarantined: float | None = None
-    """Since when its receiver is lost, but may still read."""
-    fetch: Fetch | None = None
-    held_until: float | None = None
-
-    @property
-    def remaining(self) -> int:
-        return len(self.record.tokens) - self.computed
-
-
 class PrefillScheduler:
-    """Mutable state, all of it: `_jobs` and its two orders `_waiting` and `_running`, the
-    jobs of the step under way, `_peers`, what is counted, and what `kv`, `sender` and `fetches` own.
-    Owner: the engine thread."""
+    """Mutable state, all of it: `_jobs`, those of the step under way, `_peers`, `leaving`, what is counted, and what
+    `kv`, `sender`, `fetches` and the line own. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -114,7 +71,7 @@ class PrefillScheduler:
         self.kv = kv
         self.sender = sender
         self.fetches = None if kv.tiers is None else Fetches(kv, kv.tiers)
-        self._arriving = Arriving(self.fetches, kv.block_size)
+        self._line = Line(config, kv, self.fetches, context_tokens)
         self._config = config
         self._fingerprint = fingerprint
         self._vocab = vocab
@@ -122,12 +79,8 @@ class PrefillScheduler:
         self._stop_ids = stop_ids
         self._jobs: dict[Handoff, Job] = {}
         self._peers: dict[Incarnation, bool] = {}
-        self._waiting: list[Job] = []
-        self._running: list[Job] = []
         self._stepping: list[Job] = []
         self._steps = 0
-        fairness = config.fairness_tokens_per_s
-        self._order = Order(None if fairness == "auto" else fairness, context_tokens)
         self._planned_at = 0.0
         self.leaving = False
         self._let_go: list[float] = []
@@ -136,16 +89,16 @@ class PrefillScheduler:
 
     @property
     def waiting_requests(self) -> int:
-        return len(self._waiting)
+        return len(self._line.waiting)
 
     @property
     def running_requests(self) -> int:
-        return len(self._running)
+        return len(self._line.running)
 
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens asked for and not computed; waiting prompts count in full."""
-        return sum(job.remaining for job in (*self._waiting, *self._running))
+        return self._line.backlog_tokens
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -187,7 +140,7 @@ class PrefillScheduler:
                 return self._settle(self.sender.peer_dead(peer))
             case Leave():
                 return self._leave()
-            case Loaded() | Spilled():
+            case Loaded() | Spilled() | DiskHung():
                 assert self.fetches is not None
                 self.fetches.handle(event)
                 return []
@@ -196,7 +149,7 @@ class PrefillScheduler:
     def tick(self, now: float) -> list[Command]:
         """Give up jobs whose time is over."""
         commands: list[Command] = []
-        for job in [*self._waiting, *self._running]:
+        for job in list(self._line):
             if now >= job.deadline:
                 commands += self._fail(job, "DEADLINE_EXCEEDED", "the request's time is over")
         return commands
@@ -205,7 +158,7 @@ class PrefillScheduler:
         """Give up what has not begun: another worker does it sooner."""
         self.leaving = True
         commands: list[Command] = []
-        for job in list(self._waiting):
+        for job in list(self._line.waiting):
             commands += self._fail(job, "UNAVAILABLE", GIVEN_UP)
         return commands
 
@@ -227,7 +180,7 @@ class PrefillScheduler:
         deadline = float("inf") if record.remaining_s is None else now + record.remaining_s
         job = Job(handoff, peer, record, message.have_tokens, arrived=now, deadline=deadline)
         self._jobs[handoff] = job
-        self._waiting.append(job)
+        self._line.waiting.append(job)
         self.sender.open(handoff, self._peers[peer])
         return []
 
@@ -235,29 +188,26 @@ class PrefillScheduler:
         record = message.record
         if self.leaving:
             return Fault("UNAVAILABLE", "the prefill worker is leaving")
-        try:
-            check_record(record, self._vocab, self._context_tokens)
-        except TooLongError as error:
-            return Fault("OUT_OF_RANGE", str(error), error.field)
-        except FieldError as error:
-            return Fault("INVALID_ARGUMENT", str(error), error.field)
+        fault = refusal(record, self._vocab, self._context_tokens)
+        if fault is not None:
+            return fault
         if self.kv.blocks_for(len(record.tokens)) > self.kv.pool.total:
             return Fault("OUT_OF_RANGE", "the prompt does not fit the prefill worker's pool", "prompt")
         if not 0 <= message.have_tokens < len(record.tokens):
             return Fault("INTERNAL", f"the decode side cannot have {message.have_tokens} tokens")
-        if len(self._waiting) >= self._config.max_waiting:
+        if len(self._line.waiting) >= self._config.max_waiting:
             return Fault("RESOURCE_EXHAUSTED", "the prefill worker's line is full")
         return None
 
     def _stop(self, message: Stop) -> list[Command]:
         job = self._jobs.get(message.handoff)
         if job is not None:
-            self._retire(job)
+            self._line.retire(job)
         return self._settle(self.sender.stop(message))
 
     def _fail(self, job: Job, code: str, message: str) -> list[Command]:
         """Give the job up and say so; the receiver's `Stop` settles what it may still be reading."""
-        self._retire(job)
+        self._line.retire(job)
         commands: list[Command] = [Emit(job.peer, PrefillFailed(job.handoff, Fault(code, message)))]
         if self.sender.is_open(job.handoff):
             commands += self._settle(self.sender.close(job.handoff))
@@ -266,21 +216,13 @@ class PrefillScheduler:
     def _peer_lost(self, peer: Incarnation, now: float) -> list[Command]:
         self._peers.pop(peer, None)
         for job in [job for job in self._jobs.values() if job.peer == peer]:
-            self._retire(job)
+            self._line.retire(job)
         commands = self._settle(self.sender.peer_lost(peer))
         for job in self._jobs.values():
             if job.peer == peer and job.lease is not None:
                 self.kv.quarantine(job.lease)
                 job.quarantined = now if job.quarantined is None else job.quarantined
         return commands
-
-    def _retire(self, job: Job) -> None:
-        """No more computing for this job; its lease stays until the sender has settled."""
-        if job.state is JobState.WAITING:
-            self._waiting.remove(job)
-        elif job.state is JobState.RUNNING:
-            self._running.remove(job)
-        job.state = JobState.SENDING
 
     def _settle(self, commands: list[Command]) -> list[Command]:
         """What the sender says of a handoff is acted on here, where the leases are; the rest goes to the shell."""
@@ -289,7 +231,7 @@ class PrefillScheduler:
             match command:
                 case Settled(handoff):
                     job = self._jobs.pop(handoff)
-                    self._retire(job)
+                    self._line.retire(job)
                     if job.quarantined is not None:
                         self._let_go.append(job.quarantined)
                     if job.lease is not None:
@@ -305,14 +247,12 @@ class PrefillScheduler:
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step (None: nothing to compute), and offers of prefixes that need no computing."""
-        commands = self._admit(now)
-        if not self._running:
+        commands = [command for job in self._line.admit(now) for command in self._offer(job)]
+        if not self._line.running:
             return None, commands
         self._stepping = []
-        self._running.sort(key=lambda job: self._order.priority(job.cached_tokens, job, now), reverse=True)
-        shares = share_budget([job.remaining for job in self._running], self._config.chunk_tokens)
         rows, copies = [], []
-        for job, share in zip(self._running, shares, strict=True):
+        for job, share in self._line.shares(now):
             if share == 0:
                 continue
             assert job.lease is not None
@@ -343,7 +283,7 @@ class PrefillScheduler:
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
         commands: list[Command] = []
-        self._order.ran(plan.computed_tokens, now - self._planned_at)
+        self._line.order.ran(plan.computed_tokens, now - self._planned_at)
         tokens = iter(drawn)
         for row, job in zip(plan.rows, self._stepping, strict=True):
             assert job.lease is not None
@@ -355,56 +295,6 @@ class PrefillScheduler:
                 assert isinstance(token, int)
                 commands += self._finish(job, token, now)
         return commands
-
-    def _admit(self, now: float) -> list[Command]:
-        commands: list[Command] = []
-        matched = {job: self._matched(job.record) for job in self._waiting[:MAX_CONSIDERED]}
-        line = sorted(matched, key=lambda job: self._order.priority(matched[job], job, now), reverse=True)
-        self._arriving.look(line, [matched[job] for job in line], self._order.speed, now)
-        held: list[Job] = []
-        while matched:
-            if sum(job.remaining for job in self._running) < self._config.chunk_tokens:
-                job = max(matched, key=lambda job: self._order.priority(matched[job], job, now))
-            else:
-                shorter = self._slips_in(matched, now)
-                if shorter is None:
-                    break
-                job = shorter
-            if not self._order.is_in_time(job, [*held, job]):
-                break  # too late to overtake those who are held back
-            if self._arriving.is_held(job, matched[job], self._running, now):
-                held.append(job)
-                del matched[job]
-                continue
-            del matched[job]
-            record = job.record
-            total = len(record.tokens)
-            lease = self.kv.acquire(
-                record.namespace, record.tokens, match_limit=total - 1, room_tokens=total
-            )
-            if lease is None:
-                break
-            self._waiting.remove(job)
-            self._running.append(job)
-            job.state, job.lease = JobState.RUNNING, lease
-            job.cached_tokens = job.computed = lease.cached_tokens
-            job.offered_blocks = job.have_tokens // self.kv.block_size
-            commands += self._offer(job)
-        return commands
-
-    def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
-        """The prompt that may share the steps of the first in line, though the budget is full."""
-        unfinished = [*self._running, *self._waiting]
-        in_time = [job for job in matched if self._order.is_in_time(job, unfinished)]
-        if not in_time:
-            return None
-        shortest = min(in_time, key=lambda job: job.remaining - matched[job])
-        uncached = shortest.remaining - matched[shortest]
-        first = max(self._running, key=lambda job: self._order.priority(job.cached_tokens, job, now))
-        return shortest if self._order.is_much_shorter(uncached, first, self._running) else None
-
-    def _matched(self, record: RequestRecord) -> int:
-        return self.kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
 
     def _offer(self, job: Job) -> list[Command]:
         """Offer the blocks that are complete and not offered yet; the last one of a prompt may be partly filled."""
@@ -424,7 +314,7 @@ class PrefillScheduler:
         return self._settle(self.sender.offer(job.handoff, blocks))
 
     def _finish(self, job: Job, token: int, now: float) -> list[Command]:
-        self._retire(job)
+        self._line.retire(job)
         started = job.arrived if job.started is None else job.started
         first = FirstToken(
             handoff=job.handoff,
@@ -442,13 +332,12 @@ class PrefillScheduler:
         self.sender.check()
         if self.fetches is not None:
             self.fetches.check()
-        assert all(job.state is JobState.WAITING for job in self._waiting)
-        assert all(job.state is JobState.RUNNING and job.lease for job in self._running)
+        self._line.check()
         sending = sum(job.state is JobState.SENDING for job in self._jobs.values())
-        assert len(self._jobs) == len(self._waiting) + len(self._running) + sending
+        assert len(self._jobs) == len(list(self._line)) + sending
 
     def __repr__(self) -> str:
         return (
-            f"PrefillScheduler({len(self._waiting)} waiting, {len(self._running)} running, "
+            f"PrefillScheduler({self.waiting_requests} waiting, {self.running_requests} running, "
             f"{len(self._jobs)} jobs, {self.kv!r})"
         )

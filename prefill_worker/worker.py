@@ -15,8 +15,9 @@ import msgspec
 
 from engine.device import open_device
 from engine.device_memory import device_memory
-from engine.kv.tier_io import Loaded, Spilled, TiersDied
+from engine.kv.tier_io import DiskHung, Loaded, Spilled, TiersDied
 from engine.loop import Engine, EngineThread
+from engine.measure import mean
 from engine.messages import (
     FirstToken,
     Handoff,
@@ -63,8 +64,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
-SPEED_WEIGHT = 0.2
-"""Share of the newest step in the running mean of seconds per token."""
 
 
 class PrefillWorker:
@@ -84,6 +83,7 @@ class PrefillWorker:
         self._leave_by: float | None = None
         self._silence = Silence(config.transfer.escalate_s)
         self._watchdog = Watchdog(config.transfer.stuck_s)
+        self._tier_watchdog = Watchdog(config.transfer.stuck_s)
         self._reported_at = 0.0
         self._s_per_token = 0.0
         self._digesting: set[tuple[Handoff, int]] = set()
@@ -105,13 +105,13 @@ class PrefillWorker:
             context_tokens=device.context_tokens,
             stop_ids=device.stop_ids,
         )
-        mover = None if tiering is None else tiering.mover
+        self._tier_mover = None if tiering is None else tiering.mover
         self._engine = Engine(
-            self._scheduler, device.runner, time.monotonic, self._publish, mover
+            self._scheduler, device.runner, time.monotonic, self._publish, self._tier_mover
         )
-        if mover is not None:
-            mover.start()
-            self._closers.append(mover.stop)
+        if self._tier_mover is not None:
+            self._tier_mover.start()
+            self._closers.append(self._tier_mover.stop)
         self._transports = open_transports(
             device.kv, self._incarnation, self._config.transfer, self._host
         )
@@ -221,13 +221,14 @@ class PrefillWorker:
             tokens, again = plan.computed_tokens, plan.recomputed_tokens
             self._metrics.step(tokens, now - started)
             self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
-            latest = (now - started) / max(1, tokens)
-            known = self._s_per_token or latest
-            self._s_per_token = known + SPEED_WEIGHT * (latest - known)
+            self._s_per_token = mean(self._s_per_token, (now - started) / max(1, tokens))
         else:
             self._auditor.idle()
         if self._watchdog.is_stuck(self._mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        tier_mover = self._tier_mover
+        if tier_mover is not None and self._tier_watchdog.is_stuck(tier_mover.beat, now):
+            tier_mover.abandon(f"no call has come back: {self._tier_watchdog!r}")
         if now - self._reported_at >= (HEARTBEAT_S if plan is None else REPORT_S):
             self._report(now)
         if self._leave_by is not None and (self._scheduler.is_idle or now >= self._leave_by):
@@ -260,7 +261,7 @@ class PrefillWorker:
             case Posted(handoff, seq) | Sent(handoff, seq):
                 self._digesting.discard((handoff, seq))
                 return (item,)
-            case Loaded() | Spilled():
+            case Loaded() | Spilled() | DiskHung():
                 return (item,)
             case MoverDied(error) | TiersDied(error):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")

@@ -70,14 +70,17 @@ class RouterApp:
         observer: Observer,
         app_factory: AppFactory | None = None,
         journal: Journal | None = None,
+        fingerprint: str = "",
     ) -> None:
+        """`fingerprint` is that of the model whose text side this is: workers of another one are refused."""
         clock = time.monotonic
         self._model = text.name
         self._config = config
         started_ms = time.time_ns() // 1_000_000
         core = Router(config, make_policy(config.policy, config.seed), text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
-        self._links = Links(self.hub, Incarnation(int.from_bytes(os.urandom(8), "little")))
+        incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
+        self._links = Links(self.hub, incarnation, fingerprint)
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
         self._observer = observer

@@ -2,9 +2,10 @@
 
 To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
 A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
-breaks, the hub hears `lost` at once and the link dials again with growing pauses. Nothing here waits
-for a client: what is read goes to the hub, which only queues; what is sent is collected and leaves as
-one frame per write.
+breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
+is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
+ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
+what is sent is collected and leaves as one frame per write.
 """
 
 import asyncio
@@ -77,13 +78,19 @@ class Outbox:
         return encode(records)
 
 
+class OtherModelError(Exception):
+    """The worker serves another model than this router."""
+
+
 class Links:
     """All streams to workers. Lives on the router's event loop."""
 
     # Mutable state: the task of every wanted worker, the outbox of every attached one, and tasks that are ending.
 
-    def __init__(self, hub: Hub, incarnation: Incarnation) -> None:
+    def __init__(self, hub: Hub, incarnation: Incarnation, fingerprint: str = "") -> None:
+        """`fingerprint` of the prepared model whose workers alone are wanted; empty: of any."""
         self._hub = hub
+        self._fingerprint = fingerprint
         self._hello = RouterHello(incarnation)
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
@@ -132,7 +139,7 @@ class Links:
         """Hold the stream to one worker open, for ever."""
         await asyncio.sleep(after_s)
         attempt = self._attach if role == "decode" else self._watch
-        pause_s = PAUSE_S[0]
+        pause_s, refused = PAUSE_S[0], ""
         while True:
             try:
                 async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
@@ -142,6 +149,10 @@ class Links:
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 log.info("no stream to worker %s: %s", peer.name, reason or type(error).__name__)
+            except OtherModelError as error:
+                if str(error) != refused:
+                    log.error("worker %s is refused: %s", peer.name, error)
+                refused, pause_s = str(error), PAUSE_S[1]
             except Exception:
                 log.exception("the stream to worker %s failed", peer.name)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
@@ -152,7 +163,7 @@ class Links:
         call = channel.stream_stream(ATTACH)()
         writer: asyncio.Task[None] | None = None
         try:
-            info, rest = _introduction(await _first(call), decode_decode_frame)
+            info, rest = self._introduction(await _first(call), decode_decode_frame)
             outbox = Outbox()
             outbox.put(self._hello)
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
@@ -175,7 +186,7 @@ class Links:
         call = channel.unary_stream(WATCH)(b"")
         joined = False
         try:
-            info, rest = _introduction(await _first(call), decode_report_frame)
+            info, rest = self._introduction(await _first(call), decode_report_frame)
             joined = True
             self._hub.joined(peer, info)
             self._hub.heard(peer.name, rest)
@@ -188,6 +199,22 @@ class Links:
             if joined:
                 self._hub.lost(peer.name)
 
+    def _introduction(
+        self, frame: bytes, decode: Decode
+    ) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
+        """Who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
+        records = decode(frame)
+        if not records or not isinstance(records[0], WorkerInfo):
+            raise msgspec.ValidationError("the first record is not WorkerInfo")
+        info = records[0]
+        model = info.fingerprint.partition("/")[0]
+        if self._fingerprint and model != self._fingerprint:
+            raise OtherModelError(
+                f"it serves {info.model}, prepared as {model}; this router's tokenizer is of "
+                f"the model prepared as {self._fingerprint}"
+            )
+        return info, records[1:]
+
 
 async def _first(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> bytes:
     """The first frame. Raises TimeoutError, or what the call ended with."""
@@ -196,13 +223,6 @@ async def _first(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> 
         raise msgspec.ValidationError("the stream ended before its first frame")
     data: bytes = frame
     return data
-
-
-def _introduction(frame: bytes, decode: Decode) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
-    records = decode(frame)
-    if not records or not isinstance(records[0], WorkerInfo):
-        raise msgspec.ValidationError("the first record is not WorkerInfo")
-    return records[0], records[1:]
 
 
 async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:

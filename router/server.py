@@ -131,9 +131,10 @@ class RouterServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         stopping = self._stopping = asyncio.Event()
-        text = self._text
-        if text is None:
-            text = await asyncio.to_thread(_load, self._model_dir)
+        if self._text is not None:
+            text, model = self._text, ""
+        else:
+            text, model = await asyncio.to_thread(_load, self._model_dir)
         config = self._config
         observer = self._observer or RouterMetrics(
             text.name,
@@ -141,7 +142,9 @@ class RouterServer:
             slo_ttft_s=config.slo_ttft_s,
             slo_itl_s=config.slo_itl_s,
         )
-        app = self._app = RouterApp(config, text, observer, self._app_factory, self._journal)
+        app = self._app = RouterApp(
+            config, text, observer, self._app_factory, self._journal, model
+        )
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)
@@ -149,7 +152,9 @@ class RouterServer:
             await app.stop(self._grace_s)
 
 
-def _load(model_dir: str) -> TextModel:
+def _load(model_dir: str) -> tuple[TextModel, str]:
+    """The text side of a prepared model, and its fingerprint."""
     from engine.text.bundle import TextModel as Bundle
+    from engine.text.bundle import fingerprint
 
-    return Bundle.load(Path(model_dir))
+    return Bundle.load(Path(model_dir)), fingerprint(Path(model_dir))

@@ -15,6 +15,7 @@ class Counts(Protocol):
     spilled_blocks: int
     broken_blocks: int
     torn_segments: int
+    hung_calls: int
     refused: int
 
     @property
@@ -62,8 +63,8 @@ class TierMetrics:
         )
         self._broken = families.counter(
             "kv_tier_broken_total",
-            "What a tier did not give back whole: blocks when they were wanted, segments at start.",
-            what=("block", "segment"),
+            "What a tier did not give back: blocks not whole when they were wanted, nor segments at start; calls.",
+            what=("block", "segment", "call"),
         )
         self._refused = families.counter(
             "kv_tier_refused_total", "Hits not loaded, or not all of them, since computing was predicted sooner."
@@ -90,5 +91,6 @@ class TierMetrics:
             self._evicted[tier].inc(self._growth.of(("evicted", tier), counts.evicted[tier]))
         self._broken["block"].inc(self._growth.of(("broken", "block"), counts.broken_blocks))
         self._broken["segment"].inc(self._growth.of(("broken", "segment"), counts.torn_segments))
+        self._broken["call"].inc(self._growth.of(("broken", "call"), counts.hung_calls))
         self._refused.inc(self._growth.of(("refused", ""), counts.refused))
         self._off.set(bool(tiers.disk_error))

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
@@ -87,6 +88,14 @@ class _Outbox:
         if data is None:
             raise StopAsyncIteration
         return data
+
+
+async def _feed(stream: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
+    """Until the outbox or the stream ends; who reads the stream reports how."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        async for data in outbox:
+            await stream.write(data)
+        await stream.done_writing()
 
 
 class RpcLoop:
@@ -195,8 +204,10 @@ class RpcLoop:
     async def _client(self, address: str, method: str, session: Session, outbox: _Outbox) -> None:
         why = "the other end closed the stream"
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        stream = channel.stream_stream(method)()
+        # Given the outbox itself, gRPC would feed from it in a task that outlives a stream which the other end broke.
+        feeder = self._loop.create_task(_feed(stream, outbox))
         try:
-            stream = channel.stream_stream(method)(outbox)
             async for data in stream:
                 session.frame(data)
         except grpc.aio.AioRpcError as error:
@@ -205,6 +216,8 @@ class RpcLoop:
             why = "this side closed the stream"
         finally:
             session.closed(why)
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
             await channel.close()
 
     def stop(self, grace_s: float = 1.0) -> None:
@@ -227,7 +240,7 @@ class RpcLoop:
         await asyncio.gather(*(task for task, _ in clients), return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace_s)
-        # What gRPC still feeds from an outbox would be reported as destroyed with the loop.
+        # Whoever reads a stream that the server has just ended would be reported as destroyed with the loop.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

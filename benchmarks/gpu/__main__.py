@@ -22,6 +22,8 @@ import torch
 from benchmarks.environment import describe as describe_host
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
 from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.goals import judged
+from kernels.configs import DRY_RUN
 
 PARTS = {
     "copy_rate": "benchmarks.gpu.card:copy_rate",
@@ -42,7 +44,7 @@ PARTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    what: Line = {"gpu": "none: a dry run, whose figures mean nothing"}
+    what: Line = {"gpu": DRY_RUN}
     if options.dry_run:
         card = dry_card()
     else:
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "card": what,
         "environment": describe_host(),
         "results": results,
+        "goals": judged(results),
         "failures": failures,
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ refusal takes a little off its price: a disk that was busy for a while is tried 
 
 from collections.abc import Sequence
 
-NEWEST = 0.2
-"""Share of the newest measurement in the running mean."""
+from engine.measure import mean
+
 FADING = 0.02
 """Share of its price that a refused load loses."""
 
@@ -40,8 +40,3 @@ class TierCost:
             self.disk_s *= 1 - FADING * any(refused)
             self.host_s *= 1 - FADING * (not all(refused))
         return best
-
-
-def mean(known: float, latest: float) -> float:
-    """The running mean after the newest measurement; `known` 0.0: there was none."""
-    return latest if known == 0.0 else known + NEWEST * (latest - known)

@@ -21,6 +21,8 @@ class TierCounts:
     """Found torn or unreadable when they were wanted."""
     torn_segments: int = 0
     """Files of an earlier life that were not whole."""
+    hung_calls: int = 0
+    """Of the disk, that did not come back."""
     refused: int = 0
     """Loads that were not begun because computing was predicted to be sooner."""
 

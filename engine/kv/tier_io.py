@@ -98,6 +98,13 @@ class Spilled:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskHung:
+    """A call of the disk does not come back, and is left to itself; the disk is not used any more."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class TiersDied:
     """Whoever moves the bytes has failed at something that is not the disk's fault; nothing is moved any more."""
 
@@ -105,4 +112,4 @@ class TiersDied:
 
 
 TierCommand = Save | Store | Load | Spill | Drop
-TierEvent = Stored | Loaded | Spilled
+TierEvent = Stored | Loaded | Spilled | DiskHung

@@ -2,6 +2,10 @@
 they copy are written again: one copy in memory each. All else happens in a thread of its own, with calls that release
 the GIL; the engine never waits for the disk. Stores go first: somebody waits for the blocks that they read. What was
 stored has a digest, of the bytes on the device where the CPU sees them, which is compared when it is loaded.
+
+A disk may never answer, as one behind a network. Who sees that by `beat` abandons the thread: another one goes on with
+what is queued, without the disk. The old one is left in its call, and changes nothing that others see if it comes back:
+what it reads goes into a buffer of its own first, and what it writes is a file with digests.
 """
 
 import itertools
@@ -11,13 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from engine.kv.segments import SegmentFolder, block_digest
 from engine.kv.tier_io import (
+    DiskHung,
     Drop,
     Load,
     Loaded,
@@ -33,6 +34,7 @@ from engine.kv.tier_io import (
     TierEvent,
     TiersDied,
 )
+from engine.kv.tier_memory import DeviceMemory, HostMemory
 from engine.types import BlockId
 
 log = logging.getLogger(__name__)
@@ -41,27 +43,6 @@ NO_DIGEST = -1
 """No block has it: what was not stored whole is never loaded as if it were."""
 _STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
 _URGENCY = {Store: _STORE, Load: _LOAD, Drop: _DROP, Spill: _SPILL}
-
-
-class DeviceMemory(Protocol):
-    """Fulfilled by `engine.kv.paged.KVTensors`, on any device."""
-
-    @property
-    def memory(self) -> Tensor:
-        """uint8 `[blocks, block_bytes]`."""
-
-    def block(self, block: BlockId) -> memoryview:
-        """Its bytes; only where `memory` is on the CPU."""
-
-
-class HostMemory:
-    """`slots` blocks of this process's memory; locked where a GPU copies into it, else taken as it is written."""
-
-    def __init__(self, slots: int, block_bytes: int, *, pinned: bool = False) -> None:
-        self.memory = torch.empty(slots, block_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-    def block(self, slot: Slot) -> memoryview:
-        return self.memory[slot.index].numpy().data
 
 
 class TierMover:
@@ -77,15 +58,25 @@ class TierMover:
         self._device = device
         self._host = host
         self._folder = folder
-        self._staging: HostMemory | None = None
-        if device.memory.device.type != "cpu":
-            self._staging = HostMemory(1, device.memory.shape[1], pinned=True)
+        self._is_cpu = device.memory.device.type == "cpu"
+        self._staging = self._buffer()
         self._on_event = on_event
         self._digests: dict[Slot, int] = {}
         """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Held by the thread while it changes what others see, and by whoever abandons it."""
+        self._under_way: TierCommand | None = None
+        self._loaded = Loaded(0, 0, 0.0, 0.0)
+        """Of the load under way: how far it has come."""
+        self._beats = 0
+
+    @property
+    def beat(self) -> int | None:
+        """Changes with every command and every block that is moved; None while there is nothing to do."""
+        return None if self._under_way is None else self._beats
 
     def save(self, commands: Iterable[TierCommand]) -> None:
         """Make the copies among the commands, before anybody hears that their device blocks are handed out anew."""
@@ -103,6 +94,38 @@ class TierMover:
     def start(self) -> None:
         self._thread = threading.Thread(target=self._main, name="tiers", daemon=True)
         self._thread.start()
+
+    def abandon(self, why: str) -> None:
+        """The thread is stuck: if the disk has it, give the disk up, and answer what is under way with what is there of
+        it. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
+        with self._lock:
+            answer: TierEvent | None = None
+            match self._under_way:
+                case None:
+                    return  # it has just come back
+                case _ if self._folder is None:
+                    raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
+                case Spill(segment):
+                    answer = Spilled(segment, why)
+                case Load(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
+                    answer = self._loaded
+                case Load() | Store():
+                    raise RuntimeError(f"the tier thread is stuck in one copy: {why}")
+                case Drop():
+                    pass
+            log.warning("the disk tier does not answer, and is given up: %s", why)
+            self._under_way, self._folder, self._staging = None, None, self._buffer()
+            self._on_event(DiskHung(why))
+            if answer is not None:
+                self._on_event(answer)
+            self.start()
+
+    @property
+    def _is_abandoned(self) -> bool:
+        return self._thread not in (None, threading.current_thread())
+
+    def _buffer(self) -> HostMemory:
+        return HostMemory(1, self._device.memory.shape[1], pinned=not self._is_cpu)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after what it is at. Raises RuntimeError if it does not end: the memory must stay then."""
@@ -126,29 +149,34 @@ class TierMover:
 
     def _main(self) -> None:
         try:
-            while (command := self._queue.get()[2]) is not None:
+            while not self._is_abandoned and (command := self._queue.get()[2]) is not None:
+                self._beats += 1
+                self._under_way = command
                 self._do(command)
+                self._answer(None)
         except Exception:
-            self._on_event(TiersDied(traceback.format_exc()))
+            self._answer(TiersDied(traceback.format_exc()))
+
+    def _answer(self, event: TierEvent | TiersDied | None) -> None:
+        """The command under way is over, and this is to be said of it."""
+        with self._lock:
+            if self._is_abandoned:
+                return
+            self._under_way = None
+            self._beats += 1
+            if event is not None:
+                self._on_event(event)
 
     def _do(self, command: TierCommand) -> None:
         match command:
             case Store():
-                self._on_event(self._store(command))
+                self._answer(self._store(command))
             case Load():
-                self._on_event(self._load(command))
-            case Spill(segment, identities, slots):
+                self._answer(self._load(command))
+            case Spill():
+                self._answer(self._spill(command))
+            case Drop(segment) if self._folder is not None:
                 try:
-                    assert self._folder is not None
-                    self._folder.write(segment, identities, [self._host.block(slot) for slot in slots])
-                except OSError as error:
-                    log.warning("the disk tier is given up: %s", error)
-                    self._on_event(Spilled(segment, str(error)))
-                else:
-                    self._on_event(Spilled(segment))
-            case Drop(segment):
-                try:
-                    assert self._folder is not None
                     self._folder.drop(segment)
                 except OSError as error:  # the next life finds it, and takes it over
                     log.warning("segment %d of the disk tier stays where it is: %s", segment, error)
@@ -158,24 +186,43 @@ class TierMover:
         try:
             for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
                 self._host.memory[slot.index].copy_(self._device.memory[block])
-                seen = self._host.block(slot) if self._staging else self._device.block(block)
+                seen = self._device.block(block) if self._is_cpu else self._host.block(slot)
                 self._digests[slot] = block_digest(seen, ident)
+                self._beats += 1
         except RuntimeError as error:  # torch's, of a device that would not be read
             log.warning("KV blocks could not be stored: %s", error)
             self._digests.update(dict.fromkeys(store.slots, NO_DIGEST))
             return Stored(store.number, 0, 0.0, str(error))
         return Stored(store.number, len(store.blocks), time.perf_counter() - started_s)
 
+    def _spill(self, spill: Spill) -> Spilled:
+        if self._folder is None:
+            return Spilled(spill.segment, "the disk tier was given up")
+        try:
+            blocks = [self._host.block(slot) for slot in spill.slots]
+            self._folder.write(spill.segment, spill.identities, blocks)
+        except OSError as error:
+            log.warning("the disk tier is given up: %s", error)
+            return Spilled(spill.segment, str(error))
+        return Spilled(spill.segment)
+
     def _load(self, load: Load) -> Loaded:
         seconds = {Slot: 0.0, OnDisk: 0.0}
+        loaded = Loaded(load.number, 0, 0.0, 0.0)
         for count, (ident, place, target) in enumerate(
-            zip(load.identities, load.places, load.targets, strict=True)
+            zip(load.identities, load.places, load.targets, strict=True), start=1
         ):
+            with self._lock:
+                if self._is_abandoned:
+                    break
+                self._loaded = loaded
+                self._beats += 1
             started_s = time.perf_counter()
             if not self._fill(target, ident, place):
-                return Loaded(load.number, count, seconds[Slot], seconds[OnDisk])
+                break
             seconds[type(place)] += time.perf_counter() - started_s
-        return Loaded(load.number, len(load.places), seconds[Slot], seconds[OnDisk])
+            loaded = Loaded(load.number, count, seconds[Slot], seconds[OnDisk])
+        return loaded
 
     def _fill(self, target: BlockId, ident: bytes, place: Place) -> bool:
         """False: there is no such block, or it is not whole."""
@@ -187,16 +234,15 @@ class TierMover:
         self._device.memory[target].copy_(self._host.memory[slot.index])
         if slot not in self._digests:
             return True
-        seen = self._host.block(slot) if self._staging else self._device.block(target)
+        seen = self._device.block(target) if self._is_cpu else self._host.block(slot)
         return block_digest(seen, ident) == self._digests[slot]
 
     def _read(self, place: OnDisk, ident: bytes, target: BlockId) -> bool:
-        if self._folder is None:
+        folder, staging = self._folder, self._staging
+        if folder is None or not folder.read(place.segment, place.at, ident, staging.block(Slot(0))):
             return False
-        if self._staging is None:
-            into = self._device.block(target)
-            return self._folder.read(place.segment, place.at, ident, into)
-        whole = self._folder.read(place.segment, place.at, ident, self._staging.block(Slot(0)))
-        if whole:
-            self._device.memory[target].copy_(self._staging.memory[0])
-        return whole
+        with self._lock:
+            if self._is_abandoned:
+                return False
+            self._device.memory[target].copy_(staging.memory[0])
+        return True

@@ -13,7 +13,8 @@ written yet nobody finds. What is stored is kept for somebody (`engine.kv.stashe
 not to be whole when it is loaded, it is lost, like a torn block on disk. The engine never waits for the disk: the
 oldest blocks of the host tier are written ahead, and when that falls behind they are lost to the disk tier.
 
-A disk that fails once, above all for being full, is given up, files and all, for the life of the process.
+A disk that fails once, above all for being full, is given up, files and all, for the life of the process; one that does
+not answer is too, but its files stay, for the next life to find.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from engine.kv.host_index import HostIndex
 from engine.kv.tier_cost import TierCost
 from engine.kv.tier_counts import TierCounts
 from engine.kv.tier_io import (
+    DiskHung,
     Drop,
     Load,
     Loaded,
@@ -205,6 +207,9 @@ class Tiers:
                 assert self._spill is not None and self._spill.segment == segment
                 spill, self._spill = self._spill, None
                 self._spilled(spill, error)
+            case DiskHung(error):
+                self.counts.hung_calls += 1
+                self.disable_disk(error)
 
     def _stored(self, event: Stored) -> None:
         store = self._stores.pop(event.number)
@@ -254,7 +259,8 @@ class Tiers:
     def _spilled(self, spill: Spill, error: str) -> None:
         for ident in reversed(spill.identities):
             self.host.unpin(ident, first=True)
-        assert self.disk is not None
+        if self.disk is None:
+            return  # it was given up meanwhile
         if not error:
             self.disk.written(spill.segment, spill.identities)
             self.counts.spilled_blocks += len(spill.identities)

@@ -10,11 +10,16 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from engine.model.config import ModelError
+from engine.model.config import ModelConfig, ModelError
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
 from engine.types import FieldError
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Of the files that a prepared model was made from, weights and tokenizer. Raises ModelError."""
+    return ModelConfig.load(model_dir).fingerprint
 
 
 class TextModel:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import decode, peers, steps, transport
 from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.goals import judged
 from tests.engine.recording import FakeRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
@@ -35,12 +36,16 @@ def test_every_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures
     assert all(line["right"] for line in results["correct"])
     assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
-    assert [line["order"] for line in results["orders"]] == list(decode.ORDERS)
+    assert [line["what"] for line in results["orders"]] == list(decode.ORDERS)
+    asked = judged(results)
+    assert {line["id"] for line in asked} == {*(f"K{n}" for n in range(9)), "T1"}
+    missing = {line["id"] for line in asked if line["met"] == "not measured"}
+    assert missing == {"T1"}, "shared memory stands in for the transports of a card"
     replayed = {line["what"]: line["replayed"] for line in results["steps"]}
     assert replayed["batch 2, recorded"] > 0 and replayed["batch 2, not recorded"] == 0
     assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["steps"])
     absent = {line["what"] for line in results["peers"] if "absent" in line}
-    assert absent == set(peers.PEERS), "a package is installed here, or its absence was not told"
+    assert absent == {*peers.PEERS, *peers.CASCADES}, "a package is installed here, or its absence was not told"
     assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
 
 

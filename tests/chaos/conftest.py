@@ -1,10 +1,13 @@
-"""The model and the fault-free answers, made once for all chaos tests."""
+"""The model and the fault-free answers, made once for all chaos tests, and a cluster for those of one module."""
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engine.model.cache import prepare
+from tests.chaos.ground import Ground
 from tests.chaos.strike import Reference
 
 
@@ -16,3 +19,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     return Reference()
+
+
+@pytest.fixture(scope="module")
+def ground(model_dir: Path) -> Iterator[Ground]:
+    with closing(Ground(model_dir)) as found:
+        yield found
+
+
+@pytest.fixture
+def renewed(ground: Ground) -> Iterator[None]:
+    """Whatever a test leaves behind does not fail the next one."""
+    yield
+    ground.renew()

@@ -1,7 +1,5 @@
 """Every row of `tests.chaos.rows` against real processes over shared memory."""
 
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -9,24 +7,13 @@ from tests.chaos.ground import Ground
 from tests.chaos.rows import ROWS
 from tests.chaos.strike import Reference, run_row
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("renewed")]
 
 
 @pytest.fixture(scope="module")
-def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
-    found = Ground(model_dir)
-    try:
-        reference.make(found)
-        yield found
-    finally:
-        found.close()
-
-
-@pytest.fixture(autouse=True)
-def whole(ground: Ground) -> Iterator[None]:
-    """Whatever a test left behind must not fail the next one."""
-    yield
-    ground.renew()
+def ground(ground: Ground, reference: Reference) -> Ground:
+    reference.make(ground)
+    return ground
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[str(row) for row in ROWS])

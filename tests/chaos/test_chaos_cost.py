@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Ground]:
-    found = Ground(model_dir, factories=FACTORIES)
-    try:
+    with closing(Ground(model_dir, factories=FACTORIES)) as found:
         reference.make(found)
         yield found
-    finally:
-        found.close()
 
 
 def computed(folder: Path, names: list[str]) -> int:

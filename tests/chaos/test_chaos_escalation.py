@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -45,11 +46,9 @@ def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Grou
         hung_s=HUNG_S,
         router_hung_s=ROUTER_HUNG_S,
     )
-    try:
+    with closing(found):
         reference.make(found)
         yield found
-    finally:
-        found.close()
 
 
 @pytest.mark.parametrize("mode", ["greedy", "seeded"])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,9 @@ HUNG_S = 8.0
 
 @pytest.fixture(scope="module")
 def ground(model_dir: Path, reference: Reference) -> Iterator[Ground]:
-    found = Ground(model_dir, launcher="ray", hung_s=HUNG_S)
-    try:
+    with closing(Ground(model_dir, launcher="ray", hung_s=HUNG_S)) as found:
         reference.make(found)
         yield found
-    finally:
-        found.close()
 
 
 @pytest.mark.parametrize("number", range(len(RAY_ROWS)), ids=[str(row) for row in RAY_ROWS])

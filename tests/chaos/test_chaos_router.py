@@ -1,8 +1,6 @@
 """The router is killed while clients read: those that come back miss nothing, those that cannot are told."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.chaos import faults
 from tests.chaos.ground import GREEDY, Ask, Ground
 from tests.chaos.strike import END_S, PROMPTS, SETTLE_S
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("renewed")]
 
 LONG_TOKENS = 60
 """An answer that is still being written when the next router is up."""
@@ -24,22 +22,6 @@ MODES = {"greedy": GREEDY, "seeded": SamplingParams(temperature=1.0, top_k=8)}
 """A draw among few is not upset by the last bits of a sum, which depend on what else is in the batch."""
 
 Answers = dict[tuple[str, str], Ask]
-
-
-@pytest.fixture(scope="module")
-def ground(model_dir: Path) -> Iterator[Ground]:
-    found = Ground(model_dir)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-@pytest.fixture(autouse=True)
-def whole(ground: Ground) -> Iterator[None]:
-    """Whatever a test left behind must not fail the next one."""
-    yield
-    ground.renew()
 
 
 @pytest.fixture(scope="module")

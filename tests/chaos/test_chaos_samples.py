@@ -1,7 +1,5 @@
 """Parallel samples whose decode worker is killed: every sample goes on where it was, from real processes."""
 
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,15 +20,6 @@ SAMPLINGS = {
 }
 Answers = list[tuple[list[int], str, str, str]]
 """By sample: tokens, text, finish reason, stop string."""
-
-
-@pytest.fixture(scope="module")
-def ground(model_dir: Path) -> Iterator[Ground]:
-    found = Ground(model_dir)
-    try:
-        yield found
-    finally:
-        found.close()
 
 
 def _call(mode: str, tenant: str, stop: tuple[str, ...] = ()) -> GenerateCall:

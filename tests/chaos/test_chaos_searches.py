@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +17,6 @@ pytestmark = pytest.mark.chaos
 WIDTH, ANSWERS, OUTPUT_TOKENS = 3, 2, 40
 Found = list[tuple[list[int], str, float | None]]
 """By answer: tokens, text, score."""
-
-
-@pytest.fixture(scope="module")
-def ground(model_dir: Path) -> Iterator[Ground]:
-    found = Ground(model_dir)
-    try:
-        yield found
-    finally:
-        found.close()
 
 
 class Search:
@@ -94,24 +83,18 @@ def whole(ground: Ground) -> Found:
     return answers
 
 
-@pytest.mark.parametrize("step", [1, 6, 20])
-def test_a_search_whose_decode_worker_dies_finds_the_same(
-    ground: Ground, whole: Found, step: int
+@pytest.mark.parametrize("moment", [1, 6, 20, "sending"])
+def test_a_search_whose_worker_dies_finds_the_same(
+    ground: Ground, whole: Found, moment: int | str
 ) -> None:
-    """Guards the promise of docs/kv-memory.md: nothing was said, so it is made again from its prompt, to the bit."""
-    search = Search(ground, f"killed at {step}")
-    victim = search.at_step(step)
-    pid = ground.pid(victim)
-    faults.kill(pid)
-    assert search.found() == whole
-    ground.replaced(victim, pid)
-
-
-def test_a_search_whose_prefill_worker_dies_finds_the_same(ground: Ground, whole: Found) -> None:
-    """While chunks of its prompt are on their way."""
-    search = Search(ground, "sender killed")
-    victim = ground.busy("prefill")
-    sending(ground, victim)
+    """Guards the promise of docs/kv-memory.md: nothing was said, so it is made again from its prompt, to the bit. Its
+    decode worker dies at a step of it, or its prefill worker while chunks of its prompt are on their way."""
+    search = Search(ground, f"killed at {moment}")
+    if isinstance(moment, int):
+        victim = search.at_step(moment)
+    else:
+        victim = ground.busy("prefill")
+        sending(ground, victim)
     pid = ground.pid(victim)
     faults.kill(pid)
     assert search.found() == whole

@@ -38,11 +38,9 @@ def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Grou
 
 
 @pytest.fixture(autouse=True)
-def whole(ground: Ground, folder: Path) -> Iterator[None]:
-    """Whatever a test left behind must not fail the next one."""
+def unspoilt(renewed: None, folder: Path) -> Iterator[None]:
     yield
     (folder / "spoil").write_text("0")
-    ground.renew()
 
 
 @pytest.mark.parametrize("number", range(len(TCP_ROWS)), ids=[str(row) for row in TCP_ROWS])

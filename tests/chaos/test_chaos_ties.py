@@ -5,6 +5,7 @@ undisturbed ones are printed beside the others: what a loss may change is what r
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,8 @@ OUTPUT_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def ground(model_dir: Path) -> Iterator[Ground]:
-    found = Ground(model_dir, deterministic="off")
-    try:
+    with closing(Ground(model_dir, deterministic="off")) as found:
         yield found
-    finally:
-        found.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.launch import Cluster, make_launcher
-from cluster.leftovers import descendants
-from cluster.spec import ChildReady, Kind, LaunchError
-from cluster.supervisor import (
-    LEAVE_MARGIN_S,
+from cluster.events import (
     Accused,
     Announce,
     Asked,
@@ -29,12 +25,14 @@ from cluster.supervisor import (
     Launch,
     Leave,
     Resize,
-    RestartConfig,
-    State,
-    Supervisor,
     Tick,
     Up,
 )
+from cluster.launch import Cluster, make_launcher
+from cluster.leftovers import descendants
+from cluster.slots import State
+from cluster.spec import ChildReady, Kind, LaunchError
+from cluster.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
 from engine.types import Incarnation
 from tests.cluster.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
 

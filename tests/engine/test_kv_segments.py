@@ -14,7 +14,8 @@ import torch
 
 from engine.kv.segments import SegmentFolder
 from engine.kv.tier_io import Load, Loaded, OnDisk, Slot, Spill, Spilled, TierEvent, TiersDied
-from engine.kv.tier_mover import HostMemory, TierMover
+from engine.kv.tier_memory import HostMemory
+from engine.kv.tier_mover import TierMover
 from engine.kv.tiers import Tiers
 from engine.types import BlockId
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cluster.colocated import Answer, Colocated
 from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
+from engine.device import Device
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.tiering import Tiering, open_tiers
@@ -24,20 +25,27 @@ def small_cluster(blocks: int, host_blocks: int = 0, **decode: object) -> Coloca
     """A decode pool of so many blocks, over so many in host memory."""
     device = fake_device(LAYOUT, blocks)
     tiers = TierConfig(host_bytes=host_blocks * LAYOUT.block_bytes)
-
-    def tiering(on_event: Callable[[object], None]) -> Tiering:
-        opened = open_tiers(tiers, device, "decode-0", on_event)
-        assert opened is not None
-        return opened
-
     return Colocated(
         fake_device(LAYOUT, 48),
         device,
-        decode_tiering=tiering if host_blocks else None,
+        decode_tiering=tiering(tiers, device, "decode-0") if host_blocks else None,
         prefill_config=PrefillConfig(chunk_tokens=8),
         decode_config=DecodeConfig(**{"growth_tokens": 4, **decode}),  # type: ignore[arg-type]
         check=True,
     )
+
+
+def tiering(
+    config: TierConfig, device: Device, name: str
+) -> Callable[[Callable[[object], None]], Tiering]:
+    """For `Colocated`: opens the lower tiers of the worker `name`."""
+
+    def opens(on_event: Callable[[object], None]) -> Tiering:
+        opened = open_tiers(config, device, name, on_event)
+        assert opened is not None
+        return opened
+
+    return opens
 
 
 def record_of(name: str, prompt: list[int], max_tokens: int, **more: object) -> RequestRecord:
@@ -53,15 +61,28 @@ def record_of(name: str, prompt: list[int], max_tokens: int, **more: object) -> 
     )
 
 
-def wanted(record: RequestRecord) -> list[int]:
+def wanted(record: RequestRecord, layout: KVLayout = LAYOUT) -> list[int]:
     tokens = list(record.tokens)
     while len(tokens) < record.prompt_tokens + record.max_tokens:
-        tokens.append(fake_next(tokens, LAYOUT, VOCAB))
+        tokens.append(fake_next(tokens, layout, VOCAB))
     return tokens[record.prompt_tokens :]
 
 
 def prompt_of(number: int, length: int) -> list[int]:
     return [random.Random(number).randrange(256) for _ in range(length)]
+
+
+def samples_beside_another(cluster: Colocated) -> list[Answer]:
+    """A long answer, `first`, and after some turns three samples, `s0` to `s2`, of another prompt beside it."""
+    first = cluster.submit(record_of("first", prompt_of(1, 20), 40))
+    for _ in range(6):
+        cluster.turn()
+    prompt = prompt_of(2, 22)
+    records = [record_of(f"s{i}", prompt, 16, sample_index=i, group="s") for i in range(3)]
+    return [
+        first,
+        *(cluster.submit(r, records[0].request if i else None) for i, r in enumerate(records)),
+    ]
 
 
 def finish(cluster: Colocated, answers: list[Answer]) -> None:

@@ -128,7 +128,7 @@ def test_a_request_moves_with_its_kv(
     (want,) = colocated.run([record])
     assert got == want.tokens
     whole = prompt + got[:-1]
-    theirs = _rows(target._scheduler.kv, target._device.kv, whole)
+    theirs = _rows(target._scheduler.kv, target._engine._runner.kv, whole)
     assert theirs == _rows(colocated.decode.kv, ours.kv, whole)
     colocated.close()
     gaps = [b - a for a, b in itertools.pairwise(at_s)]

@@ -20,6 +20,7 @@ from tests.integration.crowd import (
     finish,
     prompt_of,
     record_of,
+    samples_beside_another,
     serve,
     small_cluster,
     wanted,
@@ -73,16 +74,11 @@ def test_samples_give_way_together_and_share_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Room, "preempt", noted)
     cluster = small_cluster(18, local_chunk_tokens=1)
-    first = cluster.submit(record_of("first", prompt_of(1, 20), 40))
-    for _ in range(6):
-        cluster.turn()
-    prompt = prompt_of(2, 22)
-    records = [record_of(f"s{i}", prompt, 16, sample_index=i, group="s") for i in range(3)]
-    samples = [cluster.submit(r, records[0].request if i else None) for i, r in enumerate(records)]
-    finish(cluster, [first, *samples])
+    answers = samples_beside_another(cluster)
+    finish(cluster, answers)
     assert {"s0", "s1", "s2"} in together, together
     assert not any("first" in victims for victims in together)
-    assert all(answer.tokens == wanted(answer.record) for answer in (first, *samples))
+    assert all(answer.tokens == wanted(answer.record) for answer in answers)
     assert cluster.decode.preemption.ways["shared"] >= 1
 
 
@@ -108,7 +104,7 @@ def test_a_request_that_has_outgrown_the_prefill_pool_comes_back_here() -> None:
     answers = [cluster.submit(record_of(f"r{i}", prompt_of(i, 10), 40)) for i in range(2)]
     finish(cluster, answers)
     assert [answer.tokens for answer in answers] == [wanted(answer.record) for answer in answers]
-    assert cluster.decode.preemption.ways["pool"] and cluster.decode.recomputed_tokens > 16
+    assert cluster.decode.preemption.ways["pool"] and cluster.decode.drawing.recomputed_tokens > 16
 
 
 def test_a_preempted_request_ends_by_its_router() -> None:

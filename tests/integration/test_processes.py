@@ -380,7 +380,7 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
                 list(client.generate(call))
                 colocated.run([_record(str(number), prompt, max_tokens=1)])
                 ours = _rows(colocated.decode.kv, ours_device.kv, prompt)
-                theirs = _rows(decode._scheduler.kv, decode._device.kv, prompt)
+                theirs = _rows(decode._scheduler.kv, decode._engine._runner.kv, prompt)
                 assert len(ours) == len(theirs) == -(-length // 16)
                 assert ours == theirs
         colocated.close()

@@ -93,7 +93,7 @@ def test_every_sample_is_exact_and_the_prompt_moves_once(length: int, most: int)
     assert [s.migrated_blocks for s in stats[1:]] == [0, 0, 0]
     assert [s.prefill_cached_tokens for s in stats] == [0] + [length - 1] * 3
     assert cluster.decode.forks.forked == 3
-    assert cluster.decode.prefilled_tokens == 3, "a sample computes the prompt's last token, and no more"
+    assert cluster.decode.drawing.prefilled_tokens == 3, "a sample computes the prompt's last token, and no more"
 
 
 def test_forks_promise_only_what_they_do_not_share() -> None:

@@ -22,6 +22,7 @@ from tests.integration.crowd import (
     finish,
     prompt_of,
     record_of,
+    samples_beside_another,
     serve,
     small_cluster,
     wanted,
@@ -180,18 +181,13 @@ def test_a_request_that_ends_while_it_is_loaded_keeps_its_blocks_until_then() ->
 def test_samples_share_their_copies() -> None:
     """Guards groups: the prompt of three samples is copied once, and comes back once."""
     cluster = small_cluster(18, PLENTY, preemption="swap", local_chunk_tokens=1)
-    first = cluster.submit(record_of("first", prompt_of(1, 20), 40))
-    for _ in range(6):
-        cluster.turn()
-    prompt = prompt_of(2, 22)
-    records = [record_of(f"s{i}", prompt, 16, sample_index=i, group="s") for i in range(3)]
-    samples = [cluster.submit(r, records[0].request if i else None) for i, r in enumerate(records)]
+    answers = samples_beside_another(cluster)
     stored: list[bytes] = []
     mover = _mover(cluster)
     store = mover._store
     mover._store = lambda command: (stored.extend(command.identities), store(command))[1]  # type: ignore[method-assign]
-    finish(cluster, [first, *samples])
-    assert all(answer.tokens == wanted(answer.record) for answer in (first, *samples))
+    finish(cluster, answers)
+    assert all(answer.tokens == wanted(answer.record) for answer in answers)
     assert len(stored) == len(set(stored)) >= 5
     assert cluster.decode.preemption.ways["swap"] >= 1
 

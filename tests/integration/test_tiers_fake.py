@@ -2,24 +2,21 @@
 block that comes back with one wrong byte becomes a wrong token."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.colocated import Colocated
 from engine.config import TierConfig
-from engine.fake import fake_next
 from engine.kv.disk_index import header_bytes
 from engine.kv.layout import KVLayout
 from engine.kv.tier_io import Slot
-from engine.tiering import Tiering, open_tiers
-from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from tests.integration.fake_device import VOCAB, fake_device
+from tests.integration.crowd import record_of, tiering, wanted
+from tests.integration.fake_device import fake_device
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
-HOST_BLOCKS = 48
+HOST_BLOCKS, ANSWER = 48, 3
 
 
 def _cluster(blocks: int, host_blocks: int, disk_dir: Path | None = None) -> Colocated:
@@ -29,31 +26,12 @@ def _cluster(blocks: int, host_blocks: int, disk_dir: Path | None = None) -> Col
         disk_bytes=2**20 if disk_dir else 0,
         disk_dir=str(disk_dir or ""),
     )
-
-    def tiering(on_event: Callable[[object], None]) -> Tiering:
-        opened = open_tiers(config, device, "prefill-0", on_event)
-        assert opened is not None
-        return opened
-
     return Colocated(
         device,
         fake_device(LAYOUT, 200),
         prefill_config=PrefillConfig(chunk_tokens=16),
         check=True,
-        tiering=tiering,
-    )
-
-
-def _record(name: str, tokens: list[int], namespace: bytes = b"") -> RequestRecord:
-    return RequestRecord(
-        request=RequestId(name),
-        tokens=tokens,
-        prompt_tokens=len(tokens),
-        max_tokens=3,
-        seed=1,
-        ignore_eos=True,
-        namespace=namespace,
-        sampling=SamplingParams(temperature=0.0),
+        tiering=tiering(config, device, "prefill-0"),
     )
 
 
@@ -65,12 +43,8 @@ def _prompts(count: int, length: int, first: int = 0) -> list[list[int]]:
 
 def _serve(cluster: Colocated, name: str, tokens: list[int]) -> int:
     """One request to its end, on decode workers that know nothing: its tokens are right; how many were cached."""
-    record = _record(name, tokens)
-    (answer,) = cluster.run([record])
-    want = list(tokens)
-    for _ in range(record.max_tokens):
-        want.append(fake_next(want, LAYOUT, VOCAB))
-    assert answer.tokens == want[len(tokens) :]
+    (answer,) = cluster.run([record_of(name, tokens, ANSWER)])
+    assert answer.tokens == wanted(answer.record, LAYOUT)
     assert answer.ended is not None
     cluster.decode.kv.release(_all(cluster))  # what it had cached is pushed out
     return answer.ended.stats.prefill_cached_tokens
@@ -105,14 +79,14 @@ def test_a_wrong_byte_in_a_tier_becomes_a_wrong_token() -> None:
     """The test above can fail: one bit of one saved block."""
     cluster = _cluster(12, 64)
     one, other = _prompts(2, 40)
-    right = cluster.run([_record("a", one)])[0].tokens
+    right = cluster.run([record_of("a", one, ANSWER)])[0].tokens
     cluster.decode.kv.release(_all(cluster))
     _serve(cluster, "b", other)
     tiers, mover = cluster.prefill.kv.tiers, cluster._tier_movers[0]
     assert tiers is not None and mover is not None and len(tiers.host) >= 8
     for index in range(64):
         mover._host.block(Slot(index))[5] ^= 1
-    assert cluster.run([_record("c", one)])[0].tokens != right
+    assert cluster.run([record_of("c", one, ANSWER)])[0].tokens != right
     cluster.close()
 
 
@@ -162,15 +136,15 @@ def test_a_tenant_finds_nothing_of_another_in_any_tier(tmp_path: Path) -> None:
     prompts = _prompts(8, 40)
     cluster = _cluster(12, HOST_BLOCKS, tmp_path)
     for n, prompt in enumerate(prompts):
-        cluster.run([_record(f"a{n}", prompt, namespace=b"owner")])
+        cluster.run([record_of(f"a{n}", prompt, ANSWER, namespace=b"owner")])
     probes = [*prompts, *_prompts(3, 40, first=100)]
     tiers = cluster.prefill.kv.tiers
     assert tiers is not None and len(tiers.host) and tiers.disk is not None and len(tiers.disk)
     for n, prompt in enumerate(probes):
-        (answer,) = cluster.run([_record(f"p{n}", prompt, namespace=b"probe")])
+        (answer,) = cluster.run([record_of(f"p{n}", prompt, ANSWER, namespace=b"probe")])
         assert answer.ended is not None and answer.ended.stats.prefill_cached_tokens == 0
         assert tiers.counts.loaded_blocks == {"host": 0, "disk": 0}
-    (own,) = cluster.run([_record("own", probes[-1], namespace=b"probe")])
+    (own,) = cluster.run([record_of("own", probes[-1], ANSWER, namespace=b"probe")])
     assert own.ended is not None and own.ended.stats.prefill_cached_tokens > 0, "its own it does find"
     cluster.close()
 
@@ -185,15 +159,12 @@ def test_many_requests_at_once_over_all_tiers(seed: int, tmp_path: Path) -> None
     for n in range(40):
         root = rng.choice(roots)
         tokens = root[: rng.randrange(8, 25)] + [rng.randrange(250) for _ in range(rng.randrange(1, 20))]
-        records.append(_record(f"r{n}", tokens, namespace=rng.choice([b"", b"t"])))
+        records.append(record_of(f"r{n}", tokens, ANSWER, namespace=rng.choice([b"", b"t"])))
     answers = []
     for at in range(0, 40, 8):
         answers += cluster.run(records[at : at + 8])
-    for record, answer in zip(records, answers, strict=True):
-        want = list(record.tokens)
-        for _ in range(record.max_tokens):
-            want.append(fake_next(want, LAYOUT, VOCAB))
-        assert answer.tokens == want[record.prompt_tokens :]
+    assert [answer.record for answer in answers] == records
+    assert all(answer.tokens == wanted(answer.record, LAYOUT) for answer in answers)
     tiers = cluster.prefill.kv.tiers
     assert tiers is not None and sum(tiers.counts.loaded_blocks.values()) > 0
     cluster.close()

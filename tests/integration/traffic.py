@@ -20,13 +20,11 @@ def _prompt(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(count)]
 
 
-class Traffic:
-    """Clients that ask one request after the other until they are told to end. `ended` counts how requests ended."""
+class Clients:
+    """Clients that ask one request after the other, each in a thread of its own, until they are told to end."""
 
     def __init__(self, address: str, clients: int, seed: int) -> None:
-        self.ended: Counter[str] = Counter()
         self._client = Client(address)
-        self._shared = _prompt(random.Random(seed), 96)
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(seed + n), n), daemon=True)
@@ -35,20 +33,32 @@ class Traffic:
         for thread in self._threads:
             thread.start()
 
+    def end(self, limit_s: float) -> None:
+        """No more requests. Fails if those under way are not over within `limit_s`."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(limit_s)
+            assert not thread.is_alive(), "a client was left without an answer"
+        self._client.close()
+
+    def _run(self, rng: random.Random, client: int) -> None:
+        raise NotImplementedError
+
+
+class Traffic(Clients):
+    """A mix, whose requests are all answered. `ended` counts how requests ended."""
+
+    def __init__(self, address: str, clients: int, seed: int) -> None:
+        self.ended: Counter[str] = Counter()
+        self._shared = _prompt(random.Random(seed), 96)
+        super().__init__(address, clients, seed)
+
     def until_mixed(self, limit_s: float) -> None:
         """Until requests have ended in every way, from now on. Fails past `limit_s`."""
         before, deadline_s = self.ended.copy(), time.monotonic() + limit_s
         while missing := [kind for kind in KINDS if self.ended[kind] == before[kind]]:
             assert time.monotonic() < deadline_s, f"no request was {missing}: {self.ended}"
             time.sleep(0.1)
-
-    def end(self, limit_s: float) -> None:
-        """No more requests; those under way are answered. Fails if that takes over `limit_s`."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join(limit_s)
-            assert not thread.is_alive(), "a client was left without an answer"
-        self._client.close()
 
     def _run(self, rng: random.Random, client: int) -> None:
         # Each client begins somewhere else, so that all kinds are under way at any time.
@@ -95,29 +105,11 @@ def _call(prompt: list[int], max_tokens: int, **more: object) -> GenerateCall:
     )
 
 
-class Crowd:
-    """Clients with short prompts and long answers, each asking again until all are told to end: what they hold grows
-    behind what was promised to them when they were taken."""
+class Crowd(Clients):
+    """Short prompts and long answers: what they hold grows behind what was promised to them when they were taken. When
+    it ends, all leave at their next token."""
 
-    def __init__(self, address: str, clients: int, seed: int) -> None:
-        self._client = Client(address)
-        self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(seed + n),), daemon=True)
-            for n in range(clients)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def end(self, limit_s: float) -> None:
-        """All clients leave at their next token. Fails if that takes over `limit_s`."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join(limit_s)
-            assert not thread.is_alive(), "a client was left without an answer"
-        self._client.close()
-
-    def _run(self, rng: random.Random) -> None:
+    def _run(self, rng: random.Random, client: int) -> None:
         while not self._over.is_set():
             events = self._client.generate(_call(_prompt(rng, 46), 96))
             for _ in events:

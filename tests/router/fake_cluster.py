@@ -72,7 +72,12 @@ class ByteDetokenizer:
 
 
 def worker_info(
-    name: str, role: str, incarnation: int = 1, blocks: int = 64, block_size: int = 16
+    name: str,
+    role: str,
+    incarnation: int = 1,
+    blocks: int = 64,
+    block_size: int = 16,
+    fingerprint: str = "f",
 ) -> WorkerInfo:
     return WorkerInfo(
         name=name,
@@ -80,7 +85,7 @@ def worker_info(
         incarnation=Incarnation(incarnation),
         address=f"{name}:1",
         model="bytes",
-        fingerprint="f",
+        fingerprint=fingerprint,
         block_size=block_size,
         blocks=blocks,
         context_tokens=512,
@@ -125,6 +130,7 @@ class FakeWorkers:
         self.got: list[Place | Cancel | Finish] = []
         self.port = 0
         self.blocks = 64
+        self.fingerprint = "f"
         self._server: grpc.aio.Server | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: asyncio.Queue[Record] = asyncio.Queue()
@@ -161,7 +167,10 @@ class FakeWorkers:
         return [PeerAddress(self.prefill, address)], [PeerAddress(self.decode, address)]
 
     async def _watch(self, request: bytes, context: object) -> AsyncIterator[bytes]:
-        yield encode([worker_info(self.prefill, "prefill", self.incarnation)])
+        info = worker_info(
+            self.prefill, "prefill", self.incarnation, fingerprint=self.fingerprint
+        )
+        yield encode([info])
         while True:
             yield encode([load(s_per_token=1e-3)])
             await asyncio.sleep(0.1)
@@ -181,7 +190,10 @@ class FakeWorkers:
 
         reader = asyncio.create_task(read())
         try:
-            yield encode([worker_info(self.decode, "decode", self.incarnation, self.blocks)])
+            info = worker_info(
+                self.decode, "decode", self.incarnation, self.blocks, fingerprint=self.fingerprint
+            )
+            yield encode([info])
             while True:
                 try:
                     record: Record = await asyncio.wait_for(outbox.get(), 0.1)

@@ -1,8 +1,8 @@
 """The lower tiers in virtual time: the real index, the real commands; host memory and segments are rows.
 
 A target of a load must stay the reserved block that it was when the load was asked for, until it has ended, and what a
-store reads must stay held, and as it was. Now and then a segment cannot be read, a disk is full, a store fails, or what
-it wrote is worn when it is wanted.
+store reads must stay held, and as it was. Now and then a segment cannot be read, a disk is full or does not answer, a
+store fails, or what it wrote is worn when it is wanted.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.kv.block_pool import BlockState
 from engine.kv.tier_io import (
+    DiskHung,
     Drop,
     Load,
     Loaded,
@@ -37,6 +38,7 @@ LATE_S = {"prefill": (0.0001, 0.003), "decode": (0.0001, 0.012)}
 """How long a load takes, or a spill or store: long enough, now and then, for a request to end meanwhile."""
 TORN = 0.4
 FULL = 0.03
+HANGS = 0.3
 FAILS = 0.08
 WORN = 0.1
 
@@ -66,6 +68,24 @@ class SimTierMover:
         self._segments: dict[int, list[list[int]]] = {}
         self._stored: set[int] = set()
         """Slots with a digest."""
+        self._hangs = Random(f"hangs {world.plan.seed}")
+        self._hung: Callable[[], None] | None = None
+        """Ends the load whose read does not come back, as far as it has come."""
+        self._has_disk = True
+
+    @property
+    def beat(self) -> int | None:
+        """What the shell's watchdog looks at; of the real one's commands, only a hung one takes long."""
+        return None if self._hung is None else 0
+
+    def abandon(self, why: str) -> None:
+        assert self._hung is not None
+        hung, self._hung, self._has_disk = self._hung, None, False
+        self._segments.clear()
+        self._world.note("the disk tier hung")
+        self._say("gives its disk up")
+        self._on_event(DiskHung(why))
+        hung()
 
     def start(self) -> None:
         """There is no thread."""
@@ -133,9 +153,13 @@ class SimTierMover:
     def _load(self, load: Load) -> None:
         self._say(f"loads into blocks {list(load.targets)}")
         generations = [self._memory.generations[target] for target in load.targets]
+        on_disk = [count for count, place in enumerate(load.places) if isinstance(place, OnDisk)]
+        hangs = self._has_disk and self._hung is None and on_disk and self._hangs.random() < HANGS
 
         def end() -> None:
             for count, (place, target) in enumerate(zip(load.places, load.targets, strict=True)):
+                if hangs and count == on_disk[0]:
+                    return self._on_event(Loaded(load.number, count, 0.0001, 0.0))
                 reserved = self._memory.pool.state(target) is BlockState.RESERVED
                 if not reserved or self._memory.generations[target] != generations[count]:
                     raise Violation(f"{self._process}: a load writes block {target}, which is not its own any more")
@@ -158,9 +182,15 @@ class SimTierMover:
                 self._memory.rows[target] = list(rows)
             self._on_event(Loaded(load.number, len(load.places), 0.0001, 0.0001))
 
+        if hangs:
+            self._hung = end
+            return
         self._process.later(self._rng.uniform(*LATE_S[self._process.role]), end)
 
     def _spill(self, spill: Spill) -> None:
+        if not self._has_disk:
+            self._later(Spilled(spill.segment, "the disk tier was given up"))
+            return
         if self._rng.random() < FULL:
             self._world.note("the disk tier was full")
             self._later(Spilled(spill.segment, "No space left on device"))
