@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.card import Card, Sizes
 from engine.kv.layout import KVLayout
 
+DRY = "none: a dry run, whose figures mean nothing"
 TINY = Sizes(
     heads=4, kv_heads=2, head_dim=16, batch=2, unit=256, layers=1, pool_bytes=1 << 16, rounds=1, programs_per_sm=1
 )
