@@ -19,8 +19,8 @@ from benchmarks.gpu.random_model import save_checkpoint
 from benchmarks.gpu.workers import running
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
-from engine.model.cache import prepare
 from engine.messages import Load
+from engine.model.cache import prepare
 from engine.model.config import ModelError
 from prefill_worker.config import PrefillConfig
 from transfer.config import NcclConfig, TransferConfig

@@ -48,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def on_end(name: str, outcome: Outcome) -> None:
         """What there is by now is written: a command that is cut short has not been for nothing."""
-        print(f"{name}: {outcome.took_s:.1f} s of {outcome.limit_s:.0f} s {outcome.failure}", flush=True)
+        print(
+            f"{name}: {outcome.took_s:.1f} s of {outcome.limit_s:.0f} s {outcome.failure}",
+            flush=True,
+        )
         told["results"][name] = outcome.lines
         told["parts"][name] = {"took_s": outcome.took_s, "limit_s": outcome.limit_s}
         if outcome.failure:
@@ -75,7 +78,10 @@ def whole_card() -> Card:
 
 
 def _show(part: str, line: Line) -> None:
-    print(f"  {part}  " + "  ".join(f"{key}={_cell(value)}" for key, value in line.items()), flush=True)
+    print(
+        f"  {part}  " + "  ".join(f"{key}={_cell(value)}" for key, value in line.items()),
+        flush=True,
+    )
 
 
 def _cell(value: str | int | float) -> str:
@@ -88,5 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"for {FILE}")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="of these parts")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing"
+    )
     return parser

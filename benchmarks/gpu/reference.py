@@ -49,8 +49,8 @@ class Reference:
         return self._model.logits(torch.cat(rows)[len(prompt) - 1 :])
 
     def without_a_block(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        """The same after `logits` of the same tokens, but with zeros where the KV of the prompt's middle block was: what
-        a block that is lost in a migration makes of the answer."""
+        """The same, after `logits` of the same tokens, with zeros where the KV of the prompt's middle block was: what a
+        block that is lost in a migration makes of the answer."""
         lost = len(prompt) // BLOCK // 2
         self._kv.memory[lost] = 0
         tokens = [*prompt, *answer[:-1]]

@@ -27,6 +27,8 @@ from benchmarks.gpu.parts import Part
 
 LOG_LINES = 40
 """How much of its output a part that failed is quoted with."""
+PATIENCE_S = 5.0
+"""For a process that has said all to end by itself."""
 _MIB = 1 << 20
 
 
@@ -56,14 +58,16 @@ def run(
         began_s = time.monotonic()
         deadline_s += part.budget_s
         outcome = Outcome(limit_s=deadline_s - began_s)
-        with tempfile.TemporaryDirectory(prefix="headrace-gpu-", ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="headrace-gpu-", ignore_cleanup_errors=True
+        ) as scratch:
             heard, says = server.Pipe(duplex=False)
             log = Path(scratch) / "log"
             work = server.Process(target=_work, args=(part, open_card, says, log), name=name)
             work.start()
             says.close()
             outcome.failure = _hear(work, heard, outcome, deadline_s, partial(on_line, name))
-            _end(work)
+            _end(work, 0.0 if outcome.failure else PATIENCE_S)
             heard.close()
             if outcome.failure and log.exists():
                 outcome.log = _tail(log)
@@ -86,7 +90,7 @@ def _hear(
         try:
             said = heard.recv()
         except EOFError:
-            work.join(5)
+            work.join(PATIENCE_S)
             return f"its process died: {_status(work.exitcode)}"
         if said is None or isinstance(said, str):
             return said or ""
@@ -114,9 +118,9 @@ def _work(part: Part, open_card: Callable[[], Card], says: Connection, log: Path
         says.send(None)
 
 
-def _end(work: BaseProcess) -> None:
-    """Its process, once it has had a moment to end by itself, and all that it has left in its group."""
-    work.join(5)
+def _end(work: BaseProcess, patience_s: float) -> None:
+    """Its process, if it does not end by itself, and all that it has left in its group."""
+    work.join(patience_s)
     with suppress(ProcessLookupError):
         os.killpg(work.pid or 0, signal.SIGKILL)
     if work.is_alive():

@@ -1,12 +1,12 @@
-"""A prefill worker and a decode worker, as processes of their own that are started as `headrace up` starts them, and the
-router's end of their streams."""
+"""A prefill worker and a decode worker, each in a process as `headrace up` starts them, and the router's end of their
+streams."""
 
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Answer:
     began_s: float
     tokens: list[int] = field(default_factory=list)
     heard_s: list[float] = field(default_factory=list)
-    stats: RequestStats = RequestStats()
+    stats: RequestStats = field(default_factory=RequestStats)
 
 
 class _Stream:
@@ -94,7 +94,7 @@ class Pair:
         assert self._say is not None
         for prompt in prompts:
             self._placed += 1
-            record = RequestRecord(
+            asked = RequestRecord(
                 request=RequestId(f"gpu-{self._placed}"),
                 tokens=prompt,
                 prompt_tokens=len(prompt),
@@ -103,8 +103,8 @@ class Pair:
                 sampling=SamplingParams(temperature=0.0),
                 ignore_eos=True,
             )
-            answers[record.request] = Answer(prompt, time.monotonic())
-            self._say(encode([Place(record=record, placement=1, prefill=self._prefill)]))
+            answers[asked.request] = Answer(prompt, time.monotonic())
+            self._say(encode([Place(record=asked, placement=1, prefill=self._prefill)]))
         under_way = set(answers)
         for record in self._records(lambda: not under_way, "answers are missing"):
             match record:
@@ -149,6 +149,13 @@ class Pair:
             if reason is not None:
                 raise RuntimeError(f"the process of {child.spec.name} has died: {reason}")
 
+    def _mourn(self, role: str) -> NoReturn:
+        """Its stream has ended: why, if the process says so in a moment."""
+        for _ in range(round(STOP_S / LOOK_S)):
+            self._look()
+            time.sleep(LOOK_S)
+        raise RuntimeError(f"the stream of the {role} worker has ended")
+
     def _records(
         self, done: Callable[[], bool], why: str, limit_s: float = ANSWER_S
     ) -> Iterator[Record]:
@@ -164,7 +171,7 @@ class Pair:
                 continue
             match record:
                 case None:
-                    raise RuntimeError(f"the stream of the {role} worker has ended")
+                    self._mourn(role)
                 case WorkerInfo():
                     self.infos[role] = record
                 case Load():

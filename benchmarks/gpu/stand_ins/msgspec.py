@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -36,7 +36,6 @@ class Raw(bytes):
     """JSON that is passed on as it is."""
 
 
-@dataclass_transform()
 class Struct:
     _array_like: ClassVar[bool] = False
     _frozen: ClassVar[bool] = False
@@ -82,13 +81,15 @@ def to_builtins(value: Any) -> Any:
         return _json.loads(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
+    if isinstance(value, tuple):
+        return tuple(map(to_builtins, value))
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [to_builtins(item) for item in value]
     raise TypeError(f"Encoding objects of type {kind.__name__} is unsupported")
 
 
 def _plain(value: Struct) -> Any:
-    cls = type(value)
+    cls: Any = type(value)
     tag = [] if cls._tag is None else [("type", cls._tag)]
     fields = [(name, getattr(value, name)) for name in _fields(cls)]
     if cls._array_like:
@@ -100,11 +101,10 @@ def _plain(value: Struct) -> Any:
 
 
 @cache
-def _fields(cls: type[Struct]) -> dict[str, Callable[[object], object]]:
+def _fields(cls: Any) -> dict[str, Callable[[object], object]]:
     """By name, what makes the default, given what stands for none. Those for keywords alone come last."""
     found: dict[str, Callable[[object], object]] = {}
-    every = dataclasses.fields(cls)  # type: ignore[arg-type]
-    for one in sorted(every, key=lambda one: one.kw_only):
+    for one in sorted(dataclasses.fields(cls), key=lambda one: one.kw_only is True):
         if one.default_factory is not dataclasses.MISSING:
             found[one.name] = lambda _, make=one.default_factory: make()  # type: ignore[misc]
         elif one.default is not dataclasses.MISSING:
@@ -130,7 +130,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return _union(kind, arguments)
     if origin is tuple and arguments[-1] is not ...:
         return lambda value: tuple(
-            _reader(of)(item) for of, item in zip(arguments, _sized(kind, value, arguments), strict=True)
+            _reader(of)(item)
+            for of, item in zip(arguments, _sized(kind, value, arguments), strict=True)
         )
     if origin in (list, tuple, set, frozenset) or kind in (list, tuple, set, frozenset):
         made = origin or kind
@@ -150,7 +151,9 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _union(kind: Any, arguments: Sequence[Any]) -> Callable[[Any], Any]:
-    structs = {one._tag: one for one in arguments if isinstance(one, type) and issubclass(one, Struct)}
+    structs = {
+        one._tag: one for one in arguments if isinstance(one, type) and issubclass(one, Struct)
+    }
     others = [_reader(one) for one in arguments if one not in structs.values()]
 
     def read(value: Any) -> Any:
@@ -174,25 +177,24 @@ def _union(kind: Any, arguments: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 @cache
-def _readers(cls: type[Struct]) -> dict[str, Callable[[Any], Any]]:
+def _readers(cls: Any) -> dict[str, Callable[[Any], Any]]:
     hints = typing.get_type_hints(cls)
     return {name: _reader(hints[name]) for name in _fields(cls)}
 
 
-def _struct(cls: type[T], value: Any) -> T:
-    struct: Any = cls
-    if isinstance(value, struct):
-        return value  # type: ignore[no-any-return]
-    readers = _readers(struct)
-    if struct._array_like:
-        given = [item for item in _sequence(cls, value)]
-        if struct._tag is not None and given[:1] != [struct._tag]:
+def _struct(cls: Any, value: Any) -> Any:
+    if isinstance(value, cls):
+        return value
+    readers = _readers(cls)
+    if cls._array_like:
+        given = list(_sequence(cls, value))
+        if cls._tag is not None and given[:1] != [cls._tag]:
             _refuse(cls, value)
-        value = dict(zip(readers, given[struct._tag is not None :], strict=False))
-    elif not isinstance(value, dict) or value.get("type", struct._tag) != struct._tag is not None:
+        value = dict(zip(readers, given[cls._tag is not None :], strict=False))
+    elif not isinstance(value, dict) or (cls._tag and value.get("type", cls._tag) != cls._tag):
         _refuse(cls, value)
     missing = object()
-    for name, default in _fields(struct).items():
+    for name, default in _fields(cls).items():
         if name not in value and default(missing) is missing:
             raise ValidationError(f"Object missing required field `{name}`: {cls.__name__}")
     try:
@@ -240,7 +242,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
     types.NoneType: _scalar(types.NoneType),
     float: _float,
     bytes: _bytes,
-    Raw: lambda value: Raw(json.encode(value)),
+    Raw: lambda value: Raw(_write_json(value)),
 }
 
 
@@ -284,7 +286,7 @@ def _write_json(plain: Any) -> bytes:
     return text.encode()
 
 
-class structs:  # noqa: N801
+class structs:
     """A namespace, as the module is in msgspec."""
 
     replace = staticmethod(dataclasses.replace)
@@ -292,7 +294,8 @@ class structs:  # noqa: N801
 
     @staticmethod
     def asdict(struct: Any) -> dict[str, Any]:
-        return {name: getattr(struct, name) for name in _fields(type(struct))}
+        cls: Any = type(struct)
+        return {name: getattr(struct, name) for name in _fields(cls)}
 
 
 json = _Form("JSON", _write_json, _json.loads)

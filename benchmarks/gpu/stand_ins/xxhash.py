@@ -1,5 +1,5 @@
-"""`xxhash` where it is not installed: other digests of the same sizes (BLAKE2b), slower. Both ends of a transfer, and all
-who share a folder of models, must use the same one; the processes of one benchmark do."""
+"""`xxhash` where it is not installed: BLAKE2b, cut to the same sizes. Both ends of a transfer must use
+the same one, and so must all who share a folder of models."""
 
 from hashlib import blake2b
 from typing import Any
