@@ -4,6 +4,7 @@ are held against the same model on the CPU.; by which rule, `judge` says.
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,10 +45,16 @@ TINY = {
     "vocab_size": 320,
     "max_position_embeddings": 256,
 }
+JOIN_S = 10.0
+"""What a way of NCCL has to show that it works."""
 WAYS = {
     "cuda_ipc": TransferConfig(transport="cuda_ipc"),
-    "nccl, multi_rank": TransferConfig(transport="nccl", nccl=NcclConfig(share_gpu="multi_rank")),
-    "nccl, two_hosts": TransferConfig(transport="nccl", nccl=NcclConfig(share_gpu="two_hosts")),
+    "nccl, multi_rank": TransferConfig(
+        transport="nccl", nccl=NcclConfig(share_gpu="multi_rank", join_s=JOIN_S)
+    ),
+    "nccl, two_hosts": TransferConfig(
+        transport="nccl", nccl=NcclConfig(share_gpu="two_hosts", join_s=JOIN_S)
+    ),
 }
 DRY_WAYS = {"shm": TransferConfig(transport="shm", digest_algorithm="wp64")}
 TEXTS = ("The river turned the wheel, and", "Three things that float:", "1, 2, 3, 5, 8, 13,")
@@ -102,13 +109,21 @@ def _over_all(
     try:
         for way, transfer in (DRY_WAYS if dry else WAYS).items():
             began_s = time.monotonic()
+            log = folder / f"{way}.log"
             try:
-                yield _line(way, engine, transfer, prompts, answer_tokens, judge)
+                yield _line(way, engine, transfer, prompts, answer_tokens, judge, log)
             except RuntimeError as error:
+                said = log.read_text(errors="replace").splitlines() if log.exists() else []
+                print(f"{way}:", *said, sep="\n", file=sys.stderr, flush=True)
                 if transfer.transport != "nccl":
                     raise
+                # Why two workers do not reach each other, the workers say.
+                why = [
+                    str(error),
+                    *(line for line in said if " error " in line or " warning " in line),
+                ]
                 took_s = time.monotonic() - began_s
-                yield {"way": way, "works": 0, "why": str(error), "took_s": took_s}
+                yield {"way": way, "works": 0, "why": "; ".join(why[:4]), "took_s": took_s}
     finally:
         judge.close()
 
@@ -120,12 +135,13 @@ def _line(
     prompts: list[list[int]],
     answer_tokens: int,
     judge: Judge,
+    log: Path,
 ) -> Line:
     tiers = TierConfig(host_bytes=0)
     prefill = PrefillConfig(engine=engine, transfer=transfer, tiers=tiers, chunk_tokens=512)
     decode = DecodeConfig(engine=engine, transfer=transfer, tiers=tiers, max_batch=8)
     began_s = time.monotonic()
-    with running(prefill, decode) as pair:
+    with running(prefill, decode, log) as pair:
         start_s = time.monotonic() - began_s
         answers = pair.ask(prompts, answer_tokens)
         # A next turn: what the decode worker has of it, up to the middle of a block, is not moved again.

@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "copy_rate": Part("benchmarks.gpu.card:copy_rate", 15),
-    "correct": Part("benchmarks.gpu.correct:correct", 50),
+    "copy_rate": Part("benchmarks.gpu.card:copy_rate", 10),
+    "correct": Part("benchmarks.gpu.correct:correct", 45),
     "orders": Part("benchmarks.gpu.decode:orders", 35),
     "decode": Part("benchmarks.gpu.decode:shapes", 35),
     "eight_bits": Part("benchmarks.gpu.decode:eight_bits", 25),
@@ -31,9 +31,9 @@ PARTS = {
     "peers": Part("benchmarks.gpu.peers:peers", 25),
     "prefill": Part("benchmarks.gpu.others:prefill", 25),
     "copies": Part("benchmarks.gpu.others:copies", 20),
-    "transport": Part("benchmarks.gpu.transport:transport", 40),
+    "transport": Part("benchmarks.gpu.transport:transport", 35),
     "engine": Part("benchmarks.gpu.engine:on_card", 50),
-    "cluster": Part("benchmarks.gpu.cluster:cluster", 75),
+    "cluster": Part("benchmarks.gpu.cluster:cluster", 90),
     "demo": Part("benchmarks.gpu.cluster:demo", 25),
 }
 LIMIT_S = 465.0

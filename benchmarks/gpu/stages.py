@@ -102,7 +102,8 @@ def _work(part: Part, open_card: Callable[[], Card], says: Connection, log: Path
     """The part's process: says lines, then None, or why it failed. What it prints goes to `log`."""
     os.setsid()
     tempfile.tempdir = str(log.parent)
-    with log.open("wb") as file:
+    # Workers may append to it too.
+    with log.open("ab") as file:
         sys.stdout.flush()
         sys.stderr.flush()
         for descriptor in (1, 2):

@@ -1,22 +1,25 @@
 """A prefill worker and a decode worker, each in a process as `headrace up` starts them, and the router's end of their
 streams."""
 
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from cluster.process_launcher import ProcessLauncher
-from cluster.spec import FACTORIES, Child, ChildSpec, Kind
+from cluster.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
 from decode_worker.config import DecodeConfig
 from decode_worker.service import ATTACH
 from engine.messages import (
     Ended,
     Load,
+    NeedPrefill,
     PeerAddress,
     Place,
     Record,
@@ -37,6 +40,7 @@ START_S = 120.0
 ANSWER_S = 60.0
 QUIET_S = 5.0
 STOP_S = 3.0
+DEATH_S = 1.0
 LOOK_S = 0.2
 """How often it is seen whether a worker lives."""
 
@@ -82,7 +86,6 @@ class Pair:
         self.loads: dict[str, Load] = {}
         prefill, decode = (self._address(child) for child in children)
         self._prefill = PeerAddress(children[0].spec.name, prefill)
-        rpc.start("127.0.0.1", 0, {})
         rpc.connect(prefill, WATCH, self._watch)
         rpc.connect(decode, ATTACH, self._attach)
         for _ in self._records(lambda: len(self.loads) == 2, "a worker has not said how it is"):
@@ -117,8 +120,8 @@ class Pair:
                 case Ended(request=request, reason=FinishReason.LENGTH, stats=stats):
                     answers[request].stats = stats
                     under_way.remove(request)
-                case Ended() | Refused():
-                    raise RuntimeError(f"a request was not served: {record}")
+                case Ended() | Refused() | NeedPrefill():
+                    self._fail(f"a request was not served: {record}")
         return list(answers.values())
 
     def wait_quiet(self) -> dict[str, Load]:
@@ -137,7 +140,10 @@ class Pair:
     def _address(self, child: Child) -> str:
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
-            ready = child.started_within(LOOK_S)
+            try:
+                ready = child.started_within(LOOK_S)
+            except LaunchError as error:
+                raise RuntimeError(str(error)) from error
             if ready is not None:
                 return ready.address
             self._look()
@@ -149,12 +155,12 @@ class Pair:
             if reason is not None:
                 raise RuntimeError(f"the process of {child.spec.name} has died: {reason}")
 
-    def _mourn(self, role: str) -> NoReturn:
-        """Its stream has ended: why, if the process says so in a moment."""
-        for _ in range(round(STOP_S / LOOK_S)):
+    def _fail(self, why: str) -> NoReturn:
+        """Raises RuntimeError, with what the death of a worker, if that is seen in a moment, says better than `why`."""
+        for _ in range(round(DEATH_S / LOOK_S)):
             self._look()
             time.sleep(LOOK_S)
-        raise RuntimeError(f"the stream of the {role} worker has ended")
+        raise RuntimeError(why)
 
     def _records(
         self, done: Callable[[], bool], why: str, limit_s: float = ANSWER_S
@@ -171,7 +177,7 @@ class Pair:
                 continue
             match record:
                 case None:
-                    self._mourn(role)
+                    self._fail(f"the stream of the {role} worker has ended")
                 case WorkerInfo():
                     self.infos[role] = record
                 case Load():
@@ -191,21 +197,36 @@ class Pair:
 
 
 @contextmanager
-def running(prefill: PrefillConfig, decode: DecodeConfig) -> Iterator[Pair]:
-    """Both processes, for as long as it lasts; then both are stopped, whatever happened. Raises RuntimeError where one
-    does not start, and cluster's LaunchError where one outlives its stop."""
+def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator[Pair]:
+    """Both processes, for as long as it lasts; then both are stopped, whatever happened. What they say goes to `log`.
+    Raises RuntimeError where one does not start, and cluster's LaunchError where one outlives its stop."""
     launcher, rpc = ProcessLauncher(), RpcLoop("front")
     children: list[Child] = []
     configs: dict[Kind, PrefillConfig | DecodeConfig] = {"prefill": prefill, "decode": decode}
+    rpc.start("127.0.0.1", 0, {})
     try:
-        for kind, config in configs.items():
-            children.append(launcher.launch(_spec(kind, config)))
+        with _errors_to(log):
+            for kind, config in configs.items():
+                children.append(launcher.launch(_spec(kind, config)))
         yield Pair(children, rpc)
     finally:
         rpc.stop()
         for child in children:
             child.stop(STOP_S)
         launcher.close()
+
+
+@contextmanager
+def _errors_to(log: Path) -> Iterator[None]:
+    """Processes that are started meanwhile have it as their standard error."""
+    before = os.dup(2)
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def _spec(kind: Kind, config: PrefillConfig | DecodeConfig) -> ChildSpec:

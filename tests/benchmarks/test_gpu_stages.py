@@ -68,7 +68,10 @@ def test_a_part_that_fails_or_dies_costs_the_others_nothing() -> None:
     failed, died, nowhere, went = outcomes.values()
     assert failed.failure == "ValueError: broken on purpose" and "said on the way" in failed.log
     assert "SIGKILL" in died.failure
-    assert [line["what"] for line in failed.lines + died.lines] == ["before it failed", "before it died"]
+    assert [line["what"] for line in failed.lines + died.lines] == [
+        "before it failed",
+        "before it died",
+    ]
     assert "nowhere" in nowhere.failure
     assert went.lines == [{"what": "fine"}] and not went.failure
 

@@ -38,8 +38,8 @@ def structs(library: ModuleType) -> dict[str, Any]:
         share: float
         size: int | Literal["auto"] = "auto"
         why: Why | None = None
-        ids: list[int] = []
-        more: dict[str, Any] = {}
+        ids: list[int] = []  # noqa: RUF012
+        more: dict[str, Any] = {}  # noqa: RUF012
         pair: tuple[int, str] = (1, "a")
         any_more: tuple[float, ...] = ()
         raw: bytes = b""
@@ -68,14 +68,21 @@ def examples(library: ModuleType) -> list[Any]:
         inner=s["Inner"](Name("n"), 3), share=1, size=4, why=Why.LEFT, ids=[1, 2**63], more={"a": [1, None]},
         any_more=(0.5,), raw=b"\0\xff",
     )  # fmt: skip
-    return [full, s["Place"](inner=s["Inner"](Name("n")), share=0.5), s["Ended"](Name("é")), s["Row"](7)]
+    return [
+        full,
+        s["Place"](inner=s["Inner"](Name("n")), share=0.5),
+        s["Ended"](Name("é")),
+        s["Row"](7),
+    ]
 
 
 def test_structs_become_the_same_plain_data() -> None:
     """Guards the wire: a tag, an omitted default or an order of fields that differs is a record that nobody reads."""
     for real, ours in zip(examples(msgspec), examples(stand_in), strict=True):
         assert stand_in.to_builtins(ours) == msgspec.to_builtins(real, builtin_types=(bytes,))
-        assert stand_in.json.decode(msgspec.json.encode(real)) == msgspec.json.decode(stand_in.json.encode(ours))
+        assert stand_in.json.decode(msgspec.json.encode(real)) == msgspec.json.decode(
+            stand_in.json.encode(ours)
+        )
         assert repr(ours).rpartition(".")[2] == repr(real).rpartition(".")[2]
 
 
@@ -83,14 +90,14 @@ def test_structs_become_the_same_plain_data() -> None:
 def test_what_is_written_is_read_again(library: ModuleType) -> None:
     made = examples(library)
     kinds = {type(one).__name__: type(one) for one in made}
-    tagged = list[kinds["Place"] | kinds["Ended"] | None]  # type: ignore[misc]
+    Place, Ended, Row = (kinds[name] for name in ("Place", "Ended", "Row"))
+    tagged = list[Place | Ended | None]
     for form in (library.msgpack, library.json):
         assert form.Decoder(tagged).decode(form.encode([*made[:3], None])) == [*made[:3], None]
-        assert form.decode(form.encode(made[3:]), type=list[kinds["Row"] | int]) == made[3:]
+        assert form.decode(form.encode(made[3:]), type=list[Row | int]) == made[3:]
     changed = library.structs.replace(made[2], ok=False)
     assert (changed.name, changed.ok) == ("é", False)
     assert library.structs.asdict(made[3]) == {"first": 7, "second": b"x"}
-    Ended = kinds["Ended"]
     match made[2]:
         case Ended(name, ok):
             assert (name, ok) == ("é", True)
@@ -142,13 +149,18 @@ from decode_worker.config import DecodeConfig
 from engine import messages
 from engine.types import RequestId, RequestRecord
 assert "stand_ins" in msgspec.__file__ and "stand_ins" in xxhash.__file__
-record = RequestRecord(request=RequestId("a"), tokens=[1], prompt_tokens=1, max_tokens=3, seed=2**64 - 1, namespace=b"x")
+record = RequestRecord(
+    request=RequestId("a"), tokens=[1], prompt_tokens=1, max_tokens=3, seed=2**64 - 1, namespace=b"x"
+)
 said = [messages.Place(record=record, placement=1, prefill=messages.PeerAddress("p", "q"))]
 assert messages.decode_router_frame(messages.encode(said)) == said
 config = DecodeConfig(max_batch=3)
 assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(config)), DecodeConfig) == config
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((FOLDER, str(Path(FOLDER).parents[2])))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((FOLDER, str(Path(FOLDER).parents[2]))),
+    }
     ended = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -160,5 +172,11 @@ def test_digests_depend_on_every_byte_and_the_seed() -> None:
     piece = blake.xxh3_64(b"a")
     piece.update(b"b")
     assert whole.intdigest() == piece.intdigest() == blake.xxh3_64_intdigest(b"ab") < 2**64
-    assert len({blake.xxh3_64_intdigest(b"ab", seed=s) for s in (0, 1)} | {blake.xxh3_64_intdigest(b"ac")}) == 3
+    assert (
+        len(
+            {blake.xxh3_64_intdigest(b"ab", seed=s) for s in (0, 1)}
+            | {blake.xxh3_64_intdigest(b"ac")}
+        )
+        == 3
+    )
     assert len(blake.xxh3_128(b"ab").hexdigest()) == 32
