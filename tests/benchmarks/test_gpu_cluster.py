@@ -125,7 +125,7 @@ def judged(model_dir: Path) -> Iterator[tuple[Judge, Answer]]:
 def test_the_models_own_tokens_are_right(judged: tuple[Judge, Answer]) -> None:
     judge, answer = judged
     verdict = judge.verdict([answer])
-    assert verdict["right"] == 1 and verdict["same_tokens"] == verdict["tokens"] == 4
+    assert verdict["right"] == 1 and verdict["same"] == verdict["tokens"] == 4
     assert float(verdict["lost_block_gap"]) > float(verdict["allowed_gap"]) > 0
 
 
@@ -134,7 +134,7 @@ def test_one_wrong_token_is_seen_and_spoils_no_other(judged: tuple[Judge, Answer
     judge, answer = judged
     answer.tokens[3] = (answer.tokens[3] + 1) % 320
     verdict = judge.verdict([answer])
-    assert verdict["right"] == 0 and verdict["same_tokens"] == 3
+    assert verdict["right"] == 0 and verdict["same"] == 3
 
 
 def test_a_check_without_teeth_is_not_passed(
