@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 
@@ -70,7 +70,7 @@ def cluster(card: Card) -> Iterator[Line]:
         vocab = (TINY if _is_dry(card) else SMALL)["vocab_size"]
         draw = Random(6)
         prompts = [[draw.randrange(vocab) for _ in range(n)] for n in lengths]
-        yield from _over_all(card, str(source), prompts, Path(folder))
+        yield from _over_all(card, str(source), prompts, Path(folder), WAYS)
 
 
 def demo(card: Card) -> Iterator[Line]:
@@ -83,11 +83,15 @@ def demo(card: Card) -> Iterator[Line]:
             return
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         prompts = [tokenizer.encode(text).ids for text in TEXTS]
-        yield from _over_all(card, None, prompts, Path(folder))
+        yield from _over_all(card, None, prompts, Path(folder), {"cuda_ipc": WAYS["cuda_ipc"]})
 
 
 def _over_all(
-    card: Card, source: str | None, prompts: list[list[int]], folder: Path
+    card: Card,
+    source: str | None,
+    prompts: list[list[int]],
+    folder: Path,
+    ways: Mapping[str, TransferConfig],
 ) -> Iterator[Line]:
     dry = _is_dry(card)
     answer_tokens = 4 if dry else 32
@@ -107,7 +111,7 @@ def _over_all(
     context = max(map(len, prompts)) * 2 + 2 * answer_tokens
     judge = Judge(prepare(source, folder, "float32"), Path(engine.model_dir), context)
     try:
-        for way, transfer in (DRY_WAYS if dry else WAYS).items():
+        for way, transfer in (DRY_WAYS if dry else ways).items():
             began_s = time.monotonic()
             log = folder / f"{way}.log"
             try:

@@ -50,8 +50,8 @@ def on_card(card: Card) -> list[Line]:
 def engine(card: Card, recorder: Opener | None) -> list[Line]:
     """A line for each batch size, recorded and not; without a GPU nothing is recorded.
 
-    `ms` is the median step; `idle_ms` is how much of it no kernel runs. `bound_ms` is the time to read the weights and
-    the KV of the batch once, at the rate at which this card was seen to read.
+    `ms` is the median step; `idle_ms` is how much of it no kernel runs, where the profiler sees kernels. `bound_ms` is
+    the time to read the weights and the KV of the batch once, at the rate at which this card was seen to read.
     """
     batches = sorted({min(batch, 2 * card.sizes.batch) for batch in BATCHES})
     rates = {line["what"]: float(line["tb_per_s"]) * 1e12 for line in copy_rate(card)}
@@ -144,8 +144,7 @@ class Bench:
             "context": context // len(rows),
             "ms": wall_s * 1e3,
             "tokens_per_s": len(rows) / wall_s,
-            "idle_ms": (wall_s - busy_s) * 1e3,
-            "idle": 1.0 - busy_s / wall_s,
+            **(_idle(wall_s, busy_s) if busy_s else {}),
             "bound_ms": bound_s * 1e3,
             "of_bound": bound_s / wall_s,
             "planned_ahead": planned.ahead - planning.ahead,
@@ -175,6 +174,10 @@ class Bench:
             ignore_eos=True,
         )
         return Place(record=record, placement=1, prefill=HERE)
+
+
+def _idle(wall_s: float, busy_s: float) -> Line:
+    return {"idle_ms": (wall_s - busy_s) * 1e3, "idle": 1.0 - busy_s / wall_s}
 
 
 class _Switch:

@@ -22,19 +22,19 @@ class Part(NamedTuple):
 
 PARTS = {
     "copy_rate": Part("benchmarks.gpu.card:copy_rate", 10),
-    "correct": Part("benchmarks.gpu.correct:correct", 45),
-    "orders": Part("benchmarks.gpu.decode:orders", 35),
-    "decode": Part("benchmarks.gpu.decode:shapes", 35),
-    "eight_bits": Part("benchmarks.gpu.decode:eight_bits", 25),
+    "correct": Part("benchmarks.gpu.correct:correct", 100),
+    "orders": Part("benchmarks.gpu.decode:orders", 30),
+    "decode": Part("benchmarks.gpu.decode:shapes", 30),
+    "eight_bits": Part("benchmarks.gpu.decode:eight_bits", 20),
     "shared": Part("benchmarks.gpu.decode:shared", 20),
     "blocks": Part("benchmarks.gpu.decode:blocks", 20),
     "peers": Part("benchmarks.gpu.peers:peers", 25),
-    "prefill": Part("benchmarks.gpu.others:prefill", 25),
-    "copies": Part("benchmarks.gpu.others:copies", 20),
-    "transport": Part("benchmarks.gpu.transport:transport", 35),
-    "engine": Part("benchmarks.gpu.engine:on_card", 50),
-    "cluster": Part("benchmarks.gpu.cluster:cluster", 90),
-    "demo": Part("benchmarks.gpu.cluster:demo", 25),
+    "prefill": Part("benchmarks.gpu.others:prefill", 20),
+    "copies": Part("benchmarks.gpu.others:copies", 15),
+    "transport": Part("benchmarks.gpu.transport:transport", 30),
+    "engine": Part("benchmarks.gpu.engine:on_card", 45),
+    "cluster": Part("benchmarks.gpu.cluster:cluster", 80),
+    "demo": Part("benchmarks.gpu.cluster:demo", 20),
 }
 LIMIT_S = 465.0
 """The sum of all budgets is at most this; what is left of eight minutes is for starting and ending processes."""

@@ -54,7 +54,7 @@ def test_all_of_it_runs_on_a_machine_that_has_little(tmp_path: Path) -> None:
     assert [line["order"] for line in results["orders"]] == list(decode.ORDERS)
     assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["engine"])
     absent_peers = {line["what"] for line in results["peers"] if "absent" in line}
-    assert absent_peers == set(peers.PEERS), "a package is installed here, or its absence was not told"
+    assert absent_peers >= set(peers.PEERS), "a package is installed here, or its absence was not told"
     assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
     assert "absent" in results["demo"][0]
 
