@@ -2,9 +2,14 @@
 """The inner step of every attention kernel: fetch a tile of keys and values by block table, fold it into a softmax.
 
 Queries are packed: row m of a tile is query head `m % GROUP` of the KV head, of query `m // GROUP`, so that each key
-and value byte is read once per KV head and not once per query head. Scores are kept in powers of two (the scale holds
-log2 e). 8-bit keys and values are widened to the queries' 16-bit type before the product, exactly, and their scales
-are folded into scores and probabilities, one multiplication per token instead of one per element.
+and value byte is read once per KV head and not once per query head. Scores become powers of two (`scale` holds log2 e)
+as one multiply-add of the exponent.
+
+8-bit keys and values are read two at a time, as 16 bits: what the hardware can transpose, and copy 16 bytes at a time.
+Even and odd columns are widened apart and multiplied apart, with the even and the odd columns of the queries. They are
+widened to float16, exactly, and not to the queries' bfloat16, which costs three times the instructions; a query is one
+of both but beyond the range of float16, where it is cut off. The scales of keys and values are folded into scores and
+probabilities, one multiplication per token instead of one per element.
 
 Sources: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention-2 (Dao 2023); paging, PagedAttention (Kwon
 et al. 2023); scales folded into S and P, vLLM's Triton attention.
@@ -15,7 +20,7 @@ import math
 import triton
 import triton.language as tl
 
-from kernels.quantize import widen_e4m3
+from kernels.quantize import widen_pairs
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -55,28 +60,35 @@ def row_offsets(
 
 
 @triton.jit
-def load_tile(
-    base, rows, valid, like, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr
-):
-    """`[TILE, DIM_PAD]` in the type of `like`: rows that are not `valid` and columns past the head are zero.
-
-    E4M3 arrives 256 times too small.
-    """
-    dims = tl.arange(0, DIM_PAD)
-    mask = valid[:, None] if HEAD_DIM == DIM_PAD else valid[:, None] & (dims < HEAD_DIM)[None, :]
-    tile = tl.load(base + rows[:, None] + dims[None, :], mask=mask, other=0)
-    if FORMAT == "e4m3":
-        tile = widen_e4m3(tile)
-    return tile.to(like.dtype)
+def load_tile(base, rows, valid, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """`[TILE, PAD]`: rows that are not `valid`, and columns from WIDTH on, are zero."""
+    columns = tl.arange(0, PAD)
+    mask = valid[:, None] if WIDTH == PAD else valid[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(base + rows[:, None] + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def load_scales(base, offsets, valid, FORMAT: tl.constexpr):
-    """float32 `[TILE]`, for E4M3 with the 256 that `load_tile` leaves out."""
-    scales = tl.load(base + offsets, mask=valid, other=0.0)
-    if FORMAT == "e4m3":
-        scales = scales * 256.0
-    return scales
+    """float32 `[TILE]`, with the factor that `widen_pairs` leaves out."""
+    return tl.load(base + offsets, mask=valid, other=0.0) * (128.0 if FORMAT == "int8" else 256.0)
+
+
+@triton.jit
+def halves(x):
+    """The even and the odd columns of `[M, N]`."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def fold(scores, scale, top, total):
+    """One tile of scores `[M, TILE]` into the running maximum and sum `[M]`: its probabilities relative to the new
+    maximum, by how much what was summed before shrinks, and the new `(top, total)`. -inf is not seen."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # -inf minus -inf is NaN: a row without a visible token so far compares with 0 instead.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top * scale)
+    probs = tl.exp2(scores * scale - shift[:, None])
+    keep = tl.exp2(top * scale - shift)
+    return probs, keep, new_top, total * keep + tl.sum(probs, 1)
 
 
 @triton.jit
@@ -115,11 +127,24 @@ def sweep(
     nothing keeps top = -inf and total = 0.
     """
     lanes = tl.arange(0, TILE)
+    PACKED: tl.constexpr = 1 if FORMAT == "native" else 2
+    if FORMAT != "native":
+        WIDE: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q_even, q_odd = halves(tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(WIDE))
+        even, odd = halves(acc)
     # Table entries are fetched one tile ahead by hand: the pipeliner would spend stages on a load whose address waits
     # for a load. It must not stage the entries themselves, which a stage count on this very loop would make it do:
     # then nothing is ahead at all. So the stages come with the launch, and concern what feeds a product.
     next_rows, next_scales = row_offsets(
-        table, begin, end, STRIDE_BLOCK, STRIDE_TOKEN, SCALE_BLOCK, SCALE_TOKEN, BLOCK_SIZE, TILE
+        table,
+        begin,
+        end,
+        STRIDE_BLOCK // PACKED,
+        STRIDE_TOKEN // PACKED,
+        SCALE_BLOCK,
+        SCALE_TOKEN,
+        BLOCK_SIZE,
+        TILE,
     )
     for start in range(begin, end, TILE):
         rows = next_rows
@@ -128,8 +153,8 @@ def sweep(
             table,
             start + TILE,
             end,
-            STRIDE_BLOCK,
-            STRIDE_TOKEN,
+            STRIDE_BLOCK // PACKED,
+            STRIDE_TOKEN // PACKED,
             SCALE_BLOCK,
             SCALE_TOKEN,
             BLOCK_SIZE,
@@ -137,9 +162,13 @@ def sweep(
         )
         tokens = start + lanes
         valid = (tokens < end) & (tokens >= lowest)
-        k = load_tile(payload, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if FORMAT != "native":
+        if FORMAT == "native":
+            k = load_tile(payload, rows, valid, HEAD_DIM, DIM_PAD)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k_even, k_odd = widen_pairs(load_tile(payload, rows, valid, HEAD_DIM // 2, DIM_PAD // 2), FORMAT)
+            scores = tl.dot(q_even, tl.trans(k_even.to(q_even.dtype)), input_precision="ieee")
+            scores = tl.dot(q_odd, tl.trans(k_odd.to(q_odd.dtype)), scores, input_precision="ieee")
             scores = scores * load_scales(scales, scale_rows, valid, FORMAT)[None, :]
         if MASK == "range":
             scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -148,22 +177,33 @@ def sweep(
             if WINDOW > 0:
                 visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # -inf minus -inf is NaN: a row without a visible token so far compares with 0 instead.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        probs = tl.exp2(scores - shift[:, None])
-        keep = tl.exp2(top - shift)
-        total = total * keep + tl.sum(probs, 1)
-        top = new_top
-        if FORMAT != "native":
+        probs, keep, top, total = fold(scores, scale, top, total)
+        if FORMAT == "native":
+            v = load_tile(payload + STRIDE_KV, rows, valid, HEAD_DIM, DIM_PAD)
+            acc = acc * keep[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        else:
             probs = probs * load_scales(scales + SCALE_KV, scale_rows, valid, FORMAT)[None, :]
-        v = load_tile(payload + STRIDE_KV, rows, valid, q, HEAD_DIM, DIM_PAD, FORMAT)
-        acc = acc * keep[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+            probs = probs.to(q_even.dtype)
+            v_even, v_odd = widen_pairs(
+                load_tile(payload + STRIDE_KV // 2, rows, valid, HEAD_DIM // 2, DIM_PAD // 2), FORMAT
+            )
+            even = even * keep[:, None] + tl.dot(probs, v_even.to(probs.dtype), input_precision="ieee")
+            odd = odd * keep[:, None] + tl.dot(probs, v_odd.to(probs.dtype), input_precision="ieee")
+    if FORMAT != "native":
+        acc = tl.reshape(tl.join(even, odd), [q.shape[0], DIM_PAD])
     return acc, top, total
 
 
 @triton.jit
-def finish(acc, top, total):
+def finish(acc, top, total, scale):
     """Output `[M, DIM_PAD]` and natural log-sum-exp `[M]`; zero and -inf for a row that saw nothing."""
     safe = tl.where(total > 0.0, total, 1.0)
-    return acc / safe[:, None], (top + tl.log2(safe)) * 0.6931471805599453
+    return acc / safe[:, None], (top * scale + tl.log2(safe)) * 0.6931471805599453
+
+
+def exponent_scale(scale: float | None, head_dim: int) -> float:
+    """What makes a score an exponent of two; 1 / sqrt(head_dim) by default. Raises ValueError unless it is positive:
+    the largest score must stay the largest."""
+    if scale is not None and scale <= 0.0:
+        raise ValueError(f"scale {scale} is not positive")
+    return float((head_dim**-0.5 if scale is None else scale) * LOG2_E)

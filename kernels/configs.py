@@ -2,10 +2,13 @@
 
 Run-time tuning would measure on a busy server, differ from process to process, and could not be compiled ahead or
 tested without a GPU. `origin` says what an entry rests on: "contract" was chosen by what the compiler reports
-(registers, spills, tiles in flight; `tests/kernels/contract`), "measured" on the hardware named in `docs/kernels.md`.
+(registers, spills, tiles in flight; `tests/kernels/contract`), "measured" comes from `measured.json` beside this file,
+which names the card and is written by `python -m benchmarks.gpu.tune`.
 """
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 Origin = Literal["contract", "measured"]
@@ -33,6 +36,10 @@ class ConfigKey:
     dtype: str
     arch: int
 
+
+MEASURED = Path(__file__).with_name("measured.json")
+DRY_RUN = "none: a dry run, whose figures mean nothing"
+"""The card of a file that is not to be taken."""
 
 DEFAULTS = {
     "decode": KernelConfig(tile=64, warps=4, stages=3, rows=16),
@@ -71,7 +78,7 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("prefill", 64, 3, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 64, "bfloat16", None, None),
-    ("prefill", 128, 4, 64, "int8", KernelConfig(64, 4, 3, 64), None),
+    ("prefill", 128, 4, 64, "int8", KernelConfig(32, 8, 3, 128), None),
     ("prefill", 256, 8, 64, "bfloat16", KernelConfig(32, 8, 2, 64), KernelConfig(32, 8, 2, 64)),
     ("rope_kv_write", 128, 4, 64, "bfloat16", None, None),
     ("rope_kv_write", 128, 4, 64, "float8_e4m3fn", None, None),
@@ -83,11 +90,31 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("sample", 0, 0, 0, "float32", None, None),
 ]
 
+
+
+def read_measured(path: Path) -> dict[ConfigKey, KernelConfig]:
+    """The entries of a `measured.json`; none if there is no such file. Raises ValueError for one of a dry run, and for
+    a kernel that there is not."""
+    if not path.exists():
+        return {}
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if told["gpu"] == DRY_RUN:
+        raise ValueError(f"{path}: the figures of a dry run, which mean nothing")
+    found = {}
+    for entry in told["entries"]:
+        key = ConfigKey(**{field.name: entry[field.name] for field in fields(ConfigKey)})
+        if key.kernel not in DEFAULTS:
+            raise ValueError(f"{path}: no kernel {key.kernel!r}")
+        shape = (entry["tile"], entry["warps"], entry["stages"], entry["rows"])
+        found[key] = KernelConfig(*shape, origin="measured")
+    return found
+
+
 TABLE = {
     ConfigKey(kernel, head_dim, group, block_size, dtype, arch): entry or DEFAULTS[kernel]
     for kernel, head_dim, group, block_size, dtype, *entries in _ENTRIES
     for arch, entry in zip((80, 90), entries, strict=True)
-}
+} | read_measured(MEASURED)
 
 
 def config_for(key: ConfigKey) -> KernelConfig:

@@ -18,11 +18,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import LOG2_E, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep
 from kernels.configs import KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
+
+
+@triton.jit
+def _item(items_ptr, number):
+    """The fields of `decode_plan.Item`."""
+    item = items_ptr + number * 7
+    return (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+        tl.load(item + 4),
+        tl.load(item + 5),
+        tl.load(item + 6),
+    )
 
 
 @triton.jit
@@ -60,43 +75,46 @@ def decode_kernel(
     TILE: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Each program runs its range of items: M packed rows against the item's tokens, TILE at a time."""
+    """Each program runs its items: M packed rows against the item's tokens, TILE at a time."""
     program = tl.program_id(0)
     packed = tl.arange(0, M)
     dims = tl.arange(0, DIM_PAD)
-    for number in range(tl.load(ranges_ptr + program), tl.load(ranges_ptr + program + 1)):
-        item = items_ptr + number * 6
-        first = tl.load(item)
-        count = tl.load(item + 1)
-        kv_head = tl.load(item + 2)
-        begin = tl.load(item + 3)
-        end = tl.load(item + 4)
-        chunk = tl.load(item + 5)
-
+    # The first item's place is known, and the next one's fields are fetched while this one is computed.
+    first, count, kv_head, begin, end, chunk, owner = _item(items_ptr, program)
+    following = tl.load(ranges_ptr + program)
+    last = tl.load(ranges_ptr + program + 1)
+    for number in range(following, last + 1):
         present = packed < count * GROUP
         row = tl.load(rows_ptr + first + packed // GROUP, mask=present, other=0)
         head = kv_head * GROUP + packed % GROUP
         inside = present[:, None] & (dims < HEAD_DIM)[None, :]
         at = (row.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptr + at, mask=inside, other=0.0)
+        splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
+        slot = tl.load(slots_ptr + row * 2 + 1, mask=present, other=0) + chunk
 
         # Any of the rows will do: they share the item's blocks. Under a window an item has one row.
-        owner = tl.load(rows_ptr + first)
         table = tables_ptr + owner.to(tl.int64) * TABLE_BLOCKS
         lowest = 0
         if WINDOW > 0:
             lowest = tl.load(lengths_ptr + owner) - WINDOW
+        payload_of_head = payload + kv_head * (STRIDE_HEAD // (1 if FORMAT == "native" else 2))
+        scales_of_head = scales + kv_head * SCALE_HEAD
+        from_token, to_token = begin, end
+        first, count, kv_head, begin, end, chunk, owner = _item(
+            items_ptr, tl.minimum(number, last - 1)
+        )
 
         acc = tl.zeros([M, DIM_PAD], dtype=tl.float32)
         top = tl.full([M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([M], dtype=tl.float32)
         acc, top, total = sweep(
             q,
-            payload + kv_head * STRIDE_HEAD,
-            scales + kv_head * SCALE_HEAD,
+            payload_of_head,
+            scales_of_head,
             table,
-            begin,
-            end,
+            from_token,
+            to_token,
             lowest,
             row,
             scale,
@@ -117,12 +135,10 @@ def decode_kernel(
             TILE,
             "range",
         )
-        answer, lse = finish(acc, top, total)
-        splits = tl.load(slots_ptr + row * 2, mask=present, other=0)
+        answer, lse = finish(acc, top, total, scale)
         whole = splits == 1
         tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside & whole[:, None])
         tl.store(lse_ptr + row * HEADS + head, lse, mask=whole)
-        slot = tl.load(slots_ptr + row * 2 + 1, mask=present, other=0) + chunk
         partial_at = slot.to(tl.int64) * HEADS + head
         split = splits > 1
         tl.store(
@@ -213,7 +229,7 @@ def decode_attention(
         raise ValueError(f"planned for tiles of {geometry.tile} tokens, not {config.tile}")
     check_interpretable(q, pool.payload)
     out = torch.empty_like(q) if out is None else out
-    payload, scales = pool.layer(layer)
+    payload, scales = pool.layer(layer, paired=True)
     dim_pad = triton.next_power_of_2(head_dim)
     decode_kernel[(geometry.programs,)](
         q,
@@ -229,7 +245,7 @@ def decode_attention(
         buffers.tables,
         buffers.lengths,
         buffers.slots,
-        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        exponent_scale(scale, head_dim),
         **pool.constants(),
         DIM_PAD=dim_pad,
         HEADS=heads,

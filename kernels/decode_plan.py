@@ -63,7 +63,7 @@ def geometry_for(
         programs=programs,
         tile=tile,
         rows_per_item=max(1, packed_rows // group),
-        max_items=4 * batch * kv_heads + pieces,
+        max_items=4 * batch * kv_heads + pieces + programs,
         max_slots=4 * batch + pieces,
         window=window,
     )
@@ -79,7 +79,7 @@ class SharedPrefix:
 
 class Item(NamedTuple):
     """Tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from `first`, their chunk number
-    `chunk`. In this order in device memory."""
+    `chunk`. `owner` is the first of the rows, in whose table all find their blocks. In this order in device memory."""
 
     first: int
     size: int
@@ -87,13 +87,18 @@ class Item(NamedTuple):
     begin: int
     end: int
     chunk: int
+    owner: int
+
+
+NOTHING = Item(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Program p runs `items[ranges[p] : ranges[p + 1]]`. Row r of the batch has `splits[r]` chunks, whose partial
-    results are in the slots from `first_slots[r]` when there are several. `load` is the busiest program's, in tiles;
-    `ideal` what each would have if work divided perfectly."""
+    """Program p runs `items[p]`, which may be NOTHING, and then `items[ranges[p] : ranges[p + 1]]`: where its first
+    item is needs no look-up, and a step of few items is mostly look-ups. Row r of the batch has `splits[r]` chunks,
+    whose partial results are in the slots from `first_slots[r]` when there are several. `load` is that of the busiest
+    program, in tiles; `ideal` what each would have if work divided perfectly."""
 
     items: list[Item]
     ranges: list[int]
@@ -213,7 +218,8 @@ def _cut(
         for row in segment.rows:
             splits[row] += len(chunks)
     slots = sum(count for count in splits if count > 1)
-    if len(pieces) * geometry.kv_heads > geometry.max_items or slots > geometry.max_slots:
+    most_items = geometry.max_items - geometry.programs  # as many may be NOTHING
+    if len(pieces) * geometry.kv_heads > most_items or slots > geometry.max_slots:
         return None
     costs = [-(-(end - begin) // geometry.tile) + _OVERHEAD_TILES for _, _, begin, end, _ in pieces]
     order = sorted(range(len(pieces)), key=costs.__getitem__, reverse=True)
@@ -246,14 +252,18 @@ def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
     program = iter(cut.dealt)
     for first, size, begin, end, chunk in cut.pieces:
         for head in range(geometry.kv_heads):
-            mine[next(program)].append(Item(first, size, head, begin, end, chunk))
-    ranges, first_slots = [0], [0]
+            item = Item(first, size, head, begin, end, chunk, cut.rows[first])
+            mine[next(program)].append(item)
+    ranges, first_slots = [geometry.programs], [0]
     for items in mine:
-        ranges.append(ranges[-1] + len(items))
+        ranges.append(ranges[-1] + max(0, len(items) - 1))
     for count in cut.splits[:-1]:
         first_slots.append(first_slots[-1] + (count if count > 1 else 0))
     return DecodePlan(
-        [item for items in mine for item in items],
+        [
+            *(items[0] if items else NOTHING for items in mine),
+            *(item for items in mine for item in items[1:]),
+        ],
         ranges,
         cut.rows,
         cut.splits,

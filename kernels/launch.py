@@ -3,6 +3,11 @@
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+REFUSED = (OutOfResources, CompilationError)
+"""What a launch raises where a configuration asks for more than the GPU has, or the compiler will not have it."""
 
 
 def interpreted() -> bool:

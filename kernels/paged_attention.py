@@ -189,16 +189,30 @@ def paged_attention(
     if q.shape[1] % kv_heads or q.shape[2] != head_dim or not 0 <= layer < layers:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a pool {tuple(pool.shape)}, layer {layer}")
     for gather in plan.gathers:
-        gathered = _rows(pool, scales, layer, gather.index, q.dtype)
-        if len(gather.stale):
-            gathered.index_fill_(0, gather.stale, 0.0)
-        offset = 0
-        for part in gather.parts:
-            size = part.sequences * 2 * kv_heads * part.blocks * pool.shape[4]
-            kv = gathered[offset : offset + size].view(part.sequences, 2, kv_heads, -1, head_dim)
-            offset += size
-            out.index_copy_(0, part.rows, _attend(q, kv, part, plan.row_multiple))
+        _read(q, pool, layer, gather, plan.row_multiple, out, scales)
     return out
+
+
+def _read(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    gather: _Gather,
+    row_multiple: int,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Gather, attend, and let go of what was gathered: the next is not held beside it."""
+    kv_heads, block_size, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+    gathered = _rows(pool, scales, layer, gather.index, q.dtype)
+    if len(gather.stale):
+        gathered.index_fill_(0, gather.stale, 0.0)
+    offset = 0
+    for part in gather.parts:
+        size = part.sequences * 2 * kv_heads * part.blocks * block_size
+        kv = gathered[offset : offset + size].view(part.sequences, 2, kv_heads, -1, head_dim)
+        offset += size
+        out.index_copy_(0, part.rows, _attend(q, kv, part, row_multiple))
 
 
 def _rows(

@@ -64,14 +64,18 @@ class KVPool:
         """The payload as a kernel argument: E4M3 as its bytes, since not every GPU has such a type."""
         return self.payload.view(torch.uint8) if self.format == "e4m3" else self.payload
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Payload and scales of one layer as kernel arguments, the payload in place of absent scales.
+    def layer(self, layer: int, *, paired: bool = False) -> tuple[Tensor, Tensor]:
+        """Payload and scales of one layer as kernel arguments, the payload in place of absent scales. `paired`: 8-bit
+        payloads as int16, two neighbouring codes each.
 
         Raises IndexError where the pool has no such layer.
         """
         if not 0 <= layer < self.payload.shape[2]:
             raise IndexError(f"layer {layer} of {self.payload.shape[2]}")
-        payload = self.bytes_or_values().select(2, layer)
+        payload = self.bytes_or_values()
+        if paired and self.format != "native":
+            payload = payload.view(torch.int16)
+        payload = payload.select(2, layer)
         return payload, payload if self.scales is None else self.scales.select(2, layer)
 
     def constants(self) -> dict[str, int | str]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tile import LOG2_E, finish, sweep
+from kernels.attention_tile import exponent_scale, finish, sweep
 from kernels.configs import KernelConfig
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
@@ -93,7 +93,7 @@ def prefill_kernel(
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
 
     table = tables_ptr + sequence.to(tl.int64) * table_blocks
-    payload += kv_head * STRIDE_HEAD
+    payload += kv_head * (STRIDE_HEAD // (1 if FORMAT == "native" else 2))
     scales += kv_head * SCALE_HEAD
     acc = tl.zeros([M, DIM_PAD], dtype=tl.float32)
     top = tl.full([M], float("-inf"), dtype=tl.float32)
@@ -116,7 +116,7 @@ def prefill_kernel(
         STRIDE_BLOCK, STRIDE_KV, STRIDE_TOKEN, SCALE_BLOCK, SCALE_KV, SCALE_TOKEN,
         BLOCK_SIZE, HEAD_DIM, DIM_PAD, FORMAT, WINDOW, TILE, "causal",
     )  # fmt: skip
-    answer, lse = finish(acc, top, total)
+    answer, lse = finish(acc, top, total, scale)
     tl.store(out_ptr + at, answer.to(out_ptr.dtype.element_ty), mask=inside)
     if WITH_LSE:
         tl.store(lse_ptr + row_at, lse, mask=present)
@@ -158,7 +158,7 @@ def prefill_attention(
     rows_per_tile(config, group)
     check_interpretable(q, pool.payload)
     out = torch.empty_like(q) if out is None else out
-    payload, scales = pool.layer(layer)
+    payload, scales = pool.layer(layer, paired=True)
     prefill_kernel[(tiles.shape[0], pool.kv_heads)](
         q,
         payload,
@@ -168,7 +168,7 @@ def prefill_attention(
         tiles,
         tables,
         tables.shape[1],
-        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        exponent_scale(scale, head_dim),
         **pool.constants(),
         DIM_PAD=triton.next_power_of_2(head_dim),
         HEADS=heads,

@@ -21,6 +21,20 @@ def widen_e4m3(codes):
 
 
 @triton.jit
+def widen_pairs(pairs, FORMAT: tl.constexpr):
+    """int16 of two neighbouring codes each, as float16: the lower bytes and the upper ones, int8 divided by 128 and
+    E4M3 by 256; exact. A byte becomes the fraction of a number of 8 to 16, or is moved under a float16's exponent."""
+    if FORMAT == "int8":
+        low = ((pairs & 0xFF) ^ 0x4880).to(tl.float16, bitcast=True) - 9.0
+        high = (((pairs >> 8) & 0xFF) ^ 0x4880).to(tl.float16, bitcast=True) - 9.0
+    else:
+        low = pairs << 7  # its sign is a bit too low: the sum carries it up
+        low = ((low & 0x7F80) + (low & 0x4000)).to(tl.float16, bitcast=True)
+        high = ((pairs & -0x8000) | ((pairs >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
 def encode_int8(x):
     """float32 within ±127 to int8. Adding 1.5 * 2^23 rounds to an even integer."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)

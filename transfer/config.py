@@ -17,7 +17,7 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes: int = 1 << 20
     """Of each buffer of a channel (`NCCL_BUFFSIZE`)."""
     piece_bytes: int = 32 << 20
-    """Blocks travel packed in pieces of about this size. A worker keeps three of them, whatever the number of peers."""
+    """Blocks travel packed in pieces of about this size. A worker keeps four of them, whatever the number of peers."""
     limit_s: float = 2.0
     """An operation that both ends have begun and that takes longer costs its communicator."""
     join_s: float = 20.0
@@ -26,7 +26,7 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Put pieces into a ring of the receiver's instead of sending them to it, where both workers say so, NCCL has the
     verbs (2.29.2) and the devices can: copy engines do the work, no multiprocessor does."""
     put_bytes: int = 8 << 20
-    """Of a piece that is put. Each pair keeps three of them at each end, as long as it has a communicator."""
+    """Of a piece that is put. Each pair keeps four of them at each end, as long as it has a communicator."""
     share_gpu: Literal["no", "multi_rank", "two_hosts"] = "no"
     """Whether two workers of one GPU may speak over NCCL, which is slow and for tests: as two ranks of a device (NCCL
     2.30 and later), or as if they were on two hosts (earlier, over sockets). Both must say the same."""

@@ -5,6 +5,7 @@ stream; what either enqueues has ended before the receive is reported, or its ca
 way of the copy.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -88,9 +89,9 @@ class DeviceInPlace:
         self.wrong += self._verifier.wrong(*self._pending.pop(0))
 
 
-class DeviceRepacked:
-    """Blocks come as `unit` and are stored as `layout`: into a private buffer, where their digests are compared, and
-    then row by row into the pool. Raises ValueError if `unit` has heads that `layout` has not."""
+class DeviceConverted(ABC):
+    """Blocks come as `unit` and are stored as `layout`, where their digests fit. Raises ValueError if `unit` has heads
+    that `layout` has not."""
 
     def __init__(
         self,
@@ -101,33 +102,50 @@ class DeviceRepacked:
         blocks: Sequence[IncomingBlock],
         verifier: Verifier,
     ) -> None:
-        held_heads(unit, layout)
         self.wrong = 0
         self._device = device
         self._memory = memory.memory
         self._layout = layout
         self._unit = unit
+        held_heads(unit, layout)
         self._blocks = blocks
         self._verifier = verifier
-        self._shape = digest_shape(unit)
-        self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Tensor]] = []
+        self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Sequence[int], Tensor]] = []
 
     def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
         some = self._blocks[first : first + len(blocks)]
         by_head = source.unflatten(1, (self._unit.kv_heads, -1))
-        buffer = by_head.new_empty(len(some), *by_head.shape[1:])
+        buffer = self._buffer(by_head, len(some))
+        kept, places = (source, blocks) if buffer is None else (buffer, range(len(some)))
         tokens = [block.tokens for block in some]
-        digests = self._device.copy(by_head, buffer, blocks, range(len(some)), self._shape, tokens)
+        digests = self._device.copy(by_head, buffer, blocks, places, digest_shape(self._unit), tokens)
         assert digests is not None
-        self._pending.append((some, buffer, digests))
+        self._pending.append((some, kept, places, digests))
 
     def landed(self) -> None:
-        blocks, buffer, digests = self._pending.pop(0)
-        self.wrong += self._verifier.wrong(blocks, digests)
-        if self.wrong:
-            return  # the receive has failed: nothing more needs to be stored
-        for block, words in zip(blocks, buffer, strict=True):
-            sources = planes(words.view(torch.uint8), self._unit)
+        some, kept, places, digests = self._pending.pop(0)
+        self.wrong += self._verifier.wrong(some, digests)
+        if not self.wrong:  # else the receive has failed: nothing more needs to be stored
+            self._store(some, kept, places)
+
+    @abstractmethod
+    def _buffer(self, by_head: Tensor, count: int) -> Tensor | None:
+        """Where `count` blocks are copied to while they are digested; None where they are digested only."""
+
+    @abstractmethod
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        """Enqueue what brings `words[places]`, the blocks as they came, into the pool."""
+
+
+class DeviceRepacked(DeviceConverted):
+    """Another size of blocks, or range of heads: into a private buffer, and then row by row into the pool."""
+
+    def _buffer(self, by_head: Tensor, count: int) -> Tensor:
+        return by_head.new_empty(count, *by_head.shape[1:])
+
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        for block, place in zip(blocks, places, strict=True):
+            sources = planes(words[place].view(torch.uint8), self._unit)
             for rows in block.rows:
                 store(self._memory, self._layout, self._unit, rows, sources)
 

@@ -12,8 +12,8 @@ from engine.kv.paged import pool_views
 from kernels.pool import KVPool
 from transfer.algorithms import digest_shape
 from transfer.commands import IncomingBlock
-from transfer.device import Device, DeviceMemory
-from transfer.device_landing import Verifier, held_heads, planes, store, unsigned
+from transfer.device import Device
+from transfer.device_landing import DeviceConverted, held_heads, planes, store, unsigned
 
 BLOCKS_PER_DIGEST = 32
 """Converted at a time to make digests of what will be sent."""
@@ -76,52 +76,24 @@ class DevicePacked:
         return found
 
 
-class DeviceWidened:
-    """Blocks come as `unit`, in 8 bits, and are stored as `layout`, where their digests fit: by one kernel where both
-    have blocks of one size, by way of a private buffer elsewhere. Raises ValueError if `unit` has heads that `layout`
-    has not."""
+class DeviceWidened(DeviceConverted):
+    """Blocks that come in 8 bits: by one kernel where both have blocks of one size, by way of a private buffer
+    elsewhere. Raises ValueError where kernels cannot read the pool's."""
 
-    def __init__(
-        self,
-        device: Device,
-        memory: DeviceMemory,
-        layout: KVLayout,
-        unit: KVLayout,
-        blocks: Sequence[IncomingBlock],
-        verifier: Verifier,
-    ) -> None:
-        self.wrong = 0
-        self._device = device
-        self._memory = memory
-        self._layout = layout
-        self._unit = unit
-        self._blocks = blocks
-        self._verifier = verifier
-        self._target = heads_of(memory.memory, layout, unit)
-        self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Sequence[int], Tensor]] = []
+    def _buffer(self, by_head: Tensor, count: int) -> None:
+        return None
 
-    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
-        some = self._blocks[first : first + len(blocks)]
-        by_head = source.unflatten(1, (self._unit.kv_heads, -1))
-        tokens = [block.tokens for block in some]
-        digests = self._device.copy(by_head, None, blocks, blocks, digest_shape(self._unit), tokens)
-        assert digests is not None
-        self._pending.append((some, source, blocks, digests))
-
-    def landed(self) -> None:
-        some, source, numbers, digests = self._pending.pop(0)
-        self.wrong += self._verifier.wrong(some, digests)
-        if self.wrong:
-            return  # the receive has failed: nothing more needs to be stored
-        arrived = as_pool(source, self._unit)
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        arrived = as_pool(words, self._unit)
         if self._unit.block_size == self._layout.block_size:
-            targets = [block.rows[0].target for block in some]
-            self._device.convert(arrived, self._target, numbers, targets)
+            targets = [block.rows[0].target for block in blocks]
+            target = heads_of(self._memory, self._layout, self._unit)
+            self._device.convert(arrived, target, places, targets)
             return
         wide = msgspec.structs.replace(self._unit, dtype=self._layout.dtype)
-        buffer = source.new_empty(len(some), wide.block_bytes // 8)
-        self._device.convert(arrived, as_pool(buffer, wide), numbers, range(len(some)))
-        for block, words in zip(some, buffer, strict=True):
-            sources = planes(words.view(torch.uint8).view(wide.kv_heads, -1), wide)
+        buffer = words.new_empty(len(blocks), wide.block_bytes // 8)
+        self._device.convert(arrived, as_pool(buffer, wide), places, range(len(blocks)))
+        for block, made in zip(blocks, buffer, strict=True):
+            sources = planes(made.view(torch.uint8).view(wide.kv_heads, -1), wide)
             for rows in block.rows:
-                store(self._memory.memory, self._layout, wide, rows, sources)
+                store(self._memory, self._layout, wide, rows, sources)

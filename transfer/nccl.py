@@ -4,12 +4,12 @@ Bytes never land in a pool by NCCL's hand. A piece of a chunk is packed out of t
 slot to slot, and is scattered into the receiver's pool by the receiver's own kernel once it is all there. So a receive
 can be cancelled at any time, and a peer that dies or freezes in the middle can spoil a slot and nothing else.
 
-The parts: `nccl_pair` and `nccl_wire` settle what goes next, `nccl_dispatch` and `nccl_lane` carry it out, `nccl_room`
-says which pairs have a communicator (`nccl_communicator`, `nccl_library`), `nccl_meeting` and `nccl_peer` are how two
-ends find and hear each other. Communicators are made when two workers meet, as long as there is room, and warmed up
-(the first operation of a pair takes most of a second); afterwards when they are needed. Every wait has a limit: the
-loss of the socket, an error of the library or a limit that has passed costs the pair, whose receives end as LOST, and
-nobody else.
+The parts: `nccl_pair` and `nccl_wire` settle what goes next, `nccl_packing`, `nccl_dispatch` and `nccl_lane` carry it
+out, `nccl_room` says which pairs have a communicator (`nccl_communicator`, `nccl_library`), `nccl_meeting` and
+`nccl_peer` are how two ends find and hear each other. Communicators are made when two workers meet, as long as there is
+room, and warmed up (the first operation of a pair takes most of a second); afterwards when they are needed. Every wait
+has a limit: the loss of the socket, an error of the library or a limit that has passed costs the pair, whose receives
+end as LOST, and nobody else.
 """
 
 import logging
@@ -25,11 +25,12 @@ from transfer.device import Device, DeviceMemory, words_of
 from transfer.device_landing import DeviceLanding
 from transfer.device_narrow import DevicePacked
 from transfer.link import chunk_key
-from transfer.nccl_dispatch import Dispatch, Posted
+from transfer.nccl_dispatch import Dispatch
 from transfer.nccl_library import NcclLibrary
 from transfer.nccl_meeting import Meeting
 from transfer.nccl_pair import Chunk, Pair
 from transfer.nccl_peer import Peer
+from transfer.nccl_posted import Posted
 from transfer.nccl_room import NcclReport, Room
 from transfer.nccl_wire import Go, Gone, Grant, Ready, Said
 from transfer.pulse import Pulse
@@ -152,7 +153,8 @@ class NcclTransport:
         if posted is None:
             return False
         self._dispatch.fence(posted.chunk)
-        del self._posted[ticket]
+        if self._posted.pop(ticket, None) is None:
+            return False  # the fence was all that it waited for
         posted.chunk.verdict = (Outcome.CANCELLED, "")
         posted.peer.say(*posted.peer.pair.give_up(posted.chunk))
         self._complete(ticket, Outcome.CANCELLED)
@@ -217,9 +219,9 @@ class NcclTransport:
         for ticket, posted in list(self._posted.items()):
             if posted.peer is peer:
                 self._dispatch.fence(posted.chunk)
-                del self._posted[ticket]
-                posted.chunk.verdict = (outcome, why)
-                self._complete(ticket, Outcome.FAILED if posted.chunk.sends else outcome, why)
+                if self._posted.pop(ticket, None) is not None:
+                    posted.chunk.verdict = (outcome, why)
+                    self._complete(ticket, Outcome.FAILED if posted.chunk.sends else outcome, why)
         peer.pair = Pair(peer.pair.leads)
 
     # ---- chunks

@@ -4,38 +4,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 
-import msgspec
-from torch import Tensor
-
 from engine.types import Incarnation
 from transfer.config import NcclConfig
-from transfer.device import Device, DeviceMemory, flat, settle, words_of
-from transfer.device_landing import DeviceLanding
-from transfer.device_narrow import DevicePacked
+from transfer.device import Device, DeviceMemory, settle
 from transfer.nccl_communicator import Communicator, Stage
 from transfer.nccl_lane import Deed, Job, Lane
 from transfer.nccl_library import NcclError, NcclLibrary
+from transfer.nccl_packing import Packing, blocks_within, piece_blocks, slot_blocks
 from transfer.nccl_pair import Chunk, Piece
 from transfer.nccl_peer import Peer
+from transfer.nccl_posted import Posted
 from transfer.nccl_ring import SLOTS, Ring
 from transfer.nccl_wire import Go, Grant
 from transfer.scatter import Copy, Scatter, Slots
-from transfer.transport import Move, Span, Ticket, TransferError
+from transfer.transport import Span, Ticket, TransferError
 
 WARM_WORDS = 2
 
 log = logging.getLogger(__name__)
-
-
-class Posted(msgspec.Struct, frozen=True):
-    """A chunk that has not ended, with what it takes to carry it out."""
-
-    peer: Peer
-    chunk: Chunk
-    move: Move
-    landing: DeviceLanding | None
-    packed: DevicePacked | None
-
 
 Guard = Callable[[Peer, Callable[[Peer, float], bool | None], float], bool]
 """Calls for a peer; what goes wrong costs that peer. True if the call said so."""
@@ -56,7 +42,6 @@ class Dispatch:
         rest: Callable[[Chunk], None],
         warmed: Callable[[Peer, float], None],
     ) -> None:
-        self._memory = memory
         self._config = config
         self._device = device
         self._posted = posted
@@ -66,8 +51,7 @@ class Dispatch:
         self._current: tuple[Peer, Piece | None] | None = None
         self._called: deque[tuple[Peer, Go]] = deque()
         self._scatter = Scatter(device)
-        self._packing = device.stream()
-        self._outgoing = Slots(device, 1)
+        self.packing = Packing(memory, config, device, posted, rest)
         self._incoming = Slots(device, 2)
         self._warm = device.words(WARM_WORDS)
         self._retired: list[Ring] = []
@@ -82,14 +66,14 @@ class Dispatch:
 
     @property
     def is_waiting(self) -> bool:
-        return not self._lane.is_free or bool(self._scatter)
+        return not self._lane.is_free or bool(self._scatter) or self.packing.is_busy
 
     def reserve(self, sent: Span, received: Span) -> int:
         """Make slots for pieces of a new peer's blocks; returns what all slots take, in bytes."""
         most = self._config.piece_bytes
-        self._outgoing.reserve(pieces(most, sent) * sent.nbytes // 8)
-        self._incoming.reserve(pieces(most, received) * received.nbytes // 8)
-        return self._outgoing.nbytes + self._incoming.nbytes
+        outgoing = self.packing.reserve(blocks_within(most, sent) * sent.nbytes // 8)
+        self._incoming.reserve(blocks_within(most, received) * received.nbytes // 8)
+        return outgoing + self._incoming.nbytes
 
     def call(self, peer: Peer, go: Go) -> None:
         """The peer's leader has launched an operation: so must this end."""
@@ -110,7 +94,7 @@ class Dispatch:
         return any(other is peer for other, _ in self._called)
 
     def step(self, now: float, peers: Mapping[Incarnation, Peer], guarded: Guard) -> None:
-        """Collect what has ended, and launch what is next."""
+        """Collect what has ended, launch what is next, and pack what comes after it."""
         if self._current is not None:
             guarded(self._current[0], self._collect, now)
         else:
@@ -119,22 +103,21 @@ class Dispatch:
             self.progress += 1
             assert isinstance(copy.owner, Chunk)
             self._ended(copy.owner)
+        self.packing.tidy()
         if self._retired and self._lane.is_free and not self._scatter:
             self._free_rings()
-        while self._lane.is_free:
-            if self._called:
-                peer, go = self._called[0]
-                if go.nbytes and go.leader_sends and not self._may_receive(peer):
-                    return
-                guarded(peer, self._follow, now)
-            elif not any(guarded(p, self._lead, now) for p in sorted(peers.values(), key=_last_use)):
-                return
+        while self._lane.is_free and self._launch_next(now, peers, guarded):
+            pass
+        if self._current is not None:
+            called = [peer for peer, go in self._called if go.nbytes and not go.leader_sends]
+            self.packing.look_ahead(list(peers.values()), called)
 
     def fence(self, chunk: Chunk) -> None:
         """Nothing of a chunk touches the pool any more when this returns. It waits for copies under way, if any."""
         if not chunk.sends:
             self._scatter.drop(chunk)
             return
+        self.packing.fence(chunk)
         piece = self._current[1] if self._current is not None else None
         if piece is not None and piece.chunk is chunk:
             assert self._lane.job is not None and self._lane.job.packed is not None
@@ -143,6 +126,7 @@ class Dispatch:
     def abort(self, peer: Peer, communicator: Communicator, now: float) -> None:
         """End a communicator, with the operation that is under way on it, if any. Raises NcclError."""
         self._called = deque((other, go) for other, go in self._called if other is not peer)
+        self.packing.fence(peer)
         self.retire(communicator.ring)
         if self._current is None or self._current[0] is not peer:
             communicator.abort()
@@ -150,8 +134,11 @@ class Dispatch:
         (_, piece), self._current = self._current, None
         job = self._lane.abort(communicator.abort, now)
         if job is not None and piece is not None and job.ring is None:
-            # Nothing is launched into it before the kernels of the aborted operation have ended.
-            (self._outgoing if piece.sends else self._incoming).give_back(job.slot)
+            # Nothing is launched, or packed ahead, before the kernels of the aborted operation have ended.
+            if piece.sends:
+                self.packing.give_back(job.slot, None)
+            else:
+                self._incoming.give_back(job.slot)
 
     def retire(self, ring: Ring | None) -> None:
         """Its communicator is gone: free it as soon as nothing is under way."""
@@ -165,6 +152,16 @@ class Dispatch:
 
     # ---- launching
 
+    def _launch_next(self, now: float, peers: Mapping[Incarnation, Peer], guarded: Guard) -> bool:
+        """False where there is nothing to launch now."""
+        if self._called:
+            peer, go = self._called[0]
+            if go.nbytes and go.leader_sends and not self._may_receive(peer):
+                return False
+            guarded(peer, self._follow, now)
+            return True
+        return any(guarded(peer, self._lead, now) for peer in sorted(peers.values(), key=_last_use))
+
     def _lead(self, peer: Peer, now: float) -> bool:
         """Launch an operation with a follower, if there is one. Raises TransferError."""
         communicator = peer.communicator
@@ -177,8 +174,7 @@ class Dispatch:
         if communicator.stage is not Stage.WARM:
             return False
         ring = communicator.puts
-        size = ring.slot_bytes if ring is not None else self._config.piece_bytes
-        most = {True: pieces(size, peer.sent), False: pieces(size, peer.received)}
+        most = {sends: piece_blocks(self._config, peer, ring, sends) for sends in (True, False)}
         piece = peer.pair.next_piece(most, self._may_receive(peer))
         if piece is None:
             return False
@@ -223,34 +219,20 @@ class Dispatch:
             return
         communicator.used_s = now
         nbytes = piece.count * peer.span(piece.sends).nbytes
-        ring = communicator.puts
-        if ring is not None:
-            deed = Deed.PUT if piece.sends else Deed.TAKE
-            words = ring.outgoing if piece.sends else ring.incoming(slot)
+        ring, packed = communicator.puts, None
+        if piece.sends:
+            deed = Deed.SEND if ring is None else Deed.PUT
+            words, packed = self.packing.pack(peer, piece, ring)
+        elif ring is None:
+            deed, words = Deed.RECEIVE, self._incoming.take(nbytes // 8)
         else:
-            slots, deed = (
-                (self._outgoing, Deed.SEND) if piece.sends else (self._incoming, Deed.RECEIVE)
-            )
-            words = slots.take(nbytes // 8)
+            deed, words = Deed.TAKE, ring.incoming(slot)
         job = Job(deed, comm, other, words, nbytes, self._config.limit_s, ring, slot)
+        job.packed = packed
         if piece.chunk is not None:
             piece.chunk.launched += piece.count
             piece.chunk.busy += 1
-            if piece.sends:
-                self._pack(peer, piece, piece.chunk, job)
         self._lane.launch(job, now)
-
-    def _pack(self, peer: Peer, piece: Piece, chunk: Chunk, job: Job) -> None:
-        posted = self._posted[chunk.ticket]
-        slot = _view(job.slot, piece.count, peer.sent)
-        with self._packing.use():
-            if posted.packed is not None:
-                posted.packed.pack(piece.first, slot)
-            else:
-                blocks = posted.move.local[piece.first : piece.first + piece.count]
-                source, shape = flat(words_of(self._memory.memory, peer.sent))
-                self._device.copy(source, flat(slot)[0], blocks, range(piece.count), shape)
-            job.packed = self._packing.record()
 
     # ---- collecting
 
@@ -266,8 +248,7 @@ class Dispatch:
         if piece is None:
             self._warmed(peer, now)
         elif piece.sends:
-            if job.ring is None:
-                self._outgoing.give_back(job.slot)
+            self.packing.give_back(job.slot, job.ring)
             if piece.chunk is not None:
                 self._ended(piece.chunk)
         else:
@@ -290,7 +271,7 @@ class Dispatch:
             return
         landing = self._posted[chunk.ticket].landing
         assert landing is not None
-        source = _view(slot, piece.count, peer.received)
+        source = slot_blocks(slot, piece.count, peer.received)
         blocks = range(piece.count)
         self._scatter.begin(Copy(chunk, landing, piece.first, source, blocks, over))
 
@@ -310,15 +291,6 @@ class Dispatch:
                 ring.free()
             except NcclError as error:
                 log.error("a ring of %d bytes is not freed: %s", ring.nbytes, error)
-
-
-def pieces(most_bytes: int, span: Span) -> int:
-    """How many blocks a piece has at most."""
-    return max(1, most_bytes // span.nbytes)
-
-
-def _view(slot: Tensor, count: int, span: Span) -> Tensor:
-    return slot[: count * span.nbytes // 8].view(count, -1)
 
 
 def _last_use(peer: Peer) -> float:

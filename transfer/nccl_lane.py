@@ -107,7 +107,7 @@ class Lane:
                     self._library.recv(job.comm, address, job.nbytes, job.rank, stream)
                 case Deed.PUT:
                     assert job.ring is not None
-                    job.ring.send(job.comm, job.nbytes, job.at, job.rank, stream)
+                    job.ring.send(job.comm, job.slot, job.nbytes, job.at, job.rank, stream)
                 case Deed.TAKE:
                     pass
                 case Deed.WARM if job.ring is not None:

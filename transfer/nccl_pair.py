@@ -18,7 +18,7 @@ from transfer.transport import Outcome, Ticket, TransferError
 
 
 class Chunk:
-    """One send or receive. `busy` counts its launched pieces that may still touch the pool."""
+    """One send or receive. `busy` counts its pieces that may still touch the pool: launched, or packed ahead."""
 
     __slots__ = ("blocks", "busy", "key", "launched", "number", "sends", "ticket", "verdict")
 
@@ -157,6 +157,18 @@ class Pair:
                 self._served = sends
                 count = min(most[sends], chunk.blocks - chunk.launched)
                 return Piece(sends, chunk.number, chunk, chunk.launched, count)
+        return None
+
+    def next_send(self, most: int) -> Piece | None:
+        """What this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer is
+        ready for, a follower only what comes first."""
+        line = self._lines[True]
+        for chunk in line.chunks.values():
+            if chunk.verdict is None and chunk.launched < chunk.blocks:
+                if self.leads and line.peer_ready.get(chunk.number) != chunk.key:
+                    return None
+                count = min(most, chunk.blocks - chunk.launched)
+                return Piece(True, chunk.number, chunk, chunk.launched, count)
         return None
 
     def piece(self, go: Go, block_bytes: int) -> Piece:

@@ -1,7 +1,7 @@
 """One-sided transfers: a ring of staging memory per pair, into which the peer puts and which this end empties.
 
-    window of each rank:   [ flags, one word a slot | warm | source of flags ..   | slot 0 | slot 1 | outgoing slot ]
-                                    written by the peer                             put by the peer   packed here
+    window of each rank:   [ flags, one word a slot | warm | source of flags .. | slot 0 | slot 1 | two outgoing slots ]
+                                    written by the peer                           put by the peer   packed here
 
 Nobody puts before it was granted a slot: the receiver names a free one, the sender puts a piece into it and then, by a
 second put, that piece's number into the slot's flag. Puts to one peer land in order, so the piece is whole when the
@@ -18,7 +18,7 @@ from torch import Tensor
 from transfer.device import Device, Stream, settle
 from transfer.nccl_library import Comm, NcclLibrary, Window
 
-SLOTS = 2
+SLOTS, OUTGOING_SLOTS = 2, 2
 HEADER_BYTES = 4096
 _WARM, _SOURCE = SLOTS, 64
 _WORD = 8
@@ -31,13 +31,14 @@ class Ring:
 
     def __init__(self, library: NcclLibrary, device: Device, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self.nbytes = HEADER_BYTES + (SLOTS + 1) * slot_bytes
+        self.nbytes = HEADER_BYTES + (SLOTS + OUTGOING_SLOTS) * slot_bytes
         self._library = library
         self._address = library.allocate(self.nbytes)
         self._words = device.view(self._address, self.nbytes)
         self._words[: HEADER_BYTES // _WORD].zero_()
         self._window: Window | None = None
         self._free = list(range(SLOTS))
+        self._outgoing = [self._slot(SLOTS + number) for number in range(OUTGOING_SLOTS)]
         self.put = 0
         self.taken = 0
 
@@ -71,15 +72,20 @@ class Ring:
     def incoming(self, slot: int) -> Tensor:
         return self._slot(slot)
 
-    @property
-    def outgoing(self) -> Tensor:
-        return self._slot(SLOTS)
+    def take_outgoing(self) -> Tensor:
+        """A slot to put from: one is for the piece under way, and one for the next."""
+        return self._outgoing.pop()
 
-    def send(self, comm: Comm, nbytes: int, slot: int, peer: int, stream: int) -> None:
-        """Enqueue the put of what is in `outgoing`, and then of the slot's flag. Raises NcclError."""
+    def give_back_outgoing(self, slot: Tensor) -> None:
+        self._outgoing.append(slot)
+
+    def send(
+        self, comm: Comm, source: Tensor, nbytes: int, slot: int, peer: int, stream: int
+    ) -> None:
+        """Enqueue the put of what is in `source`, an outgoing slot, and then of the slot's flag. Raises NcclError."""
         self.put += 1
         self._words[_SOURCE].fill_(self.put)
-        whole = (self.outgoing.data_ptr(), nbytes, HEADER_BYTES + slot * self.slot_bytes)
+        whole = (source.data_ptr(), nbytes, HEADER_BYTES + slot * self.slot_bytes)
         flag = (self._address + _SOURCE * _WORD, _WORD, slot * _WORD)
         self._put(comm, [whole, flag], peer, stream)
 
@@ -90,6 +96,7 @@ class Ring:
     def free(self) -> None:
         """After the communicator's abort, when nothing on the device touches it any more."""
         self._words = self._words[:0]
+        self._outgoing.clear()
         self._library.free(self._address)
 
     def _put(self, comm: Comm, pieces: list[tuple[int, int, int]], peer: int, stream: int) -> None:

@@ -14,8 +14,9 @@ from engine.types import Incarnation
 from transfer.config import NcclConfig
 from transfer.device import Device
 from transfer.nccl_communicator import Communicator, Stage
-from transfer.nccl_dispatch import Dispatch, pieces
+from transfer.nccl_dispatch import Dispatch
 from transfer.nccl_library import LateError, NcclError, NcclLibrary
+from transfer.nccl_packing import blocks_within
 from transfer.nccl_peer import Peer
 from transfer.nccl_ring import open_ring
 from transfer.nccl_wire import Build, Drop, Dropped, Joined, Said, Spare
@@ -181,7 +182,7 @@ class Room:
     def _slot_bytes(self, peer: Peer) -> int:
         """Room for the largest piece of either direction."""
         spans = (peer.sent, peer.received)
-        return max(pieces(self._config.put_bytes, span) * span.nbytes for span in spans)
+        return max(blocks_within(self._config.put_bytes, span) * span.nbytes for span in spans)
 
     def _take_room(self, dispatch: Dispatch, now: float) -> None:
         victim = spare(self._peers.values(), dispatch.busy)

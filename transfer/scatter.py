@@ -25,6 +25,9 @@ class Slots:
         self._free: list[Tensor] = []
         self._made = 0
 
+    def __repr__(self) -> str:
+        return f"{len(self._free)} of {self._made} slots free"
+
     @property
     def has_free(self) -> bool:
         return bool(self._free) or self._made < self._count

@@ -131,14 +131,19 @@ def describe(card: Card) -> Line:
 
 
 def copy_rate(card: Card) -> list[Line]:
-    """What bandwidths are held against: a device copy, both directions counted, and a read."""
+    """What figures are held against: a device copy, both directions counted, a read, and a product of two matrices."""
     count = card.sizes.tokens(1 << 31)
     source = torch.zeros(count, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
     words = source.view(torch.int64) if count % 8 == 0 else source
     copied = card.timer.seconds(lambda: target.copy_(source))
     read = card.timer.seconds(lambda: words.sum())
+    width = card.sizes.tokens(8192)
+    left, right = card.random(width, width), card.random(width, width)
+    product = torch.empty_like(left)
+    multiplied = card.timer.seconds(lambda: torch.mm(left, right, out=product))
     return [
         {"what": "copy, read and written", "tb_per_s": 2 * count / copied / 1e12},
         {"what": "read", "tb_per_s": count / read / 1e12},
+        {"what": "matrix product", "tflop_per_s": 2 * width**3 / multiplied / 1e12},
     ]

@@ -14,9 +14,11 @@ import torch
 from benchmarks.environment import describe as describe_host
 from benchmarks.gpu import stages
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
-from benchmarks.gpu.dry import DRY, dry_card
+from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.goals import judged
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.stages import Outcome
+from kernels.configs import DRY_RUN
 
 FILE = "gpu.json"
 SLOWER = 4.0
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.dry_run:
         dry_card()
-        what: Line = {"gpu": DRY}
+        what: Line = {"gpu": DRY_RUN}
     else:
         try:
             what = describe(open_card(Sizes()))
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.only or PARTS
     }
     stages.run(parts, dry_card if options.dry_run else whole_card, _show, on_end)
+    told["goals"] = judged(told["results"])
+    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}")
     wrong = [line for lines in told["results"].values() for line in lines if line.get("right") == 0]
     for line in wrong:

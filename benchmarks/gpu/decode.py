@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
-from kernels.configs import ConfigKey, config_for
+from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.decode_attention import decode_attention
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import SharedPrefix, geometry_for, plan_decode
@@ -24,9 +24,16 @@ ORDERS = {
 """Orders in memory, as the permutations that lead from them to `[blocks, heads, layers, 2, tokens, head_dim]`."""
 
 
+LEAST_POOL_BYTES = 64 << 30
+
+
 def orders(card: Card) -> list[Line]:
-    """K0: the layout's order in memory, over a pool that no cache of translations holds."""
+    """K0: the layout's order in memory, over a pool that no cache of translations holds. A card without room for such a
+    pool gets one line that says so: a smaller one would tell nothing."""
     size = card.sizes
+    if card.device.type == "cuda" and size.pool_bytes < LEAST_POOL_BYTES:
+        refused = f"a pool of {size.pool_bytes >> 30} GiB, and K0 takes {LEAST_POOL_BYTES >> 30}"
+        return [{"id": "K0", "refused": refused}]
     block = 64
     shape = (0, size.kv_heads, size.layers, 2, block, size.head_dim)
     per_block = size.kv_heads * size.layers * 2 * block * size.head_dim * card.dtype.itemsize
@@ -39,7 +46,8 @@ def orders(card: Card) -> list[Line]:
         inverse = sorted(range(6), key=order.__getitem__)
         payload = memory.view([whole[at] for at in inverse]).permute(order)
         taken = _seconds(card, KVPool(payload), [length] * size.batch, blocks, layer=size.layers // 2)
-        lines.append({"id": "K0", "order": name, "pool_bytes": memory.nbytes, "us": taken * 1e6})
+        line = _line(card, "K0", name, [length] * size.batch, taken, card.dtype.itemsize)
+        lines.append({**line, "pool_bytes": memory.nbytes})
     first = float(lines[0]["us"])
     return [{**line, "of_first": float(line["us"]) / first} for line in lines]
 
@@ -73,18 +81,25 @@ def eight_bits(card: Card) -> list[Line]:
     plain = _seconds(card, pool, lengths, blocks)
     lines = []
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        _, small = eight_bit_pool(
-            blocks, size.kv_heads, 1, 64, size.head_dim, dtype=dtype, device=card.device
-        )
-        assert small.scales is not None
-        for at in range(0, blocks, 64):  # a few at a time: they are widened to 32 bits
-            codes, scales = quantize(pool.payload[at : at + 64].float(), dtype)
-            small.payload[at : at + 64] = codes
-            small.scales[at : at + 64] = scales
+        small = narrowed(card, pool, dtype)
         taken = _seconds(card, small, lengths, blocks)
-        line = _line(card, "K4", str(dtype).removeprefix("torch."), lengths, taken, 1)
-        lines.append({**line, "times_16_bit_speed": plain / taken})
+        with_scales = (size.head_dim + 4) / size.head_dim
+        line = _line(card, "K4", str(dtype).removeprefix("torch."), lengths, taken, with_scales)
+        of_16_bit = _kv_bytes(card, lengths, card.dtype.itemsize)
+        lines.append({**line, "bytes_of_16_bit": of_16_bit, "times_16_bit_speed": plain / taken})
     return lines
+
+
+def narrowed(card: Card, pool: KVPool, dtype: torch.dtype) -> KVPool:
+    """A pool of one layer in 8 bits."""
+    count, heads, _, _, block, head_dim = pool.payload.shape
+    _, small = eight_bit_pool(count, heads, 1, block, head_dim, dtype=dtype, device=card.device)
+    assert small.scales is not None
+    for at in range(0, count, 64):  # a few at a time: they are widened to 32 bits
+        codes, scales = quantize(pool.payload[at : at + 64].float(), dtype)
+        small.payload[at : at + 64] = codes
+        small.scales[at : at + 64] = scales
+    return small
 
 
 def shared(card: Card) -> list[Line]:
@@ -96,8 +111,9 @@ def shared(card: Card) -> list[Line]:
     common = SharedPrefix(tuple(range(len(lengths))), prefix)
     plain = _seconds(card, pool, lengths, blocks, tables_of=common)
     once = _seconds(card, pool, lengths, blocks, tables_of=common, shared=[common])
-    line = _line(card, "K5", f"{len(lengths)} behind one prefix", lengths, once, card.dtype.itemsize)
-    return [{**line, "times_plain_speed": plain / once}]
+    read = [prefix, *(length - prefix for length in lengths)]
+    line = _line(card, "K5", f"{len(lengths)} behind one prefix", read, once, card.dtype.itemsize)
+    return [{**line, "plain_us": plain * 1e6, "times_plain_speed": plain / once}]
 
 
 def blocks(card: Card) -> list[Line]:
@@ -158,20 +174,23 @@ def attention_step(
     layer: int = 0,
     split: bool = True,
     shared: Sequence[SharedPrefix] = (),
+    config: KernelConfig | None = None,
 ) -> Callable[[], Tensor]:
-    """What computes `[batch, heads, head_dim]` of one step, planned beforehand; always into the same memory."""
+    """What computes `[batch, heads, head_dim]` of one step, planned beforehand; always into the same memory. `config`:
+    by default the table's."""
     size = card.sizes
     group = size.heads // size.kv_heads
     dtype = str(pool.payload.dtype).removeprefix("torch.")
     kind = "decode_shared" if shared else "decode"
-    config = config_for(ConfigKey(kind, size.head_dim, group, pool.block_size, dtype, card.arch))
+    key = ConfigKey(kind, size.head_dim, group, pool.block_size, dtype, card.arch)
+    chosen = config or config_for(key)
     geometry = geometry_for(
         batch=len(lengths),
         kv_heads=size.kv_heads,
         group=group,
         programs=size.programs_per_sm * card.sms,
-        tile=config.tile,
-        packed_rows=config.rows,
+        tile=chosen.tile,
+        packed_rows=chosen.rows,
     )
     if not split:
         geometry = replace(geometry, min_chunk_tiles=max(lengths))
@@ -185,15 +204,18 @@ def attention_step(
     )
     buffers.load(plan_decode(lengths, geometry, shared), lengths, tables)
     out = torch.empty_like(q)
-    return lambda: decode_attention(q, pool, layer, buffers, config, out=out)[0]
+    return lambda: decode_attention(q, pool, layer, buffers, chosen, out=out)[0]
 
 
 def _line(
-    card: Card, name: str, what: str, lengths: Sequence[int], taken: float, value_bytes: int
+    card: Card, name: str, what: str, lengths: Sequence[int], taken: float, value_bytes: float
 ) -> Line:
-    size = card.sizes
-    read = sum(lengths) * size.kv_heads * size.head_dim * 2 * value_bytes
-    return {"id": name, "what": what, "us": taken * 1e6, "tb_per_s": read / taken / 1e12}
+    read = _kv_bytes(card, lengths, value_bytes)
+    return {"id": name, "what": what, "us": taken * 1e6, "bytes": read, "tb_per_s": read / taken / 1e12}
+
+
+def _kv_bytes(card: Card, lengths: Sequence[int], value_bytes: float) -> int:
+    return int(sum(lengths) * card.sizes.kv_heads * card.sizes.head_dim * 2 * value_bytes)
 
 
 def _torch(card: Card, name: str, batch: int, length: int) -> Line:

@@ -1,14 +1,17 @@
 """Prefill attention (K7) and the copying of blocks (K6)."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
 from kernels.block_copy import as_words, copy_blocks
 from kernels.block_shape import BlockShape
-from kernels.configs import ConfigKey, config_for
+from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.pool import KVPool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
 
@@ -35,62 +38,79 @@ def prefill(card: Card) -> list[Line]:
 
 def _prefill_s(card: Card, count: int, length: int) -> float:
     size, block = card.sizes, 64
-    group = size.heads // size.kv_heads
-    dtype = str(card.dtype).removeprefix("torch.")
-    config = config_for(ConfigKey("prefill", size.head_dim, group, block, dtype, card.arch))
-    need = -(-length // block)
-    order = list(range(need))
+    order = list(range(-(-length // block)))
     Random(0).shuffle(order)
-    pool = KVPool(card.random(need, size.kv_heads, 1, 2, block, size.head_dim))
-    tables = torch.tensor([order], dtype=torch.int32).to(card.device)
-    planned = plan_prefill([count], [length], rows_per_tile(config, group))
-    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    pool = KVPool(card.random(len(order), size.kv_heads, 1, 2, block, size.head_dim))
     q = card.random(count, size.heads, size.head_dim)
-    out = torch.empty_like(q)
-    return card.timer.seconds(
-        lambda: prefill_attention(q, pool, 0, tiles, tables, config, out=out)
-    )
+    return card.timer.seconds(prefill_step(card, q, pool, length, order))
+
+
+def prefill_step(
+    card: Card, q: Tensor, pool: KVPool, length: int, table: Sequence[int], config: KernelConfig | None = None
+) -> Callable[[], Tensor]:
+    """What attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the same memory.
+    `config`: by default the table's."""
+    size = card.sizes
+    group = size.heads // size.kv_heads
+    dtype = str(pool.payload.dtype).removeprefix("torch.")
+    key = ConfigKey("prefill", size.head_dim, group, pool.block_size, dtype, card.arch)
+    chosen = config or config_for(key)
+    planned = plan_prefill([len(q)], [length], rows_per_tile(chosen, group))
+    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    tables, out = card.ids(list(table)).unsqueeze(0), torch.empty_like(q)
+    return lambda: prefill_attention(q, pool, 0, tiles, tables, chosen, out=out)
 
 
 def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) -> Line:
     """Operations of the pairs that a causal mask leaves: 4 x head_dim each."""
     pairs = count * (length - count) + count * (count + 1) / 2
     operations = 4 * card.sizes.head_dim * card.sizes.heads * pairs
-    return {"id": "K7", "what": what, "us": taken * 1e6, "tflop_per_s": operations / taken / 1e12}
+    rate = operations / taken / 1e12
+    context: Line = {"tokens": count, "context": length}
+    return {"id": "K7", "what": what, **context, "us": taken * 1e6, "tflop_per_s": rate}
+
+
+PROGRAMS_PER_SM = 4
+"""Of the copy kernel's that fit, by their registers and shared memory (`tests/kernels/contract`)."""
 
 
 def copies(card: Card) -> list[Line]:
-    """K6: scattered blocks of 16 tokens into a row of them, on the programs of 16 SMs, with and without digests."""
+    """K6: scattered blocks of 16 tokens into a row of them and back, on the programs of 16 SMs and of all, with and
+    without digests."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     block_bytes = size.kv_heads * shape.words * 8
     count = max(4, size.tokens(size.tokens(1 << 30)) // block_bytes)
-    source = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
-    target = torch.empty_like(source[:count])
+    pool = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
+    packed = torch.empty_like(pool[:count])
     order = list(range(2 * count))
     Random(0).shuffle(order)
     scattered, in_order = card.ids(order[:count]), card.ids(list(range(count)))
     tokens = card.ids([16] * count)
     key = ConfigKey("copy_blocks", size.head_dim, 0, 64, "bfloat16", card.arch)
     config = config_for(key)
-    plain = card.timer.seconds(lambda: target.copy_(source[:count]))
-    lines: list[Line] = [_copy_line("torch, contiguous", target.nbytes, plain, plain)]
-    for programs in (64, 4 * card.sms):
-        for digest in (False, True):
-            taken = card.timer.seconds(
-                lambda programs=programs, digest=digest: copy_blocks(  # type: ignore[misc]
-                    source,
-                    target,
-                    scattered,
-                    in_order,
-                    shape,
-                    config,
-                    tokens=tokens if digest else None,
-                    programs=programs,
+    plain = card.timer.seconds(lambda: packed.copy_(pool[:count]))
+    lines: list[Line] = [_copy_line("torch, contiguous", packed.nbytes, plain, plain)]
+    ways = {"pack": (pool, packed, scattered, in_order), "unpack": (packed, pool, in_order, scattered)}
+    for sms in (16, card.sms):
+        for way, (source, target, sources, targets) in ways.items():
+            for digest in (False, True):
+                taken = card.timer.seconds(
+                    partial(
+                        copy_blocks,
+                        source,
+                        target,
+                        sources,
+                        targets,
+                        shape,
+                        config,
+                        tokens=tokens if digest else None,
+                        programs=PROGRAMS_PER_SM * sms,
+                    )
                 )
-            )
-            what = f"{programs} programs{', digests' if digest else ''}"
-            lines.append(_copy_line(what, target.nbytes, taken, plain))
+                what = f"{way}{', digests' if digest else ''}"
+                line = _copy_line(what, packed.nbytes, taken, plain)
+                lines.append({**line, "multiprocessors": sms})
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Decode attention beside other people's kernels, where their packages are installed (K1 to K3).
+"""Attention beside other people's kernels, where their packages are installed: K1 to K3 (decode), K5 (a shared prefix)
+and K7 (prefill).
 
 Each is given the same queries, keys, values and contexts, in blocks of 64 tokens in shuffled order (of 256 where it
 takes no smaller ones), laid out as it likes them best, and planned before the clock starts. A line tells its time, its
@@ -7,10 +8,9 @@ line with its error. None of these packages is needed for anything else.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from itertools import chain
 from random import Random
 from typing import Any
 
@@ -19,97 +19,59 @@ from torch import Tensor
 
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.decode import attention_step
+from benchmarks.gpu.others import prefill_step
+from benchmarks.gpu.step import BLOCK, Step
+from kernels.decode_plan import SharedPrefix
 from kernels.pool import KVPool
 
-BLOCK = 64
 WORKSPACE_BYTES = 256 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One decode step: `q` `[batch, heads, head_dim]`; row i attends to the first `lengths[i]` tokens that `tables[i]`
-    names blocks of, `k`, `v` `[blocks, kv_heads, BLOCK, head_dim]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Sequence[int]
-    tables: Sequence[Sequence[int]]
-
-    @property
-    def scale(self) -> float:
-        return float(self.q.shape[2]) ** -0.5
-
-    def lengths_tensor(self) -> Tensor:
-        return torch.tensor(self.lengths, dtype=torch.int32).to(self.q.device)
-
-    def paged(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[blocks, block, kv_heads, head_dim]`, and tables int32 `[batch, widest]`. `block` is a
-        multiple of BLOCK."""
-        together = block // BLOCK
-        padded = [[*table, *[table[0]] * (-len(table) % together)] for table in self.tables]
-        order = torch.tensor(list(chain.from_iterable(padded)), device=self.q.device)
-        count = len(order) // together
-
-        def merged(side: Tensor) -> Tensor:
-            rows = side[order].transpose(1, 2)
-            return rows.reshape(count, block, *rows.shape[2:]).contiguous()
-
-        places = list(range(count))
-        Random(1).shuffle(places)
-        at = torch.tensor(places, device=self.q.device)
-        k, v = (torch.empty_like(rows := merged(side)).index_copy_(0, at, rows) for side in (self.k, self.v))
-        need = [len(table) // together for table in padded]
-        starts = [sum(need[:n]) for n in range(len(need))]
-        tables = [
-            places[start : start + n] + [0] * (max(need) - n)
-            for start, n in zip(starts, need, strict=True)
-        ]
-        return k, v, torch.tensor(tables, dtype=torch.int32).to(self.q.device)
-
-
 Run = Callable[[], Tensor]
-"""One call of a kernel: `[batch, heads, head_dim]`. It may return the same memory each time."""
+"""One call of a kernel: `[rows, heads, head_dim]`. It may return the same memory each time."""
 
 
-def flash_attention_2(step: Step) -> Run:
-    package = import_module("flash_attn")
-    k, v, table = step.paged(256)
-    q, lengths = step.q.unsqueeze(1), step.lengths_tensor()
+def flash_attention(package: str, block: int, table_argument: str, step: Step) -> Run:
+    """Versions 2 and 3 differ in their package, the blocks that they take, and the name of an argument."""
+    attend = import_module(package).flash_attn_with_kvcache
+    k, v, table = step.paged(block)
+    q = step.q.unflatten(0, (len(step.lengths), step.count))
+    options = {table_argument: table, "cache_seqlens": step.ints(step.lengths)}
     return lambda: _first(
-        package.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lengths, block_table=table, softmax_scale=step.scale, causal=True
-        )
-    ).squeeze(1)
-
-
-def flash_attention_3(step: Step) -> Run:
-    package = import_module("flash_attn_interface")
-    k, v, table = step.paged(BLOCK)
-    q, lengths = step.q.unsqueeze(1), step.lengths_tensor()
-    return lambda: _first(
-        package.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lengths, page_table=table, softmax_scale=step.scale, causal=True
-        )
-    ).squeeze(1)
+        attend(q, k, v, softmax_scale=step.scale, causal=True, **options)
+    ).flatten(0, 1)
 
 
 def flashinfer(step: Step) -> Run:
     package = import_module("flashinfer")
-    k, v, table = step.paged(BLOCK)
-    k, v = (side.transpose(1, 2).contiguous() for side in (k, v))
-    need = [-(-length // BLOCK) for length in step.lengths]
-    starts = torch.tensor([sum(need[:at]) for at in range(len(need) + 1)], dtype=torch.int32)
-    pages = torch.cat([table[at, :count] for at, count in enumerate(need)])
-    last = torch.tensor([(length - 1) % BLOCK + 1 for length in step.lengths], dtype=torch.int32)
-    device = step.q.device
-    room = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    planned = package.BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=True)
-    planned.plan(
-        starts.to(device), pages, last.to(device), step.q.shape[1], k.shape[1], step.q.shape[2], BLOCK,
-        q_data_type=step.q.dtype, kv_data_type=k.dtype,
-    )  # fmt: skip
-    return lambda: _first(planned.run(step.q, (k, v)))
+    pool, sizes = _own_order(step)
+    starts, pages, last = step.pages(step.tables, step.lengths)
+    types = {"q_data_type": step.q.dtype, "kv_data_type": step.k.dtype}
+    if step.count == 1:
+        planned = package.BatchDecodeWithPagedKVCacheWrapper(_room(step), "HND", use_tensor_cores=True)
+        planned.plan(starts, pages, last, *sizes, **types)
+    else:
+        planned = package.BatchPrefillWithPagedKVCacheWrapper(_room(step), "HND")
+        planned.plan(step.query_starts(), starts, pages, last, *sizes, causal=True, **types)
+    return lambda: _first(planned.run(step.q, pool))
+
+
+def flashinfer_cascade(step: Step) -> Run:
+    """The shared prefix as one level, what follows it as another."""
+    package = import_module("flashinfer")
+    pool, sizes = _own_order(step)
+    shared = step.prefix_tokens // BLOCK
+    levels = [
+        step.pages([step.tables[0][:shared]], [step.prefix_tokens]),
+        step.pages(
+            [table[shared:] for table in step.tables],
+            [length - step.prefix_tokens for length in step.lengths],
+        ),
+    ]
+    starts, pages, last = (list(kind) for kind in zip(*levels, strict=True))
+    planned = package.MultiLevelCascadeAttentionWrapper(len(levels), _room(step), "HND")
+    queries = [step.ints([0, len(step.q)]), step.query_starts()]
+    planned.plan(queries, starts, pages, last, *sizes, q_data_type=step.q.dtype)
+    return lambda: _first(planned.run(step.q, pool))
 
 
 def vllm_triton(step: Step) -> Run:
@@ -117,12 +79,12 @@ def vllm_triton(step: Step) -> Run:
         "vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention"
     )
     k, v, table = step.paged(BLOCK)
-    batch, heads, head_dim = step.q.shape
+    _, heads, head_dim = step.q.shape
     device, out = step.q.device, torch.empty_like(step.q)
     options: dict[str, Any] = {
-        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device),
-        "max_seqlen_q": 1,
-        "seqused_k": step.lengths_tensor(),
+        "cu_seqlens_q": step.query_starts(),
+        "max_seqlen_q": step.count,
+        "seqused_k": step.ints(step.lengths),
         "max_seqlen_k": max(step.lengths),
         "softmax_scale": step.scale,
         "causal": True,
@@ -153,16 +115,20 @@ def vllm_triton(step: Step) -> Run:
     return run
 
 
-PEERS: dict[str, Callable[[Step], Run]] = {
-    "flash-attn 2, blocks of 256": flash_attention_2,
-    "flash-attn 3": flash_attention_3,
+Peers = Mapping[str, Callable[[Step], Run]]
+
+PEERS: Peers = {
+    "flash-attn 2, blocks of 256": partial(flash_attention, "flash_attn", 256, "block_table"),
+    "flash-attn 3": partial(flash_attention, "flash_attn_interface", BLOCK, "page_table"),
     "flashinfer": flashinfer,
     "vllm, triton": vllm_triton,
 }
+CASCADES: Peers = {"flashinfer, cascade": flashinfer_cascade}
+"""Those that read a shared prefix once."""
 
 
 def peers(card: Card) -> list[Line]:
-    """K1, K2 and K3's contexts through each."""
+    """Each of them at each of the steps it is for."""
     size = card.sizes
     long = size.tokens(64 * 1024)
     lines: list[Line] = []
@@ -171,37 +137,67 @@ def peers(card: Card) -> list[Line]:
         ("K2", [size.tokens(1024)]),
         ("K3", [long, *[size.tokens(512)] * (2 * size.batch - 1)]),
     ):
-        lines += _lines(card, name, lengths)
+        pool, step = _step(card, lengths)
+        lines += _lines(card, name, step, attention_step(card, step.q, pool, lengths, step.tables), PEERS)
+    prefix = size.tokens(8192) // BLOCK * BLOCK or BLOCK
+    lengths = [prefix + 32] * (2 * size.batch)
+    pool, step = _step(card, lengths, prefix_tokens=prefix)
+    common = SharedPrefix(tuple(range(len(lengths))), prefix)
+    ours = attention_step(card, step.q, pool, lengths, step.tables, shared=[common])
+    lines += _lines(card, "K5", step, ours, CASCADES)
+    for length in (size.tokens(4096), size.tokens(16384)):
+        pool, step = _step(card, [length], count=length)
+        lines += _lines(card, "K7", step, prefill_step(card, step.q, pool, length, step.tables[0]), PEERS)
     return lines
 
 
-def _lines(card: Card, name: str, lengths: list[int]) -> list[Line]:
-    size = card.sizes
-    need = [-(-length // BLOCK) for length in lengths]
-    order = list(range(sum(need)))
+def _step(
+    card: Card, lengths: list[int], *, count: int = 1, prefix_tokens: int = 0
+) -> tuple[KVPool, Step]:
+    """A pool, and a step over it."""
+    size, shared = card.sizes, prefix_tokens // BLOCK
+    need = [-(-length // BLOCK) - shared for length in lengths]
+    order = list(range(sum(need) + shared))
     Random(0).shuffle(order)
-    tables = [order[sum(need[:at]) : sum(need[: at + 1])] for at in range(len(need))]
+    starts = [shared + sum(need[:at]) for at in range(len(need))]
+    tables = [
+        order[:shared] + order[start : start + n] for start, n in zip(starts, need, strict=True)
+    ]
     pool = KVPool(card.random(len(order), size.kv_heads, 1, 2, BLOCK, size.head_dim))
-    q = card.random(len(lengths), size.heads, size.head_dim)
-    ours = attention_step(card, q, pool, lengths, tables)
+    q = card.random(len(lengths) * count, size.heads, size.head_dim)
+    k, v = pool.payload[:, :, 0, 0], pool.payload[:, :, 0, 1]
+    return pool, Step(q, k, v, lengths, tables, count, prefix_tokens)
+
+
+def _lines(card: Card, name: str, step: Step, ours: Run, others: Peers) -> list[Line]:
     ours_s = card.timer.seconds(ours)
     want = ours().clone()
-    step = Step(q, pool.payload[:, :, 0, 0], pool.payload[:, :, 0, 1], lengths, tables)
-    lines: list[Line] = [{"id": name, "what": "headrace", "us": ours_s * 1e6}]
-    for what, make in PEERS.items():
+    shape = f"{len(step.lengths)} x {step.count} of {max(step.lengths)}"
+    lines: list[Line] = [{"id": name, "what": "headrace", "shape": shape, "us": ours_s * 1e6}]
+    for what, make in others.items():
+        line: Line = {"id": name, "what": what, "shape": shape}
         try:
             run = make(step)
             error = float((run().float() - want.float()).abs().max())
             taken_s = card.timer.seconds(run)
         except ImportError as missing:
-            lines.append({"id": name, "what": what, "absent": str(missing)})
+            line["absent"] = str(missing)
         except Exception as failure:  # whatever another's package does must not cost our figures
-            lines.append({"id": name, "what": what, "failed": f"{type(failure).__name__}: {failure}"})
+            line["failed"] = f"{type(failure).__name__}: {failure}"
         else:
-            lines.append(
-                {"id": name, "what": what, "us": taken_s * 1e6, "times_its_speed": taken_s / ours_s, "apart": error}
-            )
+            line |= {"us": taken_s * 1e6, "times_its_speed": taken_s / ours_s, "apart": error}
+        lines.append(line)
     return lines
+
+
+def _own_order(step: Step) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int, int]]:
+    """Our blocks, each of keys and values for itself; heads, KV heads, size of a head and of a block."""
+    k, v = step.k.contiguous(), step.v.contiguous()
+    return (k, v), (step.q.shape[1], k.shape[1], step.q.shape[2], BLOCK)
+
+
+def _room(step: Step) -> Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=step.q.device)
 
 
 def _one_of(*names: str) -> Any:

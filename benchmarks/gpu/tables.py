@@ -56,10 +56,10 @@ def _empty() -> str:
 
 
 def _told(told: Mapping[str, Any]) -> str:
-    from benchmarks.gpu.dry import DRY
+    from kernels.configs import DRY_RUN
 
     card, host = told["card"], told["environment"]
-    if card["gpu"] == DRY:
+    if card["gpu"] == DRY_RUN:
         raise ValueError("these are the figures of a dry run, which mean nothing")
     versions = ", ".join(f"{name} {host[name]}" for name in VERSIONS if name in host)
     facts = (
@@ -67,15 +67,21 @@ def _told(told: Mapping[str, Any]) -> str:
         f"CUDA {card['cuda']}, {host['cpu']} ({host['cores']} cores), {versions}; {told['date']}."
     )
     parts = [facts]
+    if told.get("goals"):
+        parts += ["**Goals**", _lines(told["goals"])]
     for name, lines in told["results"].items():
         taken = told["parts"][name]["took_s"]
         parts.append(f"**`{name}`** ({taken:.0f} s)")
         if name in told["failures"]:
             parts.append(f"Failed: {_cell(told['failures'][name])}")
         if lines:
-            columns = list(dict.fromkeys(key for line in lines for key in line))
-            parts.append(_table(columns, [[_cell(line.get(key, "")) for key in columns] for line in lines]))
+            parts.append(_lines(lines))
     return "\n\n".join(parts)
+
+
+def _lines(lines: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    return _table(columns, [[_cell(line.get(key, "")) for key in columns] for line in lines])
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

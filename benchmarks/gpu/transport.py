@@ -25,7 +25,6 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.gpu.card import Card
-from benchmarks.gpu.dry import BLOCKS
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
@@ -54,6 +53,8 @@ from transfer.transport import Move, Transport
 SENDER, RECEIVER = Incarnation(1), Incarnation(2)
 MODEL = KVLayout(kv_heads=8, layers=32, block_size=16, head_dim=128, dtype="bfloat16")
 """2 MiB a block: an 8B model with grouped queries."""
+SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
+"""Of a dry run."""
 CHUNKS = (1, 8, 64)
 LIMIT_S = 60.0
 
@@ -241,7 +242,7 @@ def transport(card: Card) -> Iterator[Line]:
     """As a part of `benchmarks.gpu`: every way, each in processes of its own. Where one of NCCL does not work, which
     depends on its version, a line says so; where `cuda_ipc` does not, this raises."""
     if card.device.type == "cpu":
-        yield from measure("shm", card.sizes.rounds, layout=BLOCKS, pool_of=PagedKV, opener=by_name)
+        yield from measure("shm", card.sizes.rounds, layout=SMALL, pool_of=PagedKV, opener=by_name)
         return
     spawn = multiprocessing.get_context("spawn")
     for kind in WAYS:

@@ -51,10 +51,14 @@ def test_all_of_it_runs_on_a_machine_that_has_little(tmp_path: Path) -> None:
     assert all(results.values())
     assert all(line["right"] for line in [*results["correct"], *results["cluster"]])
     assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
-    assert [line["order"] for line in results["orders"]] == list(decode.ORDERS)
+    assert [line["what"] for line in results["orders"]] == list(decode.ORDERS)
+    assert {line["id"] for line in told["goals"]} == {*(f"K{n}" for n in range(9)), "T1"}
+    missing = {line["id"] for line in told["goals"] if line["met"] == "not measured"}
+    assert missing == {"T1"}, "shared memory stands in for the transports of a card"
     assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["engine"])
     absent_peers = {line["what"] for line in results["peers"] if "absent" in line}
-    assert absent_peers >= set(peers.PEERS), "a package is installed here, or its absence was not told"
+    every = {*peers.PEERS, *peers.CASCADES}
+    assert absent_peers == every, "a package is installed here, or its absence was not told"
     assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
     assert "absent" in results["demo"][0]
 

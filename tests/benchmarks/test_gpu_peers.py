@@ -15,21 +15,23 @@ from benchmarks.gpu.dry import dry_card
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
-    """`q` `[heads, dim]`, `k`, `v` `[tokens, kv_heads, dim]`."""
-    group = q.shape[0] // k.shape[1]
-    k, v = (side[:length].float().repeat_interleave(group, 1) for side in (k, v))
-    weights = torch.softmax(torch.einsum("hd,thd->ht", q.float(), k) * scale, -1)
-    return torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`q` `[count, heads, dim]`, the last rows of `k`, `v` `[tokens, kv_heads, dim]`."""
+    count, group = len(q), q.shape[1] // k.shape[1]
+    k, v = (side.float().repeat_interleave(group, 1) for side in (k, v))
+    hidden = torch.ones(count, len(k), dtype=torch.bool).triu(len(k) - count + 1)
+    scores = torch.einsum("qhd,thd->hqt", q.float(), k) * scale
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+    return torch.einsum("hqt,thd->qhd", weights, v).to(q.dtype)
 
 
 def over_pages(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, scale: float) -> Tensor:
-    """`k`, `v` `[pages, page, kv_heads, dim]`, `table` `[batch, pages of a row]`."""
+    """`q` `[batch, count, heads, dim]`, `k`, `v` `[pages, page, kv_heads, dim]`, `table` `[batch, pages of a row]`."""
     page = k.shape[1]
     rows = []
     for at, length in enumerate(lengths.tolist()):
         mine = table[at, : -(-length // page)].long()
-        rows.append(attended(q[at], k[mine].flatten(0, 1), v[mine].flatten(0, 1), length, scale))
+        rows.append(attended(q[at], k[mine].flatten(0, 1)[:length], v[mine].flatten(0, 1)[:length], scale))
     return torch.stack(rows)
 
 
@@ -40,39 +42,81 @@ def flash_attn(name: str, table_name: str, least_page: int) -> ModuleType:
         assert k.shape[1] % least_page == 0 and k.is_contiguous() and options["causal"] is True
         table = options[table_name]
         assert table.dtype == options["cache_seqlens"].dtype == torch.int32
-        answer = over_pages(q[:, 0], k, v, options["cache_seqlens"], table, options["softmax_scale"])
-        return answer.unsqueeze(1)
+        return over_pages(q, k, v, options["cache_seqlens"], table, options["softmax_scale"])
 
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     return module
 
 
-class Wrapper:
-    def __init__(self, room: Tensor, layout: str, use_tensor_cores: bool) -> None:
-        assert room.dtype == torch.uint8 and layout == "HND" and use_tensor_cores
+class Paged:
+    """Sequences over pages `[pages, kv_heads, page, dim]`, planned as FlashInfer documents."""
+
+    def __init__(self, room: Tensor, layout: str) -> None:
+        assert room.dtype == torch.uint8 and layout == "HND"
+        self.causal = False
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, last: Tensor, heads: int, kv_heads: int, dim: int, page: int,
-        *, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        self, queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, heads: int, kv_heads: int, dim: int,
+        page: int, *, causal: bool = False, q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
-        assert indptr.dtype == indices.dtype == last.dtype == torch.int32
+        assert indptr.dtype == indices.dtype == last.dtype == queries.dtype == torch.int32
         assert q_data_type == kv_data_type == torch.float16 and heads % kv_heads == 0
-        self.starts, self.pages, self.last, self.page, self.dim = indptr.tolist(), indices, last, page, dim
+        assert len(indices) == indptr[-1] and int(last.max()) <= page
+        self.queries, self.starts, self.pages, self.last = queries.tolist(), indptr.tolist(), indices, last
+        self.page, self.causal = page, causal
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = (side.transpose(1, 2) for side in kv)
-        rows = []
-        for at in range(len(q)):
+    def sequences(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        found = []
+        for at in range(len(self.starts) - 1):
             mine = self.pages[self.starts[at] : self.starts[at + 1]].long()
             length = (len(mine) - 1) * self.page + int(self.last[at])
-            pair = (k[mine].flatten(0, 1), v[mine].flatten(0, 1))
-            rows.append(attended(q[at], *pair, length, self.dim**-0.5))
-        return torch.stack(rows)
+            k, v = (side[mine].transpose(1, 2).flatten(0, 1)[:length] for side in kv)
+            found.append((q[self.queries[at] : self.queries[at + 1]], k, v))
+        return found
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        assert self.causal
+        return torch.cat([attended(*one, q.shape[2] ** -0.5) for one in self.sequences(q, kv)])
+
+
+class Decode(Paged):
+    def __init__(self, room: Tensor, layout: str, use_tensor_cores: bool) -> None:
+        assert use_tensor_cores
+        super().__init__(room, layout)
+
+    def plan(self, indptr: Tensor, *rest: Any, **options: Any) -> None:  # type: ignore[override]
+        each = torch.arange(len(indptr), dtype=torch.int32)
+        super().plan(each, indptr, *rest, causal=True, **options)
+
+
+class Cascade:
+    """Each query sees all of the first level, and its own of the second."""
+
+    def __init__(self, levels: int, room: Tensor, layout: str) -> None:
+        self.levels = [Paged(room, layout) for _ in range(levels)]
+
+    def plan(self, queries: Any, starts: Any, pages: Any, last: Any, *sizes: int, q_data_type: torch.dtype) -> None:
+        for at, level in enumerate(self.levels):
+            level.plan(
+                queries[at], starts[at], pages[at], last[at], *sizes,
+                q_data_type=q_data_type, kv_data_type=q_data_type,
+            )  # fmt: skip
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        ((everyone, *shared),) = self.levels[0].sequences(q, kv)
+        assert len(everyone) == len(q)
+        rows = [
+            attended(row, *(torch.cat(pair) for pair in zip(shared, own, strict=True)), q.shape[2] ** -0.5)
+            for row, *own in self.levels[1].sequences(q, kv)
+        ]
+        return torch.cat(rows)
 
 
 def flashinfer() -> ModuleType:
     module = ModuleType("flashinfer")
-    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
+    module.BatchPrefillWithPagedKVCacheWrapper = Paged  # type: ignore[attr-defined]
+    module.MultiLevelCascadeAttentionWrapper = Cascade  # type: ignore[attr-defined]
     return module
 
 
@@ -84,8 +128,9 @@ def vllm(with_segments: bool) -> ModuleType:
         block_table, softcap, q_descale, k_descale, v_descale, alibi_slopes=None, sinks=None,
     ) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
         assert causal and window_size == (-1, -1) and max_seqlen_k == int(seqused_k.max())
-        assert cu_seqlens_q.tolist() == list(range(len(q) + 1)) and max_seqlen_q == 1
-        out.copy_(over_pages(q, k, v, seqused_k, block_table, softmax_scale))
+        assert cu_seqlens_q.tolist() == list(range(0, len(q) + 1, max_seqlen_q))
+        by_sequence = q.unflatten(0, (-1, max_seqlen_q))
+        out.copy_(over_pages(by_sequence, k, v, seqused_k, block_table, softmax_scale).flatten(0, 1))
 
     def new(
         q, k, v, out, *, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
@@ -123,8 +168,15 @@ def test_a_peer_gets_the_step_in_its_own_layout(peer: str, monkeypatch: pytest.M
     """Guards a comparison of two different computations: pages in the wrong order, a layout of somebody else's."""
     installed(monkeypatch, STANDINS[peer][0], STANDINS[peer][1]())
     lines = [line for line in peers.peers(dry_card()) if peer.startswith(str(line["what"]))]
-    assert {line["id"] for line in lines} == {"K1", "K2", "K3"}
+    assert {line["id"] for line in lines} == {"K1", "K2", "K3", "K7"}
     assert all(float(line["apart"]) < 2e-3 and float(line["us"]) > 0 for line in lines), lines
+
+
+def test_a_cascade_gets_the_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a comparison of a shared prefix with one that was copied for everybody, or that some do not see."""
+    installed(monkeypatch, "flashinfer", flashinfer())
+    (line,) = [line for line in peers.peers(dry_card()) if line["what"] == "flashinfer, cascade"]
+    assert line["id"] == "K5" and float(line["apart"]) < 2e-3, line
 
 
 def test_a_peer_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +185,6 @@ def test_a_peer_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) ->
     installed(monkeypatch, "flashinfer", broken)
     lines = peers.peers(dry_card())
     failed = [line for line in lines if "failed" in line]
-    assert {str(line["what"]) for line in failed} == {"flashinfer"} and "AttributeError" in str(failed[0]["failed"])
-    assert sum(line["what"] == "headrace" for line in lines) == 3
+    assert {str(line["what"]) for line in failed} == {"flashinfer", "flashinfer, cascade"}
+    assert all("AttributeError" in str(line["failed"]) for line in failed)
+    assert sum(line["what"] == "headrace" for line in lines) == 6

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import tables
-from benchmarks.gpu.dry import DRY
 from benchmarks.gpu.parts import PARTS
+from kernels.configs import DRY_RUN
 
 TOLD: dict[str, Any] = {
     "benchmark": "gpu",
@@ -28,6 +28,7 @@ TOLD: dict[str, Any] = {
     "parts": {"decode": {"took_s": 12.3, "limit_s": 40}, "cluster": {"took_s": 1.0, "limit_s": 40}},
     "failures": {"cluster": "its process died: SIGKILL"},
     "logs": {},
+    "goals": [{"id": "K1", "asks": "TB/s", "met": "not measured"}],
 }
 
 
@@ -54,6 +55,7 @@ def test_results_are_shown_as_they_are() -> None:
         "NVIDIA Imaginary (128 GiB, 7 multiprocessors), CUDA 13.0, a processor (16 cores), python 3.12.3, torch 2.11.0",
         "| id | us | absent |",
         "| K1 | 123.5 |  |",
+        "| K1 | TB/s | not measured |",
         "| K1 |  | no \\| such thing |",
         "Failed: its process died: SIGKILL",
         "2001-02-03",
@@ -66,7 +68,7 @@ def test_results_are_shown_as_they_are() -> None:
 
 def test_a_dry_run_is_no_result() -> None:
     with pytest.raises(ValueError, match="mean nothing"):
-        tables.written(page(), {**TOLD, "card": {"gpu": DRY}})
+        tables.written(page(), {**TOLD, "card": {"gpu": DRY_RUN}})
     with pytest.raises(ValueError, match="no lines"):
         tables.written("a page", None)
 

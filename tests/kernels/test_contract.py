@@ -56,6 +56,8 @@ def test_worse_machine_code_is_noticed() -> None:
         ("tiles_ahead", 1),
         ("shared_bytes", 240_000),
         ("matrix", 0),
+        ("half_copies", 8),
+        ("byte_loads", 64),
     ]:
         assert len(broken_rules(case, 90, {**good, name: value})) == 1
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kernels.decode_plan import (
+    NOTHING,
     DecodeGeometry,
     DecodePlan,
     SharedPrefix,
@@ -21,11 +22,16 @@ GEOMETRY = DecodeGeometry(
 
 def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> None:
     """Every token of every row and head in exactly one item, numbered as the slots are; no buffer overrun."""
-    assert plan.ranges[0] == 0 and plan.ranges[-1] == len(plan.items) <= geometry.max_items
-    assert len(plan.ranges) == geometry.programs + 1 and plan.ranges == sorted(plan.ranges)
+    programs = geometry.programs
+    assert plan.ranges[0] == programs and plan.ranges[-1] == len(plan.items) <= geometry.max_items
+    assert len(plan.ranges) == programs + 1 and plan.ranges == sorted(plan.ranges)
+    for first, begin, end in zip(plan.items, plan.ranges, plan.ranges[1:], strict=False):
+        assert first != NOTHING or begin == end, "a program without a first item has a second one"
     chunks: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     for item in plan.items:
-        assert 0 < item.size <= geometry.rows_per_item and item.begin < item.end
+        if item == NOTHING:
+            continue
+        assert item.owner == plan.rows[item.first] and 0 < item.size <= geometry.rows_per_item and item.begin < item.end
         assert geometry.tile % 64 or item.begin % geometry.tile == 0
         for row in plan.rows[item.first : item.first + item.size]:
             mine = chunks.setdefault((row, item.kv_head), {})

@@ -1,8 +1,12 @@
 """The CPU kernels against their references: odd sizes, shuffled blocks, poison wherever nobody may read."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
+from kernels import paged_attention as kernel
 from kernels import reference
 from kernels.kv_write import plan_kv_write, write_kv
 from kernels.paged_attention import paged_attention, plan_attention, stable_width
@@ -107,6 +111,30 @@ def test_a_stable_plan_gives_a_row_the_same_bits_however_its_prompt_is_cut() -> 
 )
 def test_stable_widths(context: int, width: int) -> None:
     assert stable_width(context) == width
+
+
+def test_what_is_gathered_does_not_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a step's memory: of many long contexts a few are held at a time, and no two gathers beside each other."""
+    batch, context = 12, 40
+    q, pool, tables = _case(9, 3, 4, [(1, context)] * batch)
+    each = 2 * 3 * -(-context // 4) * 4 * pool.shape[-1] * pool.itemsize
+    plan = plan_attention([1] * batch, [context] * batch, tables, pool, 9, gather_bytes=3 * each)
+    real, held = kernel._rows, list[weakref.ref[torch.Tensor]]()
+    sizes = []
+
+    def gathered(*arguments: Any) -> torch.Tensor:
+        assert all(ref() is None for ref in held), "the gather before is still held"
+        found = real(*arguments)
+        held.append(weakref.ref(found))
+        sizes.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(kernel, "_rows", gathered)
+    got = paged_attention(q, pool, 0, plan, torch.zeros_like(q))
+    assert sizes == [3 * each] * 4
+    monkeypatch.undo()
+    at_once = plan_attention([1] * batch, [context] * batch, tables, pool, 9)
+    torch.testing.assert_close(got, paged_attention(q, pool, 0, at_once, torch.zeros_like(q)))
 
 
 def test_physical_block_order_does_not_matter() -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kernels import reference_rows as reference
 from kernels.configs import KernelConfig
-from kernels.quantize import encode_e4m3, encode_int8, widen_e4m3
+from kernels.quantize import encode_e4m3, encode_int8, widen_e4m3, widen_pairs
 from kernels.rms_norm import rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.silu_mul import silu_mul
@@ -24,6 +24,29 @@ def _convert(x_ptr, e4m3_ptr, int8_ptr, wide_ptr, N: tl.constexpr):
     tl.store(e4m3_ptr + at, codes)
     tl.store(int8_ptr + at, encode_int8(tl.minimum(tl.maximum(x, -127.0), 127.0)))
     tl.store(wide_ptr + at, widen_e4m3(codes).to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _widen_pairs(pairs_ptr, low_ptr, high_ptr, N: tl.constexpr, FORMAT: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    low, high = widen_pairs(tl.load(pairs_ptr + at), FORMAT)
+    tl.store(low_ptr + at, low)
+    tl.store(high_ptr + at, high)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "factor"), [("int8", torch.int8, 128), ("e4m3", torch.float8_e4m3fn, 256)]
+)
+def test_every_pair_of_codes_is_widened_exactly(form: str, dtype: torch.dtype, factor: int) -> None:
+    """Guards the sign that moves, the byte beside that must not, and numbers below the smallest normal one."""
+    pairs = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).to(DEVICE)
+    low, high = (torch.empty(2**16, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    _widen_pairs[(4,)](pairs, low, high, N=2**14, FORMAT=form)
+    codes = pairs.view(torch.uint8).view(-1, 2)
+    for side, found in enumerate((low, high)):
+        want = codes[:, side].contiguous().view(dtype).float() / factor
+        is_number = want.isfinite()
+        assert torch.equal(found.float()[is_number], want[is_number])
 
 
 def test_eight_bit_codes_are_those_of_torch() -> None:

@@ -15,7 +15,8 @@ import pytest
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from tests.transfer.fake_device import ONE_SIDED_VARIABLE
+from tests.transfer.fake_device import ONE_SIDED_VARIABLE, count, fake
+from tests.transfer.nccl_ends import Ends
 from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
 from transfer.loopback import LoopbackHub
 from transfer.nccl_library import ONE_SIDED
@@ -289,6 +290,17 @@ def rig(
         monkeypatch.setenv(ONE_SIDED_VARIABLE, "1")
         monkeypatch.setenv("FAKE_NCCL_VERSION", str(ONE_SIDED))
     return make_rig(kind, in_process=how != "process")
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Workers of the nccl transport in this process, on fake devices."""
+    found = Ends()
+    fake().fake_reset()
+    yield found
+    fake().fake_reset()
+    found.close()
+    assert count("live") == 0, "a communicator was never aborted"
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A device of host memory, and a libnccl for it (`fake_nccl.c`, built once): what the GPU transports run on in tests.
 
 Streams and events are the C file's: operations run in their own thread, in order. Copies are the specification of the
-copy kernel, carried out at once; so what these tests show is the order of calls, the bytes, and the state machines, and
-nothing about speed.
+copy kernel, carried out at once, or, on a `LateDevice`, when their stream comes to them; so what these tests show is
+the order of calls, the bytes, and the state machines, and nothing about speed.
 """
 
 import atexit
@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from transfer.transport import TransferError, Transport
 
 SOURCE = Path(__file__).with_name("fake_nccl.c")
 FAIL, HANG, DIE, STALL, ASYNC = range(1, 6)
+CALL = ctypes.CFUNCTYPE(None)
 LIBRARY_VARIABLE = "FAKE_NCCL_LIBRARY"
 ONE_SIDED_VARIABLE = "FAKE_NCCL_ONE_SIDED"
 """Set: workers, also those in processes of their own, put into rings."""
@@ -68,6 +70,8 @@ def fake() -> ctypes.CDLL:
     for name in ("fake_record", "fake_done"):
         getattr(lib, name).argtypes = (ctypes.c_void_p,)
     lib.fake_stall_stream.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    lib.fake_wait.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    lib.fake_call.argtypes = (ctypes.c_void_p, CALL)
     return lib
 
 
@@ -119,7 +123,8 @@ class FakeStream:
         return FakeEvent(int(fake().fake_record(self.handle)))
 
     def wait(self, event: Event) -> None:
-        """Copies are carried out when they are enqueued: there is nothing to wait for."""
+        assert isinstance(event, FakeEvent)
+        fake().fake_wait(self.handle, event.handle)
 
 
 class FakeDevice:
@@ -198,6 +203,61 @@ class FakeDevice:
         if status:
             raise TransferError(f"no id for a communicator: {status}")
         return found.raw
+
+
+class LateStream(FakeStream):
+    """The current stream of its device while it is in use."""
+
+    def __init__(self, device: "LateDevice") -> None:
+        super().__init__()
+        self._device = device
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        before, self._device.current = self._device.current, self
+        try:
+            yield
+        finally:
+            self._device.current = before
+
+
+class LateDevice(FakeDevice):
+    """Copies take `copy_s` each and are carried out by the stream that was in use: who does not wait for one finds that
+    nothing was copied. `copies`: when each began and ended (`time.monotonic`), and the address it went to."""
+
+    def __init__(self, copy_s: float) -> None:
+        super().__init__("late")
+        self.copy_s = copy_s
+        self.copies: list[tuple[float, float, int]] = []
+        self.current: LateStream | None = None
+        self._calls: list[object] = []
+
+    def stream(self) -> LateStream:
+        found = LateStream(self)
+        self.streams.append(found)
+        return found
+
+    def copy(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        shape: BlockShape,
+        tokens: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        assert self.current is not None, "a copy on no stream"
+        assert target is not None and tokens is None, "not needed by any test"
+
+        def carry_out() -> None:
+            began_s = time.monotonic()
+            time.sleep(self.copy_s)
+            super(LateDevice, self).copy(source, target, source_blocks, target_blocks, shape)
+            self.copies.append((began_s, time.monotonic(), target.data_ptr()))
+
+        self._calls.append(call := CALL(carry_out))
+        fake().fake_call(self.current.handle, call)
+        return None
 
 
 TESTS = NcclConfig(share_gpu="two_hosts", piece_bytes=1 << 20, limit_s=2.0, join_s=30.0)

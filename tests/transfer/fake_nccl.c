@@ -44,7 +44,11 @@ typedef struct Comm {
     uint8_t *window, *peer_window; size_t window_bytes; void **handle; pthread_t registrar; int registers, put;
 } Comm;
 
-typedef struct Op { struct Op *next; Comm *comm; int sends, stuck; uint8_t *at, *to; size_t left; _Atomic int *event; } Op;
+typedef void (*Call)(void);
+typedef struct Op {
+    struct Op *next; Comm *comm; int sends, stuck; uint8_t *at, *to; size_t left;
+    _Atomic int *event, *awaited; Call call;
+} Op;
 typedef struct Stream { pthread_mutex_t lock; pthread_cond_t more; Op *first, **last; int busy, closed; pthread_t thread; int stalled; } Stream;
 
 /* ---- scripts: the next call of a verb, by a rank or anybody (-1), after `skip` more */
@@ -53,7 +57,7 @@ typedef struct { char verb[24]; int rank, skip, action, code, taken; } Script;
 static Script scripts[16];
 static int scripted;
 static pthread_mutex_t script_lock = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic int released, made_comms, live_comms, aborts, running_ops, most_ops, calls;
+static _Atomic int released, made_comms, live_comms, aborts, running_ops, most_ops, calls, pace_us;
 
 static void die(const char *why, ...) {
     va_list list;
@@ -74,7 +78,13 @@ int fake_script(const char *verb, int rank, int skip, int action, int code) {
 }
 int fake_taken(int number) { return scripts[number].taken; }
 void fake_release(void) { released++; }
-void fake_reset(void) { pthread_mutex_lock(&script_lock); scripted = 0; pthread_mutex_unlock(&script_lock); released++; most_ops = 0; }
+void fake_reset(void) {
+    pthread_mutex_lock(&script_lock);
+    scripted = 0;
+    pthread_mutex_unlock(&script_lock);
+    released++; most_ops = 0; pace_us = 0;
+}
+void fake_pace(int us) { pace_us = us; }  /* how long each operation lasts, at least */
 int fake_count(const char *what) {
     if (!strcmp(what, "made")) return made_comms;
     if (!strcmp(what, "live")) return live_comms;
@@ -115,6 +125,7 @@ static int leave(Comm *comm, int status) { comm->inside = 0; return status; }
 static void run(Op *op) {
     Comm *comm = op->comm;
     Ring *ring = &comm->shared->ring[op->sends ? comm->rank : 1 - comm->rank];
+    if (pace_us) usleep(pace_us);
     while (op->to && op->left && !comm->aborted) {  /* a put: nothing of the other end is needed */
         size_t some = op->left < RING ? op->left : RING;
         if (op->stuck) { usleep(500); continue; }
@@ -150,7 +161,10 @@ static void *work(void *argument) {
         stream->busy = 1;
         pthread_mutex_unlock(&stream->lock);
         while (stream->stalled) usleep(500);
-        if (op->event) { *op->event = 1; } else run(op);
+        if (op->event) *op->event = 1;
+        else if (op->awaited) { while (!*op->awaited) usleep(50); }
+        else if (op->call) op->call();
+        else run(op);
         free(op);
         pthread_mutex_lock(&stream->lock);
     }
@@ -182,6 +196,16 @@ void *fake_record(void *handle) {
     return event;
 }
 int fake_done(void *event) { return *(_Atomic int *)event; }
+void fake_wait(void *handle, void *event) {
+    Op *op = calloc(1, sizeof *op);
+    op->awaited = event;
+    enqueue(handle, op);
+}
+void fake_call(void *handle, Call call) {
+    Op *op = calloc(1, sizeof *op);
+    op->call = call;
+    enqueue(handle, op);
+}
 
 /* ---- NCCL */
 int ncclGetVersion(int *version) {

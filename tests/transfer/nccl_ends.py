@@ -25,10 +25,12 @@ QUICK: NcclConfig = msgspec.structs.replace(TESTS, limit_s=0.5, join_s=1.0, piec
 class End:
     """One worker."""
 
-    def __init__(self, me: int, config: NcclConfig = QUICK, layout: KVLayout = LAYOUT) -> None:
+    def __init__(
+        self, me: int, config: NcclConfig = QUICK, device: FakeDevice | None = None, layout: KVLayout = LAYOUT
+    ) -> None:
         self.me = Incarnation(me)
         self.pool = PagedKV(layout, BLOCKS)
-        self.device = FakeDevice()
+        self.device = device or FakeDevice()
         library = NcclLibrary(fake_path())
         self.transport = NcclTransport(
             self.pool, self.me, "127.0.0.1", 10.0, config, self.device, library
@@ -64,8 +66,8 @@ class Ends:
         self.all: list[End] = []
         self._chunks = 0
 
-    def end(self, me: int, config: NcclConfig = QUICK) -> End:
-        self.all.append(End(me, config))
+    def end(self, me: int, config: NcclConfig = QUICK, device: FakeDevice | None = None) -> End:
+        self.all.append(End(me, config, device))
         return self.all[-1]
 
     def pair(self, one: int, other: int, config: NcclConfig = QUICK) -> tuple[End, End]:

@@ -48,6 +48,10 @@ class Worker:
 
         Fault(verb, action, rank=rank, skip=skip)
 
+    def packing(self) -> str:
+        """What nccl has packed ahead."""
+        return repr(self.transport._dispatch.packing)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         self.transport.close()
         self.pool.close()
@@ -75,7 +79,7 @@ def main() -> None:
             answer = worker.transport.describe().details
         else:
             assert worker is not None
-            getattr(worker, op)(*args)
+            answer = getattr(worker, op)(*args)
             if op == "close":
                 worker = None
         sys.stdout.write(json.dumps(answer) + "\n")

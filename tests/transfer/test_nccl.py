@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -16,17 +15,6 @@ from transfer.device import StuckStreamError
 from transfer.nccl_lane import DRAIN_S
 from transfer.transport import Move, Outcome, TransferError
 from transfer.watchdog import Watchdog
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    found = Ends()
-    fake().fake_reset()
-    yield found
-    fake().fake_reset()
-    found.close()
-    assert count("live") == 0, "a communicator was never aborted"
-
 
 FAULTS = {
     "no id": ("id", FAIL, 0),

@@ -1,30 +1,24 @@
 """One-sided transfers against the scripted library: into a ring, never into a pool; every call fails, hangs or dies."""
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.messages import Endpoint
-from engine.types import Incarnation
-from tests.transfer.conftest import LARGE, Process, ProcessPeer, Rig, RigFactory, end, spawn
-from tests.transfer.fake_device import (
-    ASYNC,
-    DIE,
-    FAIL,
-    ONE_SIDED_VARIABLE,
-    STALL,
-    Fault,
-    count,
-    fake,
-)
+from tests.transfer.conftest import Process, Rig, RigFactory, end
+from tests.transfer.fake_device import ASYNC, FAIL, ONE_SIDED_VARIABLE, STALL, Fault, fake
 from tests.transfer.nccl_ends import LAYOUT, QUICK, End, Ends
-from tests.transfer.test_nccl_processes import FREED_S, begun, still_works
-from tests.transfer.wire import whole
+from tests.transfer.nccl_far import (
+    Pattern,
+    begun,
+    far_rig,
+    is_lost_when_frozen,
+    is_lost_when_it_ends_in,
+    is_lost_when_killed,
+    sender_of,
+    still_works,
+)
 from transfer.nccl_library import ONE_SIDED
 from transfer.transport import Outcome
 
@@ -34,16 +28,6 @@ PUTS = msgspec.structs.replace(QUICK, one_sided=True, put_bytes=4 * LAYOUT.block
 @pytest.fixture(autouse=True)
 def as_new_as_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_VERSION", str(ONE_SIDED))
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    found = Ends()
-    fake().fake_reset()
-    yield found
-    fake().fake_reset()
-    found.close()
-    assert count("live") == 0, "a communicator was never aborted"
 
 
 def rings(*ends: End) -> list[bool]:
@@ -143,7 +127,9 @@ def test_a_fault_costs_the_pair_and_nobody_else(ends: Ends, fault: str, leads: b
     took_s = ends.until(lambda: any(e.outcome is Outcome.LOST for e in receiver.ended.values()), 4.0)
     assert took_s < PUTS.join_s + 0.8, "past every limit"
     done = any(receiver.ended[t].outcome is Outcome.DONE for t in tickets if t in receiver.ended)
-    assert receiver.has(4, 40 if done else 200)
+    # A pair that is lost after its piece, but before the receive was told of, has landed it whole.
+    may_have_landed = not done and verb == "async" and receiver.has(4, 40)
+    assert receiver.has(4, 40 if done else 200) or may_have_landed
     ends.arrives(other, receiver, 8)
     ends.until(lambda: sender.transport.report.lost >= 1)
     ends.join(sender, receiver)
@@ -198,66 +184,30 @@ def newer_spares() -> Iterator[list[Process]]:
 def far(
     make_rig: RigFactory, newer_spares: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Rig]:
-    """As in `test_nccl_processes`."""
-    fake().fake_reset()
     monkeypatch.setenv(ONE_SIDED_VARIABLE, "1")
-    spares = newer_spares
-    spares += [spawn() for _ in range(2 - len(spares))]
-    shared, make_rig.spares = make_rig.spares, spares
-    me = Incarnation(999)
-    for peer in [ProcessPeer("nccl", me, LARGE, 1, spares, "cpu") for _ in range(2)]:
-        peer.close()
-    yield make_rig("nccl", LARGE, 32, in_process=False)
+    shared, make_rig.spares = make_rig.spares, newer_spares
+    yield far_rig(make_rig, newer_spares, 2)
     for rig in make_rig.rigs:
         rig.close()
     make_rig.rigs.clear()
     make_rig.spares = shared
 
 
-def test_the_peer_is_killed_in_the_middle(far: Rig, pattern: Any) -> None:
+def test_the_peer_is_killed_in_the_middle(far: Rig, pattern: Pattern) -> None:
     """Guards the wait that no abort ends: the receiver looks at flags, and waits for no signal."""
-    victim, other = far.peer(), far.peer()
-    assert isinstance(victim, ProcessPeer)
+    victim, other = sender_of(far), sender_of(far)
     ticket = begun(far, victim)
     assert all(rings_of(far.transport)), "it was sent, not put"
-    victim.process.kill()
-    victim.process.wait()
-    began_s = time.monotonic()
-    assert far.outcome(ticket) is Outcome.LOST
-    assert time.monotonic() - began_s < FREED_S
+    is_lost_when_killed(far, victim, ticket)
     still_works(far, other, pattern)
 
 
-def test_a_thawed_peers_puts_land_nowhere(far: Rig, pattern: Any) -> None:
+def test_a_thawed_peers_puts_land_nowhere(far: Rig, pattern: Pattern) -> None:
     """Guards one-sided memory that is used again while a peer that was given up can still write to it."""
-    victim, other = far.peer(), far.peer()
-    assert isinstance(victim, ProcessPeer)
-    ticket = begun(far, victim)
-    os.kill(victim.pid, signal.SIGSTOP)
-    try:
-        assert far.outcome(ticket) is Outcome.LOST
-        left = [block for block in range(30) if far.is_poisoned(block)]
-        assert left, "all had landed: nothing is shown"
-        still_works(far, other, pattern)
-    finally:
-        os.kill(victim.pid, signal.SIGCONT)
-    for _ in range(100):
-        far.turn()
-    assert all(far.is_poisoned(block) for block in left), "the thawed peer's bytes landed"
+    victim, other = sender_of(far), sender_of(far)
+    is_lost_when_frozen(far, victim, other, begun(far, victim), pattern)
 
 
 @pytest.mark.parametrize("verb", ["alloc", "register", "put"])
-def test_the_peer_ends_in_a_call(far: Rig, pattern: Any, verb: str) -> None:
-    other = far.peer()
-    victim = ProcessPeer("nccl", Incarnation(1001), far.layout, far.blocks, far.spares, "cpu")
-    victim._ask("script", verb, DIE, -1, 0)
-    far.peers.append(victim)
-    far.connect(victim.me, Endpoint(transport="nccl", details=victim.details))
-    every = whole(far.layout)
-    victim.connect(2**64 - 5, dict(far.transport.describe().details), (every, every))
-    ticket = far.recv(victim, "r", 0, [(0, 0)], [3])
-    far.until(lambda: victim.process.poll() is not None)
-    assert victim.process.returncode == 9, "the fault did not take effect"
-    assert far.outcome(ticket) is Outcome.LOST
-    still_works(far, other, pattern)
-    end(victim.process)
+def test_the_peer_ends_in_a_call(far: Rig, pattern: Pattern, verb: str) -> None:
+    is_lost_when_it_ends_in(far, verb, 0, pattern)

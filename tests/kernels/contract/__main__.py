@@ -3,8 +3,9 @@
     python -m tests.kernels.contract [--update] [--arch 80|90] [--only TEXT]
 
 Compiles every entry of `kernels.configs` for sm_80 and sm_90, reads registers, spills, shared memory, load widths,
-asynchronous copies and matrix instructions off the machine code, and compares them with `contract.json`, which holds
-one table per Triton version. Fails when one got worse, or a house rule is broken; `--update` writes what was found.
+asynchronous copies, loads by the byte and matrix instructions off the machine code, and compares them with
+`contract.json`, which holds one table per Triton version. Fails when one got worse, or a house rule is broken;
+`--update` writes what was found.
 """
 
 import argparse

@@ -19,7 +19,7 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         kernel=decode_attention.decode_kernel,
         types={
             "q_ptr": "*bf16",
-            **pool_types(key),
+            **pool_types(key, paired=True),
             "out_ptr": "*bf16",
             "lse_ptr": "*fp32",
             "partial_ptr": "*fp32",
@@ -72,7 +72,7 @@ def prefill_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         kernel=prefill_attention.prefill_kernel,
         types={
             "q_ptr": "*bf16",
-            **pool_types(key),
+            **pool_types(key, paired=True),
             "out_ptr": "*bf16",
             "lse_ptr": "*fp32",
             "tiles_ptr": "*i32",

@@ -5,7 +5,7 @@ from tests.kernels.contract.measure import Case
 Counts = dict[str, int]
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-FEWER_IS_BETTER = ("registers", "shared_bytes", "narrow_loads")
+FEWER_IS_BETTER = ("registers", "shared_bytes", "narrow_loads", "half_copies", "byte_loads")
 MORE_IS_BETTER = ("wide_loads", "wide_stores", "async_copies", "matrix", "tiles_ahead")
 ATTENTION = ("decode_kernel", "prefill_kernel")
 
@@ -21,6 +21,8 @@ def broken_rules(case: Case, arch: int, counts: Counts) -> list[str]:
         found.append(f"{counts['tiles_ahead']} tiles ahead with {case.stages} stages")
     if case.kernel.__name__ in ATTENTION and not counts["matrix"]:
         found.append("no matrix instructions")
+    if counts["byte_loads"] or (case.kernel.__name__ in ATTENTION and counts["half_copies"]):
+        found.append("values are read from shared memory byte by byte, or copied 8 bytes at a time")
     return found
 
 

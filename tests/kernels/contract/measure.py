@@ -20,6 +20,8 @@ PATTERNS = {
     "narrow_loads": r"\bLDG\.E(?!\S*\.(?:64|128))",
     "wide_stores": r"\bSTG\.E\S*\.128",
     "async_copies": r"\bLDGSTS\S*\.128",
+    "half_copies": r"\bLDGSTS\S*\.64",
+    "byte_loads": r"\bLDS\.[US]8",
     "matrix": r"\b(?:HMMA|HGMMA|IMMA|IGMMA)",
     "spill_instructions": r"\b(?:STL|LDL)\b",
 }

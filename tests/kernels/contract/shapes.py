@@ -37,8 +37,8 @@ def case_name(key: configs.ConfigKey) -> str:
     return " ".join([key.kernel, *(f"{sign}{n}" for sign, n in numbers if n), key.dtype])
 
 
-def pool_types(key: configs.ConfigKey) -> dict[str, str]:
-    payload = POINTER[key.dtype]
+def pool_types(key: configs.ConfigKey, *, paired: bool = False) -> dict[str, str]:
+    payload = "*i16" if paired and key.dtype in FORMAT else POINTER[key.dtype]
     return {"payload": payload, "scales": "*fp32" if key.dtype in FORMAT else payload}
 
 

@@ -1,0 +1,98 @@
+"""Goals are judged against what was measured, and nothing passes for measured that was not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import decode
+from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.goals import GOALS, judged
+
+RATES = [
+    {"what": "copy, read and written", "tb_per_s": 4.0},
+    {"what": "read", "tb_per_s": 4.0},
+    {"what": "matrix product", "tflop_per_s": 800.0},
+]
+GOOD: dict[str, list[dict[str, Any]]] = {
+    "copy_rate": RATES,
+    "orders": [{"id": "K0", "us": 100.0}, {"id": "K0", "us": 98.0}, {"id": "K0", "us": 140.0}],
+    "decode": [
+        {"id": "K1", "what": "batch", "tb_per_s": 4.0},
+        {"id": "K1", "what": "torch, contiguous", "tb_per_s": 1.0},
+        {"id": "K2", "what": "one", "us": 7.9, "bytes": 4_000_000},
+        {"id": "K3", "what": "skewed", "us": 109.0, "bytes": 400_000_000},
+    ],
+    "eight_bits": [{"what": "int8", "times_16_bit_speed": 1.7, "bytes": 100, "bytes_of_16_bit": 190}],
+    "shared": [{"what": "64", "times_plain_speed": 12.0, "plain_us": 120.0, "bytes": 20_000_000}],
+    "copies": [
+        {"what": "torch, contiguous", "of_copy": 1.0},
+        {"what": "pack", "of_copy": 0.9, "multiprocessors": 16},
+        {"what": "pack", "of_copy": 0.5, "multiprocessors": 132},
+    ],
+    "prefill": [
+        {"what": "a", "tokens": 4096, "context": 4096, "tflop_per_s": 460.0},
+        {"what": "b", "tokens": 2048, "context": 4096, "tflop_per_s": 300.0},
+        {"what": "torch, contiguous", "tokens": 4096, "context": 4096, "tflop_per_s": 300.0},
+    ],
+    "blocks": [
+        {"id": "K8", "what": "blocks of 64, shuffled", "of_contiguous": 1.04},
+        {"id": "K8", "what": "blocks of 1, shuffled", "of_contiguous": 1.9},
+    ],
+    "transport": [
+        {"transport": "cuda_ipc", "meet_s": 1.0},
+        {"transport": "cuda_ipc", "blocks": 8, "bytes": 1, "gib_per_s": 100.0},
+        {"transport": "cuda_ipc", "blocks": 64, "bytes": 8, "gib_per_s": 1500.0},
+        {"transport": "nccl, two_hosts", "blocks": 64, "bytes": 8, "gib_per_s": 1.0},
+    ],
+}
+
+
+def test_a_run_that_reaches_all_of_them() -> None:
+    """Guards lines that are not what a goal is about: other sizes, other people's kernels, other transports."""
+    lines = judged(GOOD)
+    assert [line["id"] for line in lines] == [goal.name for goal in GOALS]
+    assert all(line["met"] == 1 for line in lines), lines
+    bounds = {line["id"]: line["bound"] for line in lines}
+    assert bounds["K1"] == 4.0 and bounds["K2"] == 1.0 and bounds["K4"] == 1.9 and bounds["K7"] == 800.0
+    assert bounds["K5"] == 24.0
+
+
+@pytest.mark.parametrize(
+    ("part", "at", "key", "value", "goal"),
+    [
+        ("orders", 1, "us", 90.0, "K0"),
+        ("decode", 0, "tb_per_s", 3.9, "K1"),
+        ("decode", 2, "us", 8.1, "K2"),
+        ("decode", 3, "us", 111.0, "K3"),
+        ("eight_bits", 0, "times_16_bit_speed", 1.5, "K4"),
+        ("shared", 0, "times_plain_speed", 9.0, "K5"),
+        ("copies", 1, "of_copy", 0.8, "K6"),
+        ("prefill", 0, "tflop_per_s", 440.0, "K7"),
+        ("blocks", 0, "of_contiguous", 1.06, "K8"),
+        ("transport", 2, "gib_per_s", 1400.0, "T1"),
+    ],
+)
+def test_one_that_is_missed_is_said_to_be(part: str, at: int, key: str, value: float, goal: str) -> None:
+    worse = {**GOOD, part: [dict(line) for line in GOOD[part]]}
+    worse[part][at][key] = value
+    assert [line["id"] for line in judged(worse) if line["met"] != 1] == [goal]
+
+
+@pytest.mark.parametrize("part", [goal.part for goal in GOALS] + ["copy_rate"])
+def test_what_was_not_measured_is_neither_met_nor_missed(part: str) -> None:
+    lines = judged({name: found for name, found in GOOD.items() if name != part})
+    open_ = {line["id"] for line in lines if line["met"] == "not measured"}
+    about = {goal.name for goal in GOALS if part in (goal.part, "copy_rate")}
+    assert open_ == about and len({line["id"] for line in lines}) == len(GOALS)
+
+
+def test_orders_of_a_small_pool_are_refused_on_a_card() -> None:
+    """Guards a decision about the layout that rests on a pool which the translation cache holds."""
+    card = dry_card()
+    small = replace(card, device=torch.device("cuda", 0))
+    (line,) = decode.orders(small)
+    assert "64" in str(line["refused"]) and "us" not in line
+    (goal, *_) = judged({"copy_rate": RATES, "orders": [line]})
+    assert goal["id"] == "K0" and goal["met"] == "not measured"
