@@ -155,6 +155,8 @@ PURE = (
 BENCHMARKS_WITH_PROCESSES = (
     "benchmarks/bed.py",
     "benchmarks/counting.py",
+    "benchmarks/gpu/absent.py",
+    "benchmarks/gpu/dry.py",
     "benchmarks/gpu/transport.py",
 )
 
@@ -287,7 +289,7 @@ def test_environment_is_read_in_one_place() -> None:
         f"{relative(path)}:{node.lineno}"
         for path in sources(*OURS)
         # Benchmarks that tell their own worker processes, or Triton, something; nobody sets it.
-        if not matches(path, ("cluster/*.py", "benchmarks/gpu/dry.py", *BENCHMARKS_WITH_PROCESSES))
+        if not matches(path, ("cluster/*.py", *BENCHMARKS_WITH_PROCESSES))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]

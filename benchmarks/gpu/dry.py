@@ -9,13 +9,18 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu.card import Card, Sizes
-from engine.kv.layout import KVLayout
 
 TINY = Sizes(
-    heads=4, kv_heads=2, head_dim=16, batch=2, unit=256, layers=1, pool_bytes=1 << 16, rounds=1, programs_per_sm=1
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    batch=2,
+    unit=256,
+    layers=1,
+    pool_bytes=1 << 16,
+    rounds=1,
+    programs_per_sm=1,
 )
-BLOCKS = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
-"""What the part on transports moves."""
 
 
 class Clock:

@@ -15,12 +15,16 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
 from engine.model.once import locked
+
+if TYPE_CHECKING:
+    from engine.model.checkpoint import Checkpoint
 
 CONVERTER_VERSION = 2
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
@@ -164,10 +168,7 @@ def _convert(
     path: Path, dtype: str, fingerprint: str, target: Path, progress: Progress | None
 ) -> None:
     """Build the folder beside its place and move it there. The caller holds the lock, so what lies there is rubbish."""
-    from engine.model.checkpoint import Checkpoint
     from engine.model.codes_file import write_codes
-    from engine.model.gguf_model import GGUFModel
-    from engine.model.hf_model import HFModel
     from engine.model.weights import prepared_codes, write_weights
 
     partial = target.with_name(f"{fingerprint}.partial")
@@ -176,7 +177,7 @@ def _convert(
             shutil.rmtree(rubbish)
     partial.mkdir()
     try:
-        source: Checkpoint = HFModel(path) if path.is_dir() else GGUFModel(path)
+        source = _opened(path)
         text = source.text()
         write_weights(source, dtype, partial, progress)
         if dtype == "float32":
@@ -188,3 +189,14 @@ def _convert(
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def _opened(path: Path) -> "Checkpoint":
+    """By a reader that is imported for its own kind of source alone: each needs a package of its own."""
+    if path.is_dir():
+        from engine.model.hf_model import HFModel
+
+        return HFModel(path)
+    from engine.model.gguf_model import GGUFModel
+
+    return GGUFModel(path)

@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import decode, peers, steps, transport
+from benchmarks.gpu import decode, engine, peers, transport
 from benchmarks.gpu.dry import dry_card
-from benchmarks.gpu.goals import judged
+from benchmarks.gpu.parts import LIMIT_S, PARTS
+from tests.benchmarks import slim
 from tests.engine.recording import FakeRecorder
+
+ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
 
@@ -28,38 +29,52 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the one command: parts that only a GPU has ever run would fail there first. All but the measuring itself
-    is the same code."""
-    monkeypatch.setattr(steps, "on_card", partial(steps.steps, recorder=lambda device: FakeRecorder()))
-    results, failures = program.run(dry_card(), list(program.PARTS))
-    assert not failures
-    assert all(line["right"] for line in results["correct"])
-    assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
-    assert [line["what"] for line in results["orders"]] == list(decode.ORDERS)
-    asked = judged(results)
-    assert {line["id"] for line in asked} == {*(f"K{n}" for n in range(9)), "T1"}
-    missing = {line["id"] for line in asked if line["met"] == "not measured"}
-    assert missing == {"T1"}, "shared memory stands in for the transports of a card"
-    replayed = {line["what"]: line["replayed"] for line in results["steps"]}
-    assert replayed["batch 2, recorded"] > 0 and replayed["batch 2, not recorded"] == 0
-    assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["steps"])
-    absent = {line["what"] for line in results["peers"] if "absent" in line}
-    assert absent == {*peers.PEERS, *peers.CASCADES}, "a package is installed here, or its absence was not told"
-    assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
-
-
-def test_a_dry_run_is_one_command(tmp_path: Path) -> None:
-    """Guards the command line, which nothing else calls where there is no GPU, and figures of a dry run that pass for
-    measured ones."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
-    command += ["--only", "copy_rate", "--only", "peers", "--only", "transport"]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+@pytest.mark.slow
+def test_all_of_it_runs_on_a_machine_that_has_little(tmp_path: Path) -> None:
+    """Guards the one command, each of whose parts would else fail first on a card: a package that such a machine does
+    not have, a part that breaks, figures of a dry run that pass for measured ones. All but the measuring itself is the
+    same code."""
+    python = slim.make(tmp_path / "venv")
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    for absent in ("msgspec", "xxhash", "ray", "gguf"):
+        asked = subprocess.run([python, "-c", f"import {absent}"], capture_output=True, cwd=ROOT)
+        assert b"ModuleNotFoundError" in asked.stderr, f"{absent} is there: nothing would be proven"
+    command = [python, "-m", "benchmarks.gpu", "--dry-run", "--out", tmp_path]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+    )
     assert ended.returncode == 0, ended.stderr
     told = json.loads((tmp_path / "gpu.json").read_text())
-    assert set(told["results"]) == {"copy_rate", "peers", "transport"} and not told["failures"]
-    assert "mean nothing" in told["card"]["gpu"]
+    results = told["results"]
+    assert "mean nothing" in told["card"]["gpu"] and told["environment"]["msgspec"] == "not installed"
+    assert list(results) == list(PARTS) and not told["failures"]
+    assert all(results.values())
+    assert all(line["right"] for line in [*results["correct"], *results["cluster"]])
+    assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
+    assert [line["what"] for line in results["orders"]] == list(decode.ORDERS)
+    assert {line["id"] for line in told["goals"]} == {*(f"K{n}" for n in range(9)), "T1"}
+    missing = {line["id"] for line in told["goals"] if line["met"] == "not measured"}
+    assert missing == {"T1"}, "shared memory stands in for the transports of a card"
+    assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["engine"])
+    absent_peers = {line["what"] for line in results["peers"] if "absent" in line}
+    every = {*peers.PEERS, *peers.CASCADES}
+    assert absent_peers == every, "a package is installed here, or its absence was not told"
+    assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
+    assert "absent" in results["demo"][0]
+
+
+def test_the_engine_runs_recorded_and_not() -> None:
+    """Guards the lines of recorded steps, which only a GPU has, and that both are of the same requests."""
+    lines = engine.engine(dry_card(), lambda device: FakeRecorder())
+    assert [line["what"] for line in lines] == [
+        f"batch {n}, {how}" for n in (1, 4) for how in ("not recorded", "recorded")
+    ]
+    assert [line["replayed"] > 0 for line in lines] == [False, True, False, True]
+    assert all(float(line["tokens_per_s"]) > 0 < float(line["bound_ms"]) for line in lines)
+
+
+def test_all_parts_together_are_under_eight_minutes() -> None:
+    assert sum(part.budget_s for part in PARTS.values()) <= LIMIT_S < 480
 
 
 def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +90,3 @@ def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correct, "decode_attention", off)
     wrong = [line["what"] for line in correct.correct(dry_card()) if not line["right"]]
     assert len(wrong) == 1 and str(wrong[0]).startswith("decode")
-
-
-def test_a_part_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(program.PARTS, "copies", "benchmarks.gpu.nowhere:copies")
-    results, failures = program.run(dry_card(), ["copies", "copy_rate"])
-    assert list(results) == ["copy_rate"] and "nowhere" in failures["copies"]

@@ -1,0 +1,198 @@
+"""Decode steps of the whole engine (scheduler, runner, model, kernels), recorded and not, for a ladder of batch sizes.
+
+A model of an 8B's shape with random weights, greedy. The prompts are prefilled here, in chunks, as a decode worker does
+that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+import torch
+
+from benchmarks.gpu.card import Card, Line, copy_rate
+from benchmarks.gpu.random_model import random_llama, read_bytes
+from decode_worker.config import DecodeConfig
+from decode_worker.events import FromRouter, Tell
+from decode_worker.scheduler import Command, DecodeScheduler, Event
+from engine.graphs import CudaRecorder, DecodeGraphs, Recorder
+from engine.kv.device_pool import DeviceKV
+from engine.kv.layout import KVLayout
+from engine.kv.manager import KVCacheManager
+from engine.kv.paged import KVTensors
+from engine.loop import Engine
+from engine.messages import Ended, PeerAddress, Place, Refused
+from engine.runner import ModelRunner, Runner
+from engine.step import Drawn, StepPlan
+from engine.triton_attention import TritonAttention
+from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
+from transfer.receiver import KVReceiver
+
+BLOCK = 64
+PROMPT, ANSWER = 1024, 512
+CHUNK = 2048
+STEPS, WARM, PROFILED = 32, 4, 8
+BATCHES = (1, 8, 32, 64)
+HERE = PeerAddress("", "")
+"""In place of a prefill worker: the prompt is computed by the engine itself."""
+LINK = 1
+
+Opener = Callable[[torch.device], Recorder]
+
+
+def on_card(card: Card) -> list[Line]:
+    """As a part of `benchmarks.gpu`."""
+    return engine(card, CudaRecorder if card.device.type == "cuda" else None)
+
+
+def engine(card: Card, recorder: Opener | None) -> list[Line]:
+    """A line for each batch size, recorded and not; without a GPU nothing is recorded.
+
+    `ms` is the median step; `idle_ms` is how much of it no kernel runs, where the profiler sees kernels. `bound_ms` is
+    the time to read the weights and the KV of the batch once, at the rate at which this card was seen to read.
+    """
+    batches = sorted({min(batch, 2 * card.sizes.batch) for batch in BATCHES})
+    read = next(float(line["tb_per_s"]) for line in copy_rate(card) if line["what"] == "read")
+    bench = Bench(card, batches, recorder)
+    lines: list[Line] = []
+    for batch in batches:
+        bench.fill(batch)
+        lines += [bench.line(how, read * 1e12) for how in bench.ways]
+    return lines
+
+
+class Bench:
+    """One engine, and requests that go on for as long as it is asked for steps."""
+
+    def __init__(self, card: Card, batches: Sequence[int], recorder: Opener | None) -> None:
+        size, most = card.sizes, batches[-1]
+        model = random_llama(card)
+        shape = model.config
+        layout = KVLayout(
+            kv_heads=shape.kv_heads,
+            layers=shape.layers,
+            block_size=BLOCK,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+        )
+        self._card, self._shape, self._layout = card, shape, layout
+        self._prompt = size.tokens(PROMPT)
+        self._answer = min(ANSWER, shape.context_tokens - self._prompt)
+        blocks = most * layout.blocks_for(self._prompt + self._answer)
+        kv = DeviceKV(layout, blocks, card.device, card.arch)
+        self._attention = TritonAttention(
+            shape, layout, card.device, max_batch=most, programs=size.programs_per_sm * card.sms
+        )
+        self.ways: dict[str, Runner] = {"not recorded": ModelRunner(model, kv, self._attention)}
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(model, kv, self._attention, recorder(card.device), batches)
+            with torch.inference_mode():
+                self._graphs.prepare()
+            self.ways["recorded"] = ModelRunner(model, kv, self._attention, self._graphs)
+        self._runner = _Switch(kv, self.ways["not recorded"])
+        self._scheduler = DecodeScheduler(
+            config=DecodeConfig(max_batch=most, local_chunk_tokens=CHUNK, preemption="off"),
+            kv=KVCacheManager(blocks, BLOCK, "random"),
+            receiver=KVReceiver(),
+            name="decode-0",
+            incarnation=Incarnation(1),
+            fingerprint="random",
+            vocab=shape.vocab,
+            context_tokens=shape.context_tokens,
+            stop_ids=frozenset(),
+            block_bytes=layout.block_bytes,
+        )
+        self._engine: Engine[Event, Command] = Engine(
+            self._scheduler, self._runner, time.monotonic, _see
+        )
+        self._placed = 0
+
+    def fill(self, batch: int) -> None:
+        """Take requests until `batch` are decoding."""
+        new = [FromRouter(LINK, self._place(at)) for at in range(self._placed, batch)]
+        self._placed = batch
+        self._engine.receive(new)
+        while len(self._step().rows) < batch or self._scheduler.waiting_requests:
+            pass
+
+    def line(self, how: str, bytes_per_s: float) -> Line:
+        """What a step of the present batch takes, in one of `ways`."""
+        few = self._card.sizes.unit > 1
+        self._runner.now = self.ways[how]
+        for _ in range(1 if few else WARM):
+            self._step()
+        planning, replayed = replace(self._attention.planning), self._replayed()
+        taken: list[float] = []
+        for _ in range(3 if few else STEPS):
+            began_s = time.perf_counter()
+            self._step()
+            taken.append(time.perf_counter() - began_s)
+        planned = self._attention.planning
+        replays = self._replayed() - replayed
+        profiled = 1 if few else PROFILED
+        busy_s = self._card.timer.busy_seconds(lambda: [self._step() for _ in range(profiled)])
+        wall_s, busy_s = statistics.median(taken), busy_s / profiled
+        rows = self._step().rows
+        context = sum(row.end for row in rows)
+        read = read_bytes(self._shape) + context * self._layout.block_bytes // BLOCK
+        bound_s = read / bytes_per_s
+        return {
+            "what": f"batch {len(rows)}, {how}",
+            "context": context // len(rows),
+            "ms": wall_s * 1e3,
+            "tokens_per_s": len(rows) / wall_s,
+            **(_idle(wall_s, busy_s) if busy_s else {}),
+            "bound_ms": bound_s * 1e3,
+            "of_bound": bound_s / wall_s,
+            "planned_ahead": planned.ahead - planning.ahead,
+            "planned_at_once": planned.at_once - planning.at_once,
+            "replayed": replays,
+        }
+
+    def _step(self) -> StepPlan:
+        plan = self._engine.step()
+        if plan is None:
+            raise RuntimeError(f"there is nothing left to compute: {self._scheduler!r}")
+        return plan
+
+    def _replayed(self) -> int:
+        return sum(self._graphs.replays.values()) if self._graphs else 0
+
+    def _place(self, number: int) -> Place:
+        """A prompt that shares no prefix with another."""
+        draw = Random(number)
+        record = RequestRecord(
+            request=RequestId(str(number)),
+            tokens=[draw.randrange(self._shape.vocab) for _ in range(self._prompt)],
+            prompt_tokens=self._prompt,
+            max_tokens=self._answer,
+            seed=0,
+            sampling=SamplingParams(temperature=0.0),
+            ignore_eos=True,
+        )
+        return Place(record=record, placement=1, prefill=HERE)
+
+
+def _idle(wall_s: float, busy_s: float) -> Line:
+    return {"idle_ms": (wall_s - busy_s) * 1e3, "idle": 1.0 - busy_s / wall_s}
+
+
+class _Switch:
+    """Fulfils `Runner` by one of several over the same memory."""
+
+    def __init__(self, kv: KVTensors, now: Runner) -> None:
+        self.kv = kv
+        self.now = now
+
+    def run(self, plan: StepPlan) -> Sequence[Drawn]:
+        return self.now.run(plan)
+
+
+def _see(commands: Sequence[Command]) -> None:
+    """What a router would hear. Raises RuntimeError for a request that is over, or never begins."""
+    for command in commands:
+        if isinstance(command, Tell) and isinstance(command.record, Ended | Refused):
+            raise RuntimeError(f"a request has ended before the benchmark did: {command.record}")
