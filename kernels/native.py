@@ -29,6 +29,8 @@ VARIANTS = ("AVX512", "AVX2", "PLAIN")
 SOURCES = Path(__file__).parent / "cpu"
 STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of a pool."""
+LENT_ROWS = 32
+"""With fewer rows a call is over before a thread that lay idle has woken up: a decode step was slower with it."""
 _KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -52,7 +54,7 @@ class PoolShape:
 
 
 class Native:
-    """The library's functions. `threads` is asked before every call that can use more than one."""
+    """The library's functions. `threads` is asked before every call that is worth more than PyTorch's threads."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
@@ -90,7 +92,7 @@ class Native:
             weight.rows,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            self.threads(),
+            self._threads_for(len(x)),
         )
         return out
 
@@ -174,8 +176,12 @@ class Native:
             layer,
             shape.head_dim**-0.5,
             out.data_ptr(),
-            self.threads(),
+            self._threads_for(len(qkv)),
         )
+
+
+    def _threads_for(self, rows: int) -> int:
+        return self.threads() if rows >= LENT_ROWS else torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
