@@ -26,9 +26,8 @@ struct Pool {
   int storage;
   int64_t kv_heads, layers, block_size, head_dim;
   int64_t width() const { return storage == FLOAT ? 4 : 2; }
-  // The row of a token: `slot` is block * block_size + offset; `which` is 0 for its key, 1 for its value.
-  uint8_t *row(int64_t slot, int64_t head, int64_t layer, int which) const {
-    const int64_t block = slot / block_size, offset = slot % block_size;
+  // The row of a token; `which` is 0 for its key, 1 for its value.
+  uint8_t *row(int64_t block, int64_t offset, int64_t head, int64_t layer, int which) const {
     const int64_t slab = ((block * kv_heads + head) * layers + layer) * 2 + which;
     return data + (slab * block_size + offset) * head_dim * width();
   }
@@ -101,37 +100,54 @@ static void transpose(const float *const *keys, int64_t head_dim, float *to) {
 #endif
 }
 
+// The rows of the tile that comes next. Blocks lie anywhere, so the processor cannot guess where; asked for a row at a
+// time, between pieces of work, they are there when their turn comes.
+struct Next {
+  const uint8_t *rows[LANES];
+  int64_t row_bytes;
+  void fetch(int i) const {
+    for (int64_t at = 0; rows[i] && at < row_bytes; at += 64) __builtin_prefetch(rows[i] + at, 0, 2);
+  }
+};
+
 template <int ROWS>
-static void score(const float *const *q, const float *keys, int64_t head_dim, Floats scale, float *const *to) {
+static void score(const float *const *q, const float *keys, int64_t head_dim, Floats scale, float *const *to,
+                  const Next *next) {
   Floats total[ROWS];
   for (int r = 0; r < ROWS; ++r) total[r] = every(0.0f);
-  for (int64_t d = 0; d < head_dim; ++d) {
-    const Floats column = load(keys + d * LANES);
-    for (int r = 0; r < ROWS; ++r) total[r] = fma(every(q[r][d]), column, total[r]);
+  const int64_t part = head_dim / LANES;
+  for (int i = 0; i < LANES; ++i) {
+    if (next) next->fetch(i);
+    for (int64_t d = i * part; d < (i + 1) * part; ++d) {
+      const Floats column = load(keys + d * LANES);
+      for (int r = 0; r < ROWS; ++r) total[r] = fma(every(q[r][d]), column, total[r]);
+    }
   }
   for (int r = 0; r < ROWS; ++r) store(to[r], mul(total[r], scale));
 }
 
 template <int WIDTH>
-static void weigh(const float *weights, const float *const *values, int64_t count, float *sums) {
+static void weigh(const float *weights, const float *const *values, int64_t count, float *sums, const Next *next) {
   Floats total[WIDTH];
   for (int j = 0; j < WIDTH; ++j) total[j] = load(sums + j * LANES);
   for (int64_t t = 0; t < count; ++t) {
+    if (next) next->fetch((int)t);
     const Floats weight = every(weights[t]);
     for (int j = 0; j < WIDTH; ++j) total[j] = fma(weight, load(values[t] + j * LANES), total[j]);
   }
   for (int j = 0; j < WIDTH; ++j) store(sums + j * LANES, total[j]);
 }
 
-static void weigh_any(int64_t vectors, const float *weights, const float *const *values, int64_t count, float *sums) {
+static void weigh_any(int64_t vectors, const float *weights, const float *const *values, int64_t count, float *sums,
+                      const Next *next) {
   switch (vectors) {
-    case 4: return weigh<4>(weights, values, count, sums);
-    case 8: return weigh<8>(weights, values, count, sums);
+    case 4: return weigh<4>(weights, values, count, sums, next);
+    case 8: return weigh<8>(weights, values, count, sums, next);
     default:
       for (int64_t j = 0; j < vectors; ++j) {
         const float *shifted[LANES];
         for (int64_t t = 0; t < count; ++t) shifted[t] = values[t] + j * LANES;
-        weigh<1>(weights, shifted, count, sums + j * LANES);
+        weigh<1>(weights, shifted, count, sums + j * LANES, j ? nullptr : next);
       }
   }
 }
@@ -151,26 +167,16 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t 
   scratch.wide.resize(dim * LANES);
   scratch.zeros.assign(dim, 0.0f);
   const float *rows[LANES];
-  const int64_t row_bytes = dim * pool.width();
-  auto slot_of = [&](int64_t token) {
-    return table[token / pool.block_size] * pool.block_size + token % pool.block_size;
-  };
-  // Blocks lie anywhere, so the processor cannot guess where the next tile is.
-  auto prefetch = [&](int64_t first, int which) {
-    for (int64_t token = first; token < std::min(first + LANES, most); ++token) {
-      const uint8_t *row = pool.row(slot_of(token), head, layer, which);
-      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
-    }
+  Next next{{}, dim * pool.width()};
+  auto row_of = [&](int64_t token, int which) -> const uint8_t * {
+    if (token >= most) return nullptr;
+    return pool.row(table[token / pool.block_size], token % pool.block_size, head, layer, which);
   };
   auto gather = [&](int64_t first, int which) {
-    prefetch(first + LANES, which);
     for (int i = 0; i < LANES; ++i) {
-      const int64_t token = first + i;
-      if (token >= most) {
-        rows[i] = scratch.zeros.data();
-        continue;
-      }
-      rows[i] = widened(pool, pool.row(slot_of(token), head, layer, which), scratch.wide.data() + i * dim);
+      const uint8_t *row = first == 0 ? row_of(i, which) : next.rows[i];
+      rows[i] = row ? widened(pool, row, scratch.wide.data() + i * dim) : scratch.zeros.data();
+      next.rows[i] = row_of(first + LANES + i, which);
     }
   };
   for (int64_t first = 0; first < most; first += LANES) {
@@ -180,10 +186,11 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t 
     for (int r = 0; r < count; ++r) to[r] = &scratch.scores[r * padded + first];
     int r = 0;
     while (r < count && limits[r] <= first) ++r;  // sees none of these keys
-    for (; r + 4 <= count; r += 4) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r);
-    if (count - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r);
-    if (count - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r);
-    if (count - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r);
+    const Next *ahead = &next;
+    for (; r + 4 <= count; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+    if (count - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+    if (count - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+    if (count - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
   }
   float totals[ROWS_AT_ONCE];
   for (int r = 0; r < count; ++r) {
@@ -212,7 +219,7 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t 
     for (int r = 0; r < count; ++r)
       if (limits[r] > first)
         weigh_any(dim / LANES, &scratch.scores[r * padded + first], rows, std::min<int64_t>(LANES, limits[r] - first),
-                  out[r]);
+                  out[r], r == count - 1 ? &next : nullptr);
   }
   for (int r = 0; r < count; ++r)
     for (int64_t d = 0; d < dim; ++d) out[r][d] /= totals[r];
@@ -243,8 +250,9 @@ HEADRACE_API void headrace_rotate_and_write(float *qkv, int64_t rows, int64_t he
     }
     if (r >= written) continue;
     for (int64_t h = 0; h < kv_heads; ++h) {
-      write(pool, pool.row(slots[r], h, layer, 0), row + (heads + h) * head_dim);
-      write(pool, pool.row(slots[r], h, layer, 1), row + (heads + kv_heads + h) * head_dim);
+      const int64_t block = slots[r] / block_size, offset = slots[r] % block_size;
+      write(pool, pool.row(block, offset, h, layer, 0), row + (heads + h) * head_dim);
+      write(pool, pool.row(block, offset, h, layer, 1), row + (heads + kv_heads + h) * head_dim);
     }
   }
 }
