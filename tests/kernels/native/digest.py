@@ -1,4 +1,4 @@
-"""One number for what all native kernels compute: python -m tests.kernels.native_digest [LIBRARY]"""
+"""One number for what all native kernels compute: python -m tests.kernels.native.digest [LIBRARY]"""
 
 import ctypes
 import hashlib

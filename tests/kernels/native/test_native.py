@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import reference, reference_rows
 from kernels.native import SOURCES, Native, PoolShape, Sequences, native, source_digest
 from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
-from tests.kernels.native_digest import bits_of_everything
+from tests.kernels.native.digest import bits_of_everything
 
 NATIVE = native()
 pytestmark = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_instruction_sets_make_no_difference(kernels: Native, tmp_path: Path) ->
     if kernels.variant == "AVX512":
         environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
         told = subprocess.run(
-            [sys.executable, "-m", "tests.kernels.native_digest"], env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "tests.kernels.native.digest"], env=environment, capture_output=True, text=True
         )
         assert told.stdout.split() == ["AVX2", want], told.stderr
         compared.append("AVX2")
@@ -217,7 +217,7 @@ def test_instruction_sets_make_no_difference(kernels: Native, tmp_path: Path) ->
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
         subprocess.run([compiler, *flags, *sources, "-o", str(plain)], check=True, capture_output=True)
         told = subprocess.run(
-            [sys.executable, "-m", "tests.kernels.native_digest", str(plain)], capture_output=True, text=True
+            [sys.executable, "-m", "tests.kernels.native.digest", str(plain)], capture_output=True, text=True
         )
         assert told.stdout.split() == ["PLAIN", want], told.stderr
         compared.append("PLAIN")
