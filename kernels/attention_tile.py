@@ -68,15 +68,25 @@ def load_tile(base, rows, valid, WIDTH: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def load_scales(base, offsets, valid, FORMAT: tl.constexpr):
-    """float32 `[TILE]`, with the factor that `widen_pairs` leaves out."""
-    return tl.load(base + offsets, mask=valid, other=0.0) * (128.0 if FORMAT == "int8" else 256.0)
-
-
-@triton.jit
 def halves(x):
     """The even and the odd columns of `[M, N]`."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def load_scales(base, offsets, valid, FORMAT: tl.constexpr):
+    """float32 `[TILE]`, with the factor that `widen_pairs` leaves out.
+
+    Read as the first column of `[TILE, n]`, of which the rest is masked out: a load of fewer elements than a program
+    has threads is cheap in Triton's eyes, and Triton 3.6 has every thread copy all scales that it will multiply with.
+    """
+    columns = tl.arange(0, max(1, 256 // offsets.shape[0]))
+    first = valid[:, None] & (columns == 0)[None, :]
+    found = tl.load(base + offsets[:, None] + columns[None, :], mask=first, other=0.0)
+    for _ in tl.static_range(4):
+        if found.shape[1] > 1:
+            found, _rest = halves(found)
+    return tl.reshape(found, offsets.shape) * (128.0 if FORMAT == "int8" else 256.0)
 
 
 @triton.jit

@@ -51,17 +51,18 @@ DEFAULTS = {
     "silu_mul": KernelConfig(tile=1024, warps=4, stages=1),
     "copy_blocks": KernelConfig(tile=1024, warps=4, stages=4),
     "convert_blocks": KernelConfig(tile=0, warps=4, stages=1, rows=32),
-    "sample": KernelConfig(tile=512, warps=8, stages=1),
+    "sample": KernelConfig(tile=1024, warps=16, stages=1),
 }
 """What a shape without an entry runs with. For attention, `rows` are packed rows: queries times group."""
 
 _DEEP = KernelConfig(tile=64, warps=4, stages=4, rows=16)
 _TALL = KernelConfig(tile=32, warps=4, stages=3, rows=16)
+_WARPS = KernelConfig(tile=64, warps=8, stages=3, rows=16)
 
 # (kernel, head_dim, group, block_size, dtype, entry for sm_80, entry for sm_90); None: the default.
 _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig | None]] = [
     ("decode", 64, 3, 16, "bfloat16", None, None),
-    ("decode", 64, 8, 64, "bfloat16", None, None),
+    ("decode", 64, 8, 64, "bfloat16", None, _WARPS),
     ("decode", 80, 1, 64, "bfloat16", None, None),
     ("decode", 96, 1, 64, "bfloat16", None, None),
     ("decode", 128, 1, 64, "bfloat16", None, None),

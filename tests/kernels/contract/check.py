@@ -22,7 +22,7 @@ def broken_rules(case: Case, arch: int, counts: Counts) -> list[str]:
     if case.kernel.__name__ in ATTENTION and not counts["matrix"]:
         found.append("no matrix instructions")
     if counts["byte_loads"] or (case.kernel.__name__ in ATTENTION and counts["half_copies"]):
-        found.append("values are read from shared memory byte by byte, or copied 8 bytes at a time")
+        found.append("shared memory is read byte by byte, or filled 8 bytes at a time")
     return found
 
 
