@@ -112,6 +112,7 @@ class Scene:
         self.prometheus.until("count(up == 1) == 5", 40.0)
         for name in VICTIMS:
             assert self.cluster.workers[name].pid != pids[name]
+        self._interrupt(VICTIMS[1])
         # What Prometheus has seen once may be too little for a rate.
         traffic.until_mixed(PATIENCE_S)
         traffic.end(PATIENCE_S)
@@ -121,6 +122,20 @@ class Scene:
             'absent(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"})', 20.0
         )
         self.ended_s = time.time()
+
+    def _interrupt(self, name: str) -> None:
+        """Unless the deaths so far made somebody compute a prompt again, which takes an answer under way at that very
+        moment: answers take less than a second here. Fails if three more deaths do not."""
+        assert self.prometheus is not None
+        again = 'increase(headrace_prompt_tokens_total{source="recomputed_after_failure"}[1m]) > 0'
+        for _ in range(3):
+            if self.prometheus.get("/api/v1/query", query=again)["result"]:
+                return
+            self._until_busy(name)
+            kill(self.cluster.workers[name].pid)
+            time.sleep(SEEN_S)
+            self.prometheus.until("count(up == 1) == 5", 40.0)
+        self.prometheus.until(again, SEEN_S)
 
     def _exhaust(self) -> None:
         """Until requests have given their blocks to others, and have come back."""
