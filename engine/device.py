@@ -17,7 +17,7 @@ from engine.kv.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
-from engine.native_attention import NativeAttention
+from engine.native_attention import NativeAttention, attends
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
 from engine.workspace import estimate_workspace, measure_workspace
@@ -112,11 +112,7 @@ def open_device(
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         is_deterministic=stable,
-        arithmetic=(
-            f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-            if native is None
-            else f"native {native.sources}"
-        ),
+        arithmetic=_arithmetic(native, kv),
     )
 
 
@@ -164,6 +160,14 @@ def _native(config: EngineConfig) -> Native | None:
     if found is None and config.attention == "native":
         raise ValueError("engine.attention: the native kernels were not built; `headrace doctor` says why")
     return found
+
+
+def _arithmetic(native: Native | None, kv: KVTensors) -> str:
+    """Native kernels round alike on every machine; PyTorch's do by its version and the processor."""
+    parts = [] if native is None else [f"native {native.sources}"]
+    if native is None or not attends(kv):
+        parts.append(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}")
+    return ", ".join(parts)
 
 
 def _attention(model: Llama, native: Native | None, stable: bool) -> TorchAttention:

@@ -24,7 +24,7 @@ class NativeAttention(TorchAttention):
         self._slots: Tensor | None = None
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
-        if not _attends(kv):
+        if not attends(kv):
             super().begin(batch, kv)
             return
         self._slots = batch.slots
@@ -39,7 +39,7 @@ class NativeAttention(TorchAttention):
         kv: KVTensors,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        if not _attends(kv):
+        if not attends(kv):
             return super().attend(layer, qkv, rotation, batch, kv, norms)
         if self._sequences is None or self._slots is None:
             raise RuntimeError("attend before begin")
@@ -68,5 +68,6 @@ class NativeAttention(TorchAttention):
         return self._kernels.gate(gate_up)
 
 
-def _attends(kv: KVTensors) -> bool:
+def attends(kv: KVTensors) -> bool:
+    """Whether the native kernels can read and write this pool."""
     return kv.tensor.dtype in STORAGE and kv.tensor.shape[-1] % _LANES == 0
