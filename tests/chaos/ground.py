@@ -122,12 +122,15 @@ class Ground:
         stuck_s: float = 10.0,
         stall_s: float = 10.0,
         deterministic: Literal["auto", "on", "off"] = "auto",
+        attention: Literal["auto", "torch"] = "auto",
     ) -> None:
         transfer = TransferConfig(
             transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
         )
         self.hung_s = hung_s
-        engine = EngineConfig(pool_bytes=blocks * BLOCK_BYTES, deterministic=deterministic)
+        engine = EngineConfig(
+            pool_bytes=blocks * BLOCK_BYTES, deterministic=deterministic, attention=attention
+        )
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
             prefill_workers=prefill,

@@ -24,7 +24,8 @@ OUTPUT_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def ground(model_dir: Path) -> Iterator[Ground]:
-    with closing(Ground(model_dir, deterministic="off")) as found:
+    # The native kernels have no other mode.
+    with closing(Ground(model_dir, deterministic="off", attention="torch")) as found:
         yield found
 
 
