@@ -119,13 +119,13 @@ class Orphans:
 
     def adopt_ended(self, link: int) -> list[Remembered]:
         """What the router on `link` is to be told of requests that have ended: those of routers that are gone, and
-        those that it was told of on a stream that is gone."""
-        attached = set(self._routers.values())
+        those that it was told of on an earlier stream. Of that one's end this side may yet have to hear."""
+        router, attached = self._routers[link], set(self._routers.values())
         told = [
             one
             for one in self._ended.values()
             if one.request.router not in attached
-            or (one.request.handovers and one.request.link not in self._routers)
+            or (one.request.handovers and one.request.router == router and one.request.link != link)
         ]
         return [one for one in told if self.adopt(one.request, link)]
 

@@ -193,6 +193,22 @@ def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
     assert bench.hear(3, RouterHello(B)) == [(3, OrphansTold())], "told twice on one stream"
 
 
+def test_an_end_told_on_a_stream_whose_end_is_not_heard_of_yet() -> None:
+    """Guards a router that takes "all told" for a promise: it lost its first stream here, came back on another, and of
+    what had been said on the first it knows nothing.
+
+    Found by the simulator (seed 7006052): both the death of a router and the cut of its heir's stream came late."""
+    bench = Bench()
+    running(bench, 4)
+    bench.hear(2, RouterHello(B))
+    bench.step(4)
+    said = bench.lose(1)
+    assert [type(record) for _, record in said] == [Orphan, Ended, OrphansTold]
+    again = bench.hear(3, RouterHello(B))
+    assert again == [(3, record) for _, record in said]
+    assert bench.lose(2) == [(3, OrphansTold())], "told twice on one stream"
+
+
 def test_without_a_context_nobody_can_come_back() -> None:
     """Guards against blocks held for a client that has been told UNAVAILABLE."""
     bench = Bench()
