@@ -111,12 +111,15 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
-    ours, theirs = "prefill.engine.dtype", "decode.engine.dtype"
-    if values[ours] != values[theirs]:
-        raise ConfigError(
-            f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
-            f"is {values[theirs]!r}: both pools must agree"
-        )
+    prefill, decode = config.prefill.engine, config.decode.engine
+    kept = [engine.kv_dtype_of(engine.dtype) for engine in (prefill, decode)]
+    for name, is_same in (("dtype", prefill.dtype == decode.dtype), ("kv_dtype", kept[0] == kept[1])):
+        ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
+        if not is_same:
+            raise ConfigError(
+                f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
+                f"is {values[theirs]!r}: both pools must agree"
+            )
     for pool in ("prefill", "decode"):
         ours, theirs = f"{pool}.engine.deterministic", f"{pool}.transfer.wire"
         if values[ours] == "on" and values[theirs] != AS_STORED:

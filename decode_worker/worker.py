@@ -244,9 +244,10 @@ class DecodeWorker:
             self._auditor.idle()
         if self._watchdog.is_stuck(self._mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
-        tier_mover = self._tier_mover
-        if tier_mover is not None and self._tier_watchdog.is_stuck(tier_mover.beat, now):
-            tier_mover.abandon(f"no call has come back: {self._tier_watchdog!r}")
+        if self._tier_mover is not None:
+            beat = self._tier_mover.beat
+            if self._tier_watchdog.is_stuck(beat, now):
+                self._tier_mover.abandon(beat, f"no call has come back: {self._tier_watchdog!r}")
         if now - self._redialled_at >= REDIAL_S:
             self._redialled_at = now
             self._peers.redial()

@@ -13,7 +13,7 @@ by its user alone.
 import fcntl
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -60,9 +60,14 @@ class SegmentFolder:
         return found, torn
 
     def write(
-        self, number: int, identities: Sequence[bytes], blocks: Sequence[memoryview]
+        self,
+        number: int,
+        identities: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        has_moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """A new segment. Raises OSError, and then there is no trace of it."""
+        """A new segment; `has_moved` is called after every write that has come back. Raises OSError, and then
+        there is no trace of it."""
         path = self._path(number)
         unfinished = path.with_suffix(".writing")
         header = self._header(identities, blocks)
@@ -72,6 +77,7 @@ class SegmentFolder:
                 for part in (memoryview(header), *blocks):
                     while part:
                         part = part[os.write(file, part) :]
+                        has_moved()
             finally:
                 os.close(file)
             unfinished.rename(path)

@@ -59,7 +59,7 @@ class TierMover:
         self._host = host
         self._folder = folder
         self._is_cpu = device.memory.device.type == "cpu"
-        self._staging = self._buffer()
+        self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[Slot, int] = {}
         """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
@@ -95,14 +95,14 @@ class TierMover:
         self._thread = threading.Thread(target=self._main, name="tiers", daemon=True)
         self._thread.start()
 
-    def abandon(self, why: str) -> None:
-        """The thread is stuck: if the disk has it, give the disk up, and answer what is under way with what is there of
-        it. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
+    def abandon(self, beat: int | None, why: str) -> None:
+        """The thread is stuck at `beat`: if the disk has it, give the disk up, and answer what is under way with what
+        is there. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
         with self._lock:
+            if beat != self.beat:
+                return  # it has just come back
             answer: TierEvent | None = None
             match self._under_way:
-                case None:
-                    return  # it has just come back
                 case _ if self._folder is None:
                     raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
                 case Spill(segment):
@@ -114,7 +114,7 @@ class TierMover:
                 case Drop():
                     pass
             log.warning("the disk tier does not answer, and is given up: %s", why)
-            self._under_way, self._folder, self._staging = None, None, self._buffer()
+            self._under_way, self._folder = None, None
             self._on_event(DiskHung(why))
             if answer is not None:
                 self._on_event(answer)
@@ -123,9 +123,6 @@ class TierMover:
     @property
     def _is_abandoned(self) -> bool:
         return self._thread not in (None, threading.current_thread())
-
-    def _buffer(self) -> HostMemory:
-        return HostMemory(1, self._device.memory.shape[1], pinned=not self._is_cpu)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after what it is at. Raises RuntimeError if it does not end: the memory must stay then."""
@@ -200,11 +197,17 @@ class TierMover:
             return Spilled(spill.segment, "the disk tier was given up")
         try:
             blocks = [self._host.block(slot) for slot in spill.slots]
-            self._folder.write(spill.segment, spill.identities, blocks)
+            self._folder.write(spill.segment, spill.identities, blocks, self._has_moved)
         except OSError as error:
             log.warning("the disk tier is given up: %s", error)
             return Spilled(spill.segment, str(error))
         return Spilled(spill.segment)
+
+    def _has_moved(self) -> None:
+        """A part of the command under way is done."""
+        with self._lock:
+            if not self._is_abandoned:
+                self._beats += 1
 
     def _load(self, load: Load) -> Loaded:
         seconds = {Slot: 0.0, OnDisk: 0.0}

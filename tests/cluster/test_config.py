@@ -84,6 +84,11 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             r"prefill.engine.dtype \(default\) is 'float32' but decode.engine.dtype",
         ),
         (
+            ["--set", "decode.engine.kv_dtype=int8"],
+            {},
+            r"prefill.engine.kv_dtype \(default\) is 'auto' but decode.engine.kv_dtype \(flag --set\) is 'int8'",
+        ),
+        (
             ["--set", "prefill.transfer.digests=some"],
             {},
             r"prefill.transfer.digests .*'some' is not one of all, sampled, off",

@@ -193,6 +193,14 @@ def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
     assert bench.hear(3, RouterHello(B)) == [(3, OrphansTold())], "told twice on one stream"
 
 
+def test_who_placed_a_request_is_told_of_its_end_once() -> None:
+    """Guards a router that never lost its side: what it has forgotten since would be adopted anew."""
+    bench = Bench()
+    running(bench, 4)
+    assert any(isinstance(record, Ended) for _, record in bench.step(4))
+    assert bench.hear(2, RouterHello(A)) == [(2, OrphansTold())]
+
+
 def test_an_end_told_on_a_stream_whose_end_is_not_heard_of_yet() -> None:
     """Guards a router that takes "all told" for a promise: it lost its first stream here, came back on another, and of
     what had been said on the first it knows nothing.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kv import segments
 from engine.kv.segments import SegmentFolder
 from engine.kv.tier_io import (
     DiskHung,
@@ -18,6 +19,8 @@ from engine.kv.tier_io import (
     Slot,
     Spill,
     Spilled,
+    Store,
+    Stored,
     TierCommand,
     TierEvent,
     TiersDied,
@@ -50,9 +53,15 @@ class LateFolder(SegmentFolder):
         self._wait()
         return super().read(number, at, identity, into)
 
-    def write(self, number: int, identities: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+    def write(
+        self,
+        number: int,
+        identities: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        has_moved: Callable[[], None] = lambda: None,
+    ) -> None:
         self._wait()
-        super().write(number, identities, blocks)
+        super().write(number, identities, blocks, has_moved)
 
     def drop(self, number: int) -> None:
         self._wait()
@@ -88,7 +97,7 @@ class Bench:
         began_s = time.monotonic()
         _soon(self.is_stuck)
         assert time.monotonic() - began_s >= STUCK_S and not self.events
-        self.mover.abandon("it hangs")
+        self.mover.abandon(self.mover.beat, "it hangs")
 
     def is_stuck(self) -> bool:
         return self.watchdog.is_stuck(self.mover.beat, time.monotonic())
@@ -168,6 +177,59 @@ def test_a_call_that_comes_back_late_changes_nothing(bench: Bench, kind: str) ->
     assert bench.mover.beat is None
 
 
+def test_who_is_left_between_two_blocks_writes_no_more(bench: Bench) -> None:
+    """Guards the next block of its load, from host memory: it is somebody else's by then."""
+    there, go = threading.Event(), threading.Event()
+    fill = bench.mover._fill
+    bench.mover._fill = lambda *rest: (fill(*rest), there.set(), go.wait(SOON_S))[0]  # type: ignore[method-assign, func-returns-value]
+    old = bench.mover._thread
+    assert old is not None
+    before = bench.content(1)
+    assert before != _content(1)
+    bench.hang(bench.load(1, OnDisk(0, 0), Slot(1)))
+    assert there.is_set()
+    go.set()
+    old.join(SOON_S)
+    assert not old.is_alive() and bench.content(1) == before
+    assert bench.events == [DiskHung("it hangs"), Loaded(1, 0, 0.0, 0.0)]
+
+
+def test_a_thread_that_moves_again_is_left_alone(bench: Bench) -> None:
+    """Guards the worker: its disk answers just after the watchdog has judged, and a copy in memory comes next."""
+    there, go = threading.Event(), threading.Event()
+    store = bench.mover._store
+    bench.mover._store = lambda command: (there.set(), go.wait(SOON_S), store(command))[2]  # type: ignore[method-assign]
+    bench.folder.answer.clear()
+    bench.events.clear()
+    bench.mover.submit([bench.load(1, OnDisk(0, 0))])
+    _soon(lambda: bench.folder.waits == 1)
+    judged = bench.mover.beat
+    bench.mover.submit([Store(1, IDENTS[:1], (BlockId(1),), (Slot(0),))])
+    bench.folder.answer.set()
+    assert there.wait(SOON_S)
+    bench.mover.abandon(judged, "it hangs")
+    go.set()
+    _soon(lambda: len(bench.events) == 2)
+    loaded, stored = bench.events
+    assert isinstance(loaded, Loaded) and loaded.blocks == 1
+    assert isinstance(stored, Stored) and stored.blocks == 1 and bench.mover._folder is bench.folder
+
+
+def test_a_slow_disk_is_no_hung_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a disk tier whose segments take longer than the watchdog waits: every write that comes back is a beat."""
+    beats: list[int | None] = []
+    write = os.write
+
+    def seen(file: int, part: memoryview) -> int:
+        if threading.current_thread() is bench.mover._thread:
+            beats.append(bench.mover.beat)
+        return write(file, part)
+
+    monkeypatch.setattr(segments.os, "write", seen)
+    bench.do(Spill(1, IDENTS, (Slot(0), Slot(1))), Spilled(1))
+    assert len(beats) == 3 and len(set(beats)) == 3, "the header, and two blocks"
+
+
 def test_who_is_stuck_in_a_copy_cannot_be_left(bench: Bench) -> None:
     """Guards device blocks that are still being written: the worker must end."""
     there, go = threading.Event(), threading.Event()
@@ -194,9 +256,10 @@ def test_what_the_index_knew_of_the_disk_is_forgotten() -> None:
     found = [ident for ident in idents if ident not in tiers.host and ident in tiers][:2]
     number = tiers.load(tiers.pin(found), found, [BlockId(0), BlockId(1)])
     tiers.handle(DiskHung("it hangs"))
+    assert tiers.disk is None
     tiers.check()
     tiers.handle(Spilled(spill.segment, "it hangs"))
     tiers.handle(Loaded(number, 1, 0.0, 0.1))
     tiers.check()
-    assert tiers.disk is None and tiers.disk_error == "it hangs" and tiers.counts.hung_calls == 1
+    assert tiers.disk_error == "it hangs" and tiers.counts.hung_calls == 1
     assert not tiers.host._pins and set(found) <= set(tiers.take_forgotten())

@@ -78,8 +78,8 @@ class SimTierMover:
         """What the shell's watchdog looks at; of the real one's commands, only a hung one takes long."""
         return None if self._hung is None else 0
 
-    def abandon(self, why: str) -> None:
-        assert self._hung is not None
+    def abandon(self, beat: int | None, why: str) -> None:
+        assert self._hung is not None and beat == self.beat
         hung, self._hung, self._has_disk = self._hung, None, False
         self._segments.clear()
         self._world.note("the disk tier hung")
