@@ -11,9 +11,9 @@ import json
 import sys
 import time
 
+from benchmarks.checkpoint import read
 from benchmarks.environment import describe
 from benchmarks.workloads import PRESETS, prompts
-from engine.model.cache import find_demo_model
 
 
 def main(argv: list[str]) -> int:
@@ -24,17 +24,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
 
     import torch
-    from transformers import AutoConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     torch.set_num_threads(arguments.threads)
-    gguf = find_demo_model()
     began_s = time.perf_counter()
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = LlamaForCausalLM(config).float().eval()
-    read = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
-    model.load_state_dict(read["tensors"], strict=False)
-    model.tie_weights()
+    model = read()
     load_s = time.perf_counter() - began_s
 
     preset = PRESETS[arguments.preset]

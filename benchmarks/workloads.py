@@ -1,6 +1,6 @@
 """The prompts of a load run: made from a seed, so that two runs, or two servers, get the very same requests. Pure.
 
-Prompts are token ids, so that their length is exact for every tokenizer. The presets A, B and C are the shapes that
+Prompts are token ids, so that their length is exact for every tokenizer. The presets A to D are the shapes that
 docs/benchmarks.md reports.
 """
 
@@ -61,6 +61,7 @@ PRESETS = {
         (8,),
     ),
     "C": Preset(Workload(kind=Kind.STREAM, input_tokens=32, output_tokens=128), 4, (1,)),
+    "D": Preset(Workload(kind=Kind.STREAM, input_tokens=512, output_tokens=1), 8, (1,)),
 }
 
 

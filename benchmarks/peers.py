@@ -1,0 +1,120 @@
+"""The servers that `benchmarks.beside` compares, each as the command that starts it. All speak `/v1/completions`.
+
+Each gets both cores, the same model, room for eight requests of 2,048 tokens, and its own defaults for the rest.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from benchmarks import checkpoint
+from cluster.spec import LaunchError
+from engine.model.cache import find_demo_model
+
+SLOTS, CONTEXT = 8, 2048
+READY_S, STOP_S = 600.0, 30.0
+KINDS = ("vllm", "llama.cpp")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`stdin` is held open while the server is to run."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def headrace(port: int) -> Peer:
+    """One prefill and one decode worker, from this environment."""
+    argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
+    argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
+    return Peer("headrace", tuple(argv))
+
+
+def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Peer:
+    """A server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
+    if kind == "vllm":
+        argv = [venv / "bin/vllm", "serve", hf_model, "--port", port, "--host", "127.0.0.1"]
+        argv += ["--dtype", "float32", "--max-model-len", CONTEXT]
+        # Settings of vLLM's CPU backend: which cores, and the size of its KV memory in GiB.
+        environment = {
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return Peer(kind, tuple(map(str, argv)), environment)
+    script = Path(__file__).with_name("llama_server.py")
+    argv = [venv / "bin/python", script, find_demo_model(), port, threads, SLOTS, CONTEXT]
+    return Peer(kind, tuple(map(str, argv)))
+
+
+def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
+    """The model for those that read no GGUF file."""
+    if "vllm" in kinds:
+        checkpoint.write(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def running(peer: Peer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]]:
+    """Its process and the seconds from its start to the first token of its first answer. Raises LaunchError if there
+    is none within `READY_S`."""
+    began_s = time.monotonic()
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
+    process = subprocess.Popen(
+        peer.argv,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        env={**environment, **peer.environment},
+        start_new_session=True,
+    )
+    try:
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() - began_s > READY_S:
+                raise LaunchError(f"{peer.name} does not serve; its output is in {log.name}")
+            time.sleep(0.1)
+        yield process.pid, time.monotonic() - began_s
+    finally:
+        _stop(process)
+
+
+def _answers(port: int) -> bool:
+    body = {"prompt": [1000, 1001], "max_tokens": 1, "temperature": 0}
+    try:
+        return httpx.post(
+            f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60
+        ).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """It is the leader of a process group of its own: what does not end when asked is killed with all of its group."""
+    if process.stdin is not None:
+        process.stdin.close()
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
