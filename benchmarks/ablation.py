@@ -108,11 +108,7 @@ def run(engine: Colocated, off: str, turn: str, asked: Sequence[Asked], at_once:
 
 
 def measure(
-    make: Make,
-    shapes: Mapping[str, Sequence[Asked]],
-    context_tokens: int,
-    at_once: int,
-    repeats: int,
+    make: Make, shapes: Mapping[str, Sequence[Asked]], context_tokens: int, at_once: int, repeats: int
 ) -> list[dict[str, str | int | float]]:
     """One line for each shape and part; the first of a shape is with everything on."""
     table: list[dict[str, str | int | float]] = []
@@ -122,19 +118,14 @@ def measure(
             run(engine, off, "warm", [Asked([1, 2, 3], 2)], 1)  # what a first run pays for
         for shape, asked in shapes.items():
             turns = [
-                {
-                    off: run(engine, off, f"{shape} {turn}", asked, at_once)
-                    for off, engine in engines.items()
-                }
+                {off: run(engine, off, f"{shape} {turn}", asked, at_once) for off, engine in engines.items()}
                 for turn in range(repeats)
             ]
             table += [_line(shape, off, turns) for off in engines]
     return table
 
 
-def _line(
-    shape: str, off: str, turns: Sequence[Mapping[str, Served]]
-) -> dict[str, str | int | float]:
+def _line(shape: str, off: str, turns: Sequence[Mapping[str, Served]]) -> dict[str, str | int | float]:
     rates = [turn[off].tokens_per_s / turn[ALL_ON].tokens_per_s for turn in turns]
     firsts = [median(turn[off].ttft_s) / median(turn[ALL_ON].ttft_s) for turn in turns]
     mine = [turn[off] for turn in turns]
@@ -156,9 +147,7 @@ def _line(
 def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--work", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--blocks", type=int, default=192, help="of 16 tokens, in each pool")
-    parser.add_argument(
-        "--context", type=int, default=1024, help="tokens that contiguous memory holds for each"
-    )
+    parser.add_argument("--context", type=int, default=1024, help="tokens that contiguous memory holds for each")
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()

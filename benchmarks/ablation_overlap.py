@@ -43,9 +43,7 @@ class WaitingPrefillWorker(CountingPrefillWorker):
         super().__init__(*arguments)
 
 
-def measure(
-    model_dir: Path, prompts: list[int], transports: list[str], repeats: int
-) -> list[output.Line]:
+def measure(model_dir: Path, prompts: list[int], transports: list[str], repeats: int) -> list[output.Line]:
     table: list[output.Line] = []
     for transport in transports:
         with ExitStack() as stack:
@@ -85,9 +83,7 @@ def measure(
 
 
 def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    parser.add_argument(
-        "--prompts", type=figures.numbers, default=[256, 1024], help="tokens: 256,1024"
-    )
+    parser.add_argument("--prompts", type=figures.numbers, default=[256, 1024], help="tokens: 256,1024")
     parser.add_argument("--transports", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()

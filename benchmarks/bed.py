@@ -74,9 +74,7 @@ class Bed:
             prefill=PrefillConfig(transfer=transfer, engine=engine),
             decode=DecodeConfig(transfer=transfer, engine=engine),
         )
-        self.cluster = Cluster(
-            config, make_launcher("process"), factories, model_dir=str(model_dir)
-        )
+        self.cluster = Cluster(config, make_launcher("process"), factories, model_dir=str(model_dir))
         self._stop = threading.Event()
         self._gave_up = ""
         try:
@@ -106,7 +104,9 @@ class Bed:
             self._gave_up = str(error)
 
     def pids(self, role: str) -> dict[str, int]:
-        return {name: up.pid for name, up in self.cluster.workers.items() if name.startswith(role)}
+        return {
+            name: up.pid for name, up in self.cluster.workers.items() if name.startswith(role)
+        }
 
     def counts(self, role: str) -> dict[str, Counts]:
         return {name: read_counts(Path(self._counts.name), name) for name in self.pids(role)}
@@ -119,9 +119,7 @@ class Bed:
                 raise LaunchError(f"{name} was not replaced: {self._gave_up}")
             time.sleep(0.05)
 
-    def ask(
-        self, prompt: list[int], output_tokens: int, tenant: str, watch: "Watch | None" = None
-    ) -> Answer:
+    def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: "Watch | None" = None) -> Answer:
         """Greedy and to the full length. `tenant` keeps its prefix out of others' reach, so that nothing is cached;
         `watch` is told of each token. Raises ApiError."""
         call = GenerateCall(

@@ -38,23 +38,14 @@ def prompts(requests: int, longest: int) -> list[list[int]]:
     return made
 
 
-def run(
-    both: Colocated, turn: int, asked: Sequence[list[int]], answer: int, at_once: int
-) -> Served:
+def run(both: Colocated, turn: int, asked: Sequence[list[int]], answer: int, at_once: int) -> Served:
     """One turn, which finds nothing of others."""
     space = turn.to_bytes(4, "little")
-    return serve(
-        both, [record(f"{turn} {at}", p, answer, space) for at, p in enumerate(asked)], at_once
-    )
+    return serve(both, [record(f"{turn} {at}", p, answer, space) for at, p in enumerate(asked)], at_once)
 
 
 def measure(
-    make: Make,
-    sizes: Sequence[int],
-    asked: Sequence[list[int]],
-    answer: int,
-    at_once: int,
-    repeats: int,
+    make: Make, sizes: Sequence[int], asked: Sequence[list[int]], answer: int, at_once: int, repeats: int
 ) -> list[dict[str, str | int | float]]:
     """`sizes` has 16 among them."""
     with ExitStack() as stack:
@@ -103,9 +94,7 @@ def main() -> None:
         def make(block_size: int) -> Device:
             return open_device(EngineConfig(model_dir=model_dir, threads=1, block_size=block_size))
 
-        table = measure(
-            make, options.sizes, asked, options.answer, options.at_once, options.repeats
-        )
+        table = measure(make, options.sizes, asked, options.answer, options.at_once, options.repeats)
     title = f"{options.requests} prompts of up to {options.longest} tokens, {options.answer} output tokens, demo model"
     output.tell(options, "block_size", {title: table})
 

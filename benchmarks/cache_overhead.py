@@ -23,16 +23,7 @@ from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import RequestId, RequestRecord, SamplingParams
 
-TIMED = (
-    "acquire",
-    "extend",
-    "copied",
-    "landed",
-    "commit",
-    "quarantine",
-    "release",
-    "matched_tokens",
-)
+TIMED = ("acquire", "extend", "copied", "landed", "commit", "quarantine", "release", "matched_tokens")
 AT_ONCE = 8
 
 
@@ -92,11 +83,7 @@ class TimedDevice(Device):
 
 
 def measure(
-    open_one: Callable[[], Device],
-    prompt_tokens: tuple[int, int],
-    answer_tokens: int,
-    batches: int,
-    seed: int = 0,
+    open_one: Callable[[], Device], prompt_tokens: tuple[int, int], answer_tokens: int, batches: int, seed: int = 0
 ) -> dict[str, str | int | float]:
     """`batches` batches of eight requests; prompt lengths are drawn from `prompt_tokens`, both ends included."""
     devices, runners = [], []
@@ -110,9 +97,7 @@ def measure(
     try:
         for batch in range(batches):
             names = [f"{batch}-{n}" for n in range(AT_ONCE)]
-            cluster.run(
-                [_record(random, n, prompt_tokens, answer_tokens, devices[0]) for n in names]
-            )
+            cluster.run([_record(random, n, prompt_tokens, answer_tokens, devices[0]) for n in names])
     finally:
         cluster.close()
         for device in devices:

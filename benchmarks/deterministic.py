@@ -54,10 +54,7 @@ def main(argv: list[str]) -> int:
     lines = measure(sides, options.context_tokens, options.batches, options.rounds, options.steps)
     show(_table(lines, options.dtype, options.threads))
     for name, ways in found.items():
-        print(
-            f"{name}: the promise "
-            + (f"does not hold here: {', '.join(ways)}" if ways else "holds here")
-        )
+        print(f"{name}: the promise " + (f"does not hold here: {', '.join(ways)}" if ways else "holds here"))
     if options.json is not None:
         settings = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, "deterministic", settings, {"deviations": found, "lines": lines})
@@ -74,10 +71,7 @@ def sides_of(folder: Path) -> dict[str, Side]:
     return sides | {
         "torch, on": (packed, TorchAttention(heads)),
         "torch, off": (packed, TorchAttention(heads, stable=False)),
-        "torch, off, plain weights": (
-            load_model(folder, packed=False),
-            TorchAttention(heads, stable=False),
-        ),
+        "torch, off, plain weights": (load_model(folder, packed=False), TorchAttention(heads, stable=False)),
     }
 
 
@@ -116,9 +110,7 @@ def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> L
 class _Work:
     """One runner and sequences of random tokens whose prompts are in its pool."""
 
-    def __init__(
-        self, model: Llama, attention: TorchAttention, context: int, sequences: int, steps: int
-    ) -> None:
+    def __init__(self, model: Llama, attention: TorchAttention, context: int, sequences: int, steps: int) -> None:
         shape = model.config
         layout = KVLayout(
             kv_heads=shape.kv_heads,
@@ -133,8 +125,7 @@ class _Work:
         self._context, self._steps = context, steps
         random = Random(1)
         self._tokens = [
-            [random.randrange(shape.vocab) for _ in range(context + steps)]
-            for _ in range(sequences)
+            [random.randrange(shape.vocab) for _ in range(context + steps)] for _ in range(sequences)
         ]
         self._blocks = [[BlockId(at * each + n) for n in range(each)] for at in range(sequences)]
         for sequence in range(sequences):

@@ -160,20 +160,14 @@ def compare(
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument(
-        "trace", type=Path, nargs="?", help="JSONL, or JSONL.xz; default: made from --seed"
-    )
+    parser.add_argument("trace", type=Path, nargs="?", help="JSONL, or JSONL.xz; default: made from --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=4000, help="of the made trace")
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; may be repeated")
-    parser.add_argument(
-        "--skip", type=float, default=0.0, help="share of rows to play before counting"
-    )
+    parser.add_argument("--skip", type=float, default=0.0, help="share of rows to play before counting")
     options = parser.parse_args()
-    rows = (
-        traces.read(options.trace)
-        if options.trace
-        else traces.make(traces.Shape(rows=options.rows), options.seed)
+    rows = traces.read(options.trace) if options.trace else traces.make(
+        traces.Shape(rows=options.rows), options.seed
     )
     blocks, tokens = traces.ideal(rows)
     distinct = len({block for row in rows for block in row.hash_ids})

@@ -129,9 +129,7 @@ def contiguous(mix: Mix, slots: int, steps: int, seed: int, whole_context: bool)
 def measure(mix: Mix, slots: int, steps: int, seed: int) -> list[dict[str, str | int | float]]:
     table = []
     for block_size in BLOCK_SIZES:
-        row = paged(mix, slots, block_size, steps, seed, promise=True).row(
-            f"blocks of {block_size}"
-        )
+        row = paged(mix, slots, block_size, steps, seed, promise=True).row(f"blocks of {block_size}")
         known = paged(mix, slots, block_size, steps, seed, promise=False)
         table.append(row | {"if known": known.running / known.steps})
     for name, whole in (("contiguous, prompt + max_tokens", False), ("contiguous, context", True)):

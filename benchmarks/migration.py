@@ -130,9 +130,7 @@ def _line(transport: str, digests: bool, tokens: int, found: list[_Sample]) -> L
         ttft_s=middle([s.ttft_s for s in found]),
         send_digest_cpu_s=middle([s.send.digest_cpu_s for s in found]),
         recv_digest_cpu_s=middle([s.recv.digest_cpu_s for s in found]),
-        digest_share=middle(
-            [(s.send.digest_cpu_s + s.recv.digest_cpu_s) / s.ttft_s for s in found]
-        ),
+        digest_share=middle([(s.send.digest_cpu_s + s.recv.digest_cpu_s) / s.ttft_s for s in found]),
         digests_made=sum(s.send.digests + s.recv.digests for s in found),
         digests_off_thread=sum(s.send.digests_elsewhere + s.recv.digests_elsewhere for s in found),
     )
@@ -150,21 +148,11 @@ def copy_bytes_per_s(size: int = COPY_BYTES) -> float:
 def _table(lines: list[Line], copy: Middle) -> Table:
     title = f"KV migration; median (middle half); memory copies at {copy.median / 1e9:.1f} GB/s"
     table = Table(title=title, title_justify="left")
-    for name in (
-        "over",
-        "digests",
-        "prompt tokens",
-        "blocks",
-        "MiB",
-        "copy + verify ms",
-        "bound ms",
-    ):
+    for name in ("over", "digests", "prompt tokens", "blocks", "MiB", "copy + verify ms", "bound ms"):
         table.add_column(name, justify="right")
     for name in ("migrate ms", "TTFT ms", "digests ms CPU", "of TTFT"):
         table.add_column(name, justify="right")
-    for line in sorted(
-        lines, key=lambda line: (line.transport, line.prompt_tokens, not line.digests)
-    ):
+    for line in sorted(lines, key=lambda line: (line.transport, line.prompt_tokens, not line.digests)):
         digest_s = line.send_digest_cpu_s.median + line.recv_digest_cpu_s.median
         table.add_row(
             line.transport,

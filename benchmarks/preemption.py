@@ -69,9 +69,7 @@ class Bench:
         self._tiering = tiering
         return tiering
 
-    def run(
-        self, name: str, prompt: list[int], *, swaps: bool = False, cached: bool = False
-    ) -> Turn:
+    def run(self, name: str, prompt: list[int], *, swaps: bool = False, cached: bool = False) -> Turn:
         """`swaps`: by the copies, else they are dropped; `cached`: the prefill pool still has the request's whole
         blocks when it comes back."""
         both = self.both
@@ -111,9 +109,7 @@ class Bench:
 
     def _back(self, request: Request) -> float:
         began_s = time.thread_time()
-        self._until(
-            lambda: request.state is State.RUNNING or request.record.request not in names(self.both)
-        )
+        self._until(lambda: request.state is State.RUNNING or request.record.request not in names(self.both))
         return time.thread_time() - began_s
 
     def _until(self, done: Callable[[], bool]) -> None:
@@ -168,9 +164,7 @@ def measure(
     return table
 
 
-def _line(
-    size: int, length: int, turns: Sequence[tuple[Turn, Turn, Turn]]
-) -> dict[str, str | int | float]:
+def _line(size: int, length: int, turns: Sequence[tuple[Turn, Turn, Turn]]) -> dict[str, str | int | float]:
     for computed, sent, swapped in turns:
         if (computed.way, sent.way, swapped.way) != ("pool", "pool", "swap"):
             raise RuntimeError(f"came back by {computed.way}, {sent.way}, {swapped.way}")
@@ -193,9 +187,7 @@ def _line(
 
 def _options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--sizes", type=figures.numbers, default=[16, 64])
-    parser.add_argument(
-        "--lengths", type=figures.numbers, default=[64, 128, 256], help="of prompts"
-    )
+    parser.add_argument("--lengths", type=figures.numbers, default=[64, 128, 256], help="of prompts")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -206,9 +198,7 @@ def main() -> None:
         model_dir = str(prepare(None, Path(folder)))
 
         def make(block_size: int) -> Device:
-            config = EngineConfig(
-                model_dir=model_dir, threads=1, block_size=block_size, pool_bytes=POOL_BYTES
-            )
+            config = EngineConfig(model_dir=model_dir, threads=1, block_size=block_size, pool_bytes=POOL_BYTES)
             return open_device(config)
 
         table = measure(make, options.sizes, options.lengths, options.repeats)

@@ -27,13 +27,7 @@ SHARES = (0, 25, 50, 75, 100)
 
 
 def run(
-    both: Colocated,
-    turn: str,
-    prompt: int,
-    answer: int,
-    share: int | None,
-    requests: int,
-    at_once: int,
+    both: Colocated, turn: str, prompt: int, answer: int, share: int | None, requests: int, at_once: int
 ) -> Served:
     """One turn, which finds nothing of others; `share` in percent, None: the cache is off."""
     random = Random(prompt)
@@ -58,10 +52,7 @@ def measure(
         run(both, "warm", prompt, 1, None, 1, 1)  # what a first run pays for
         for answer in answers:
             turns = [
-                {
-                    kind: run(both, f"{answer} {turn}", prompt, answer, kind, requests, at_once)
-                    for kind in kinds
-                }
+                {kind: run(both, f"{answer} {turn}", prompt, answer, kind, requests, at_once) for kind in kinds}
                 for turn in range(repeats)
             ]
             for kind in kinds:
@@ -97,12 +88,7 @@ def main() -> None:
         config = EngineConfig(model_dir=str(prepare(None, Path(folder))), threads=1)
         make = partial(open_device, config)
         table = measure(
-            make,
-            options.prompt,
-            options.answers,
-            options.requests,
-            options.at_once,
-            options.repeats,
+            make, options.prompt, options.answers, options.requests, options.at_once, options.repeats
         )
     title = f"{options.prompt} prompt tokens, {options.at_once} requests at once, demo model"
     output.tell(options, "prefix_reuse", {title: table})

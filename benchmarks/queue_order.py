@@ -48,7 +48,9 @@ class Server:
         return self.kv.matched_tokens(b"", prompt, len(prompt) - 1)
 
     def serve(self, prompt: Prompt) -> None:
-        lease = self.kv.acquire(b"", prompt, match_limit=len(prompt) - 1, room_tokens=len(prompt))
+        lease = self.kv.acquire(
+            b"", prompt, match_limit=len(prompt) - 1, room_tokens=len(prompt)
+        )
         assert lease is not None, "a prompt is longer than the cache"
         self.found += lease.cached_tokens
         self.kv.copied(lease)
@@ -98,9 +100,7 @@ def best_possible(queue: Sequence[Prompt], blocks: int, waiting: int) -> int:
     return max(in_order(order, blocks) for order in _orders((), tuple(queue), waiting))
 
 
-def _orders(
-    done: tuple[Prompt, ...], line: tuple[Prompt, ...], waiting: int
-) -> Iterator[tuple[Prompt, ...]]:
+def _orders(done: tuple[Prompt, ...], line: tuple[Prompt, ...], waiting: int) -> Iterator[tuple[Prompt, ...]]:
     if not line:
         yield done
     for at in range(min(waiting, len(line))):
@@ -118,13 +118,7 @@ def measure(
     seed: int, cases: int, small: int = 7, large: int = 120
 ) -> list[dict[str, str | int | float]]:
     """Mean hit rates (%) over `cases` queues of `small` and of `large` prompts."""
-    settings = (
-        (small, 3, 0.25),
-        (small, small, 0.25),
-        (large, 8, 0.25),
-        (large, 32, 0.25),
-        (large, 32, 4.0),
-    )
+    settings = ((small, 3, 0.25), (small, small, 0.25), (large, 8, 0.25), (large, 32, 0.25), (large, 32, 4.0))
     table = []
     for count, waiting, extra in settings:
         random = Random(seed)
@@ -143,14 +137,10 @@ def measure(
             "waiting": waiting,
             "cache": f"longest + {extra:.0%}",
         }
-        line |= {
-            f"{name} %": 100 * fmean(shares) if shares else "-" for name, shares in rates.items()
-        }
+        line |= {f"{name} %": 100 * fmean(shares) if shares else "-" for name, shares in rates.items()}
         bound = rates["best"] or rates["all known"]
         line["LPF / bound %"] = 100 * fmean(rates["LPF"]) / fmean(bound)
-        line["its worst %"] = 100 * min(
-            a / b for a, b in zip(rates["LPF"], bound, strict=True) if b
-        )
+        line["its worst %"] = 100 * min(a / b for a, b in zip(rates["LPF"], bound, strict=True) if b)
         table.append(line)
     return table
 

@@ -182,9 +182,7 @@ def main() -> None:
     results: dict[str, list[Line]] = {
         "ns per block": [sized(blocks) for blocks in SIZES if blocks <= options.largest],
         "ns per child of a hot prefix": [
-            hot_prefix(children)
-            for children in (1000, 10_000, 100_000)
-            if children <= options.largest
+            hot_prefix(children) for children in (1000, 10_000, 100_000) if children <= options.largest
         ],
         "one sequence": [long_sequence(1_000_000)],
         "bytes per block": [node_bytes()],

@@ -112,9 +112,7 @@ def measure(
 class _Trial:
     """One prompt, its undisturbed answers, and kills during repetitions of it under names of their own."""
 
-    def __init__(
-        self, bed: Bed, prompt: list[int], calm: list[Answer], prefill_tokens_per_s: float
-    ) -> None:
+    def __init__(self, bed: Bed, prompt: list[int], calm: list[Answer], prefill_tokens_per_s: float) -> None:
         self._bed, self._prompt, self._output_tokens = bed, prompt, len(calm[0].tokens)
         self._want = calm[0].tokens
         self.ttft_s = middle([answer.ttft_s for answer in calm]).median
@@ -127,14 +125,10 @@ class _Trial:
         has_tokens = threading.Event()
         answer, victim, killed_s, again = self._killed("decode", has_tokens, Watch(at, has_tokens))
         if answer.finished.stats.decode_worker == victim:
-            raise NoEffectError(
-                f"{victim} was killed at token {at} and ended the request all the same"
-            )
+            raise NoEffectError(f"{victim} was killed at token {at} and ended the request all the same")
         # A token may have been on its way when the worker died.
         first = bisect(answer.arrivals_s, killed_s) - 1
-        return self._result(
-            answer, max(answer.gaps_s[first : first + 2]) - self._gap_s, again, self._gap_s
-        )
+        return self._result(answer, max(answer.gaps_s[first : first + 2]) - self._gap_s, again, self._gap_s)
 
     def kill_prefill(self) -> Kill:
         """Halfway to the first token."""

@@ -87,7 +87,9 @@ def _case(
     }
 
 
-def _pool(card: Card, blocks: int, kv_heads: int, block: int, head_dim: int, dtype: str) -> KVPool:
+def _pool(
+    card: Card, blocks: int, kv_heads: int, block: int, head_dim: int, dtype: str
+) -> KVPool:
     payload = card.random(blocks, kv_heads, 1, 2, block, head_dim)
     if dtype == "native":
         return KVPool(payload)

@@ -45,9 +45,7 @@ def orders(card: Card) -> list[Line]:
         whole = (blocks, *shape[1:])
         inverse = sorted(range(6), key=order.__getitem__)
         payload = memory.view([whole[at] for at in inverse]).permute(order)
-        taken = _seconds(
-            card, KVPool(payload), [length] * size.batch, blocks, layer=size.layers // 2
-        )
+        taken = _seconds(card, KVPool(payload), [length] * size.batch, blocks, layer=size.layers // 2)
         line = _line(card, "K0", name, [length] * size.batch, taken, card.dtype.itemsize)
         lines.append({**line, "pool_bytes": memory.nbytes})
     first = float(lines[0]["us"])
@@ -213,13 +211,7 @@ def _line(
     card: Card, name: str, what: str, lengths: Sequence[int], taken: float, value_bytes: float
 ) -> Line:
     read = _kv_bytes(card, lengths, value_bytes)
-    return {
-        "id": name,
-        "what": what,
-        "us": taken * 1e6,
-        "bytes": read,
-        "tb_per_s": read / taken / 1e12,
-    }
+    return {"id": name, "what": what, "us": taken * 1e6, "bytes": read, "tb_per_s": read / taken / 1e12}
 
 
 def _kv_bytes(card: Card, lengths: Sequence[int], value_bytes: float) -> int:

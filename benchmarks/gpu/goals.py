@@ -71,11 +71,7 @@ def _eight_bits(rates: Rates, lines: Sequence[Mapping[str, Any]]) -> Iterator[Fo
 
 def _shared(rates: Rates, lines: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
     for line in lines:
-        yield (
-            line["what"],
-            line["times_plain_speed"],
-            line["plain_us"] / rates.read_us(line["bytes"]),
-        )
+        yield line["what"], line["times_plain_speed"], line["plain_us"] / rates.read_us(line["bytes"])
 
 
 def _copies(rates: Rates, lines: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
@@ -116,9 +112,7 @@ GOALS = (
     Goal("K5", "shared", "times the speed of reading it for everybody", 10.0, _shared),
     Goal("K6", "copies", "of a copy's speed, on 16 multiprocessors", 0.85, _copies),
     Goal("K7", "prefill", "TFLOP/s", 450.0, _prefill),
-    Goal(
-        "K8", "blocks", "times the time over blocks in order, at most", 1.05, _blocks, at_most=True
-    ),
+    Goal("K8", "blocks", "times the time over blocks in order, at most", 1.05, _blocks, at_most=True),
     Goal("T1", "transport", "of the rate of a copy on the card", 0.8, _transport),
 )
 
@@ -132,13 +126,7 @@ def judged(results: Results) -> list[Line]:
         asked: Line = {"id": goal.name, "asks": goal.asks, "goal": goal.needed}
         found = list(goal.found(rates, results.get(goal.part, ()))) if rates is not None else []
         lines += [
-            {
-                **asked,
-                "case": case,
-                "measured": measured,
-                "bound": bound,
-                "met": int(goal.met(measured)),
-            }
+            {**asked, "case": case, "measured": measured, "bound": bound, "met": int(goal.met(measured))}
             for case, measured, bound in found
         ] or [{**asked, "met": "not measured"}]
     return lines

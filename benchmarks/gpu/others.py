@@ -46,12 +46,7 @@ def _prefill_s(card: Card, count: int, length: int) -> float:
 
 
 def prefill_step(
-    card: Card,
-    q: Tensor,
-    pool: KVPool,
-    length: int,
-    table: Sequence[int],
-    config: KernelConfig | None = None,
+    card: Card, q: Tensor, pool: KVPool, length: int, table: Sequence[int], config: KernelConfig | None = None
 ) -> Callable[[], Tensor]:
     """What attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the same memory.
     `config`: by default the table's."""
@@ -96,10 +91,7 @@ def copies(card: Card) -> list[Line]:
     config = config_for(key)
     plain = card.timer.seconds(lambda: packed.copy_(pool[:count]))
     lines: list[Line] = [_copy_line("torch, contiguous", packed.nbytes, plain, plain)]
-    ways = {
-        "pack": (pool, packed, scattered, in_order),
-        "unpack": (packed, pool, in_order, scattered),
-    }
+    ways = {"pack": (pool, packed, scattered, in_order), "unpack": (packed, pool, in_order, scattered)}
     for sms in (16, card.sms):
         for way, (source, target, sources, targets) in ways.items():
             for digest in (False, True):

@@ -47,9 +47,7 @@ def flashinfer(step: Step) -> Run:
     starts, pages, last = step.pages(step.tables, step.lengths)
     types = {"q_data_type": step.q.dtype, "kv_data_type": step.k.dtype}
     if step.count == 1:
-        planned = package.BatchDecodeWithPagedKVCacheWrapper(
-            _room(step), "HND", use_tensor_cores=True
-        )
+        planned = package.BatchDecodeWithPagedKVCacheWrapper(_room(step), "HND", use_tensor_cores=True)
         planned.plan(starts, pages, last, *sizes, **types)
     else:
         planned = package.BatchPrefillWithPagedKVCacheWrapper(_room(step), "HND")
@@ -78,8 +76,7 @@ def flashinfer_cascade(step: Step) -> Run:
 
 def vllm_triton(step: Step) -> Run:
     package = _one_of(
-        "vllm.v1.attention.ops.triton_unified_attention",
-        "vllm.attention.ops.triton_unified_attention",
+        "vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention"
     )
     k, v, table = step.paged(BLOCK)
     _, heads, head_dim = step.q.shape
@@ -141,9 +138,7 @@ def peers(card: Card) -> list[Line]:
         ("K3", [long, *[size.tokens(512)] * (2 * size.batch - 1)]),
     ):
         pool, step = _step(card, lengths)
-        lines += _lines(
-            card, name, step, attention_step(card, step.q, pool, lengths, step.tables), PEERS
-        )
+        lines += _lines(card, name, step, attention_step(card, step.q, pool, lengths, step.tables), PEERS)
     prefix = size.tokens(8192) // BLOCK * BLOCK or BLOCK
     lengths = [prefix + 32] * (2 * size.batch)
     pool, step = _step(card, lengths, prefix_tokens=prefix)
@@ -152,9 +147,7 @@ def peers(card: Card) -> list[Line]:
     lines += _lines(card, "K5", step, ours, CASCADES)
     for length in (size.tokens(4096), size.tokens(16384)):
         pool, step = _step(card, [length], count=length)
-        lines += _lines(
-            card, "K7", step, prefill_step(card, step.q, pool, length, step.tables[0]), PEERS
-        )
+        lines += _lines(card, "K7", step, prefill_step(card, step.q, pool, length, step.tables[0]), PEERS)
     return lines
 
 

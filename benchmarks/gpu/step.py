@@ -36,9 +36,7 @@ class Step:
         """int32 `[batch + 1]`."""
         return self.ints(range(0, len(self.q) + 1, self.count))
 
-    def pages(
-        self, tables: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def pages(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Where each table starts, int32 `[n + 1]`, all their blocks, and how many tokens the last of each holds."""
         used = [table[: -(-length // BLOCK)] for table, length in zip(tables, lengths, strict=True)]
         last = [(length - 1) % BLOCK + 1 for length in lengths]
@@ -60,10 +58,7 @@ class Step:
         places = list(range(count))
         Random(1).shuffle(places)
         at = torch.tensor(places, device=self.q.device)
-        k, v = (
-            torch.empty_like(rows := merged(side)).index_copy_(0, at, rows)
-            for side in (self.k, self.v)
-        )
+        k, v = (torch.empty_like(rows := merged(side)).index_copy_(0, at, rows) for side in (self.k, self.v))
         need = [len(table) // together for table in padded]
         starts = accumulate(need, initial=0)
         tables = [

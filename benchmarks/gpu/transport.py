@@ -88,20 +88,12 @@ class Worker:
     """One end: a pool, a transport, and the thread that drives it."""
 
     def __init__(
-        self,
-        kind: str,
-        me: Incarnation,
-        layout: KVLayout,
-        blocks: int,
-        pool_of: Any,
-        opener: Opener,
+        self, kind: str, me: Incarnation, layout: KVLayout, blocks: int, pool_of: Any, opener: Opener
     ) -> None:
         self.pool = pool_of(layout, blocks)
         self.transport = opener(kind, self.pool, me)
         self.events: queue.Queue[MoverEvent] = queue.Queue()
-        self.mover = Mover(
-            {self.transport.name: self.transport}, self.pool, layout, self.events.put
-        )
+        self.mover = Mover({self.transport.name: self.transport}, self.pool, layout, self.events.put)
         self.agreement = Agreement(layout, digest=WP64)
         self.mover.start()
 
@@ -127,9 +119,7 @@ def _move(seq: int, count: int) -> tuple[Handoff, tuple[BlockId, ...]]:
     return name, tuple(BlockId(block) for block in range(count))
 
 
-def _send(
-    pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: Any, opener: Opener
-) -> None:
+def _send(pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: Any, opener: Opener) -> None:
     """The sender's process: posts a chunk for each number that it is told."""
     worker = Worker(kind, SENDER, layout, blocks, pool_of, opener)
     worker.pool.memory.random_(0, 256)
@@ -267,9 +257,7 @@ def transport(card: Card) -> Iterator[Line]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="for gpu_transport.json"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for gpu_transport.json")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():

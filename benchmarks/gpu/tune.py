@@ -55,13 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.tune", description=(__doc__ or "").partition(":")[0]
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help=f"for {MEASURED.name}"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"for {MEASURED.name}")
     parser.add_argument("--only", action="append", choices=KERNELS, help="of these kernels")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing")
     return parser
 
 

@@ -104,7 +104,10 @@ def _decode(card: Card, key: ConfigKey) -> Step:
     shared, own = prefix // block, -(-(lengths[0] - prefix) // block)
     order = list(range(shared + own * len(lengths)))
     Random(0).shuffle(order)
-    tables = [order[:shared] + order[at : at + own] for at in range(shared, len(order), own)]
+    tables = [
+        order[:shared] + order[at : at + own]
+        for at in range(shared, len(order), own)
+    ]
     pool = _pool(card, key, len(order))
     q = card.random(len(lengths), size.heads, size.head_dim)
     prefixes = [SharedPrefix(tuple(range(len(lengths))), prefix)] if is_shared else []
@@ -140,14 +143,7 @@ def _copy_step(card: Card) -> Step:
 
         def work() -> Tensor:
             copy_blocks(
-                source,
-                target,
-                scattered,
-                in_order,
-                shape,
-                config,
-                tokens=tokens,
-                programs=16 * PROGRAMS_PER_SM,
+                source, target, scattered, in_order, shape, config, tokens=tokens, programs=16 * PROGRAMS_PER_SM
             )
             return target.view(card.dtype)
 
