@@ -186,7 +186,7 @@ def test_buffers_serve_one_step_after_another_in_the_same_memory() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="addresses are seen in the interpreter")
 def test_buffers_without_a_plan_are_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the recording of decode steps at start, before any plan: what lies before the buffers may not be memory."""
+    """Guards the recording of decode steps at start, before any plan: in front of the buffers may be no memory."""
     geometry = DecodeGeometry(
         kv_heads=2, programs=3, tile=16, rows_per_item=1, max_items=8, max_slots=8
     )
