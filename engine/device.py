@@ -64,6 +64,8 @@ def open_device(
     kernels = config.kernels
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
+    if config.device != "cpu":
+        torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
     model_dir = Path(config.model_dir)
     native = _native(config)
     model = load_model(model_dir, device=config.device, panels=native is not None)

@@ -60,7 +60,10 @@ class CudaRecorder:
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads ask of the device meanwhile is their affair: the transfer thread looks at its events, and
+        # by default each such look would fail, and the recording with it.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = work()
         self._pool = graph.pool()
         return Recording(graph.replay, result)
@@ -97,6 +100,7 @@ class DecodeGraphs:
         ]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._inputs[2] = -1
+        self._every_row = torch.arange(self._sizes[-1], device=model.device)
 
     def prepare(self) -> None:
         """Record every size of the plain kind, largest first, so that no step waits for it. Steps with shared prefixes
@@ -138,7 +142,8 @@ class DecodeGraphs:
     def _recording(self, kind: str, size: int) -> Recording:
         if (kind, size) not in self._recordings:
             tokens, positions, slots = self._inputs[:, :size]
-            rows = torch.arange(size, device=tokens.device)
+            # All of it stays here: a recording keeps addresses alive no more than values.
+            rows = self._every_row[:size]
             batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
 
             def work() -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -43,9 +44,13 @@ class ModelRunner:
         self._attention = attention
         self._graphs = graphs
         self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext if cores is None else cores.at_work
+        # Kernels are launched on the current device, and a thread's first one is number 0.
+        self._on_device: Callable[[], AbstractContextManager[None]] = (
+            partial(torch.cuda.device, model.device) if model.device.type == "cuda" else nullcontext
+        )
 
     def run(self, plan: StepPlan) -> Sequence[Drawn]:
-        with self._at_work(), torch.inference_mode():
+        with self._at_work(), self._on_device(), torch.inference_mode():
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> Sequence[Drawn]:

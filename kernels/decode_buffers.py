@@ -65,6 +65,7 @@ class DecodeBuffers:
         self.items, self.ranges, self.rows, self.slots, self.lengths, self.tables = views(
             self._device
         )
+        self.ranges.fill_(geometry.programs)  # nobody has anything to do, until there is a plan
         floats = self._device.new_empty(0, dtype=torch.float32)
         self.partial = floats.new_empty(geometry.max_slots, heads, head_dim)
         self.partial_lse = floats.new_empty(geometry.max_slots, heads)

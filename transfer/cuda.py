@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,15 @@ class CudaDevice:
     def stream(self) -> CudaStream:
         return CudaStream(self._device)
 
+    @cached_property
+    def digest_stream(self) -> CudaStream:
+        return self.stream()
+
     def words(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int64, device=self._device)
+        # Of memory that only this thread's stream had before: the engine may have given some back that its kernels,
+        # on the stream that is current here, have yet to write.
+        with self.digest_stream.use():
+            return torch.empty(count, dtype=torch.int64, device=self._device)
 
     def copy(
         self,

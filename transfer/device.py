@@ -56,7 +56,13 @@ class Device(Protocol):
     name: str
     """The same for two processes that share one device, and for nobody else: its UUID."""
 
-    def stream(self) -> Stream: ...
+    def stream(self) -> Stream:
+        """Of this process's few (torch has 32, and hands them out again from the first on): for what there is one of,
+        and not for each peer."""
+
+    @property
+    def digest_stream(self) -> Stream:
+        """The one of all peers, for work that the transfer thread waits for at once."""
 
     def words(self, count: int) -> Tensor:
         """int64 `[count]` of fresh device memory, for as long as the process lives."""

@@ -37,7 +37,7 @@ class DeviceRoute(Route):
             raise ValueError(f"transfer.digest_algorithm is {agreement.digest}: on a device it must be {WP64}")
         self._device = transport.device
         self._pool = cast(DeviceMemory, memory)
-        self._stream = self._device.stream()
+        self._stream = self._device.digest_stream
         self._shape = digest_shape(self.outgoing)
         if self.wire != AS_STORED:
             self._stored = heads_of(self._pool.memory, layout, self.outgoing)

@@ -115,6 +115,8 @@ class NcclLibrary:
         if self.version < OLDEST:
             raise TransferError(f"NCCL {dotted(self.version)} is older than {dotted(OLDEST)}")
 
+        self._names: list[bytes] = []
+        """Of all communicators: the library keeps their addresses, not their text, for profilers."""
         self.can_put = self.version >= ONE_SIDED
         """Whether it has one-sided verbs; whether they work between two devices is known later."""
         if self.can_put:
@@ -125,9 +127,10 @@ class NcclLibrary:
     def join(self, unique_id: bytes, rank: int, channels: int, name: str) -> Comm:
         """Begin to make a communicator of two ranks; `async_state` tells when it is made. It uses at most `channels`
         thread blocks. Raises NcclError."""
+        self._names.append(name.encode())
         config = _Config(
             ctypes.sizeof(_Config), _MAGIC, self.version, 0, _UNSET, 1, channels, None, _UNSET,
-            _UNSET, name.encode(), _UNSET, _UNSET, _UNSET, _UNSET,
+            _UNSET, self._names[-1], _UNSET, _UNSET, _UNSET, _UNSET,
         )  # fmt: skip
         comm = _pointer()
         status = self._lib.ncclCommInitRankConfig(

@@ -1,6 +1,6 @@
 """Paged decode attention: K0 to K5, K8, and what splitting contexts is for. `docs/kernels.md` says what bounds it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -27,32 +27,32 @@ ORDERS = {
 LEAST_POOL_BYTES = 64 << 30
 
 
-def orders(card: Card) -> list[Line]:
+def orders(card: Card) -> Iterator[Line]:
     """K0: the layout's order in memory, over a pool that no cache of translations holds. A card without room for such a
     pool gets one line that says so: a smaller one would tell nothing."""
     size = card.sizes
     if card.device.type == "cuda" and size.pool_bytes < LEAST_POOL_BYTES:
         refused = f"a pool of {size.pool_bytes >> 30} GiB, and K0 takes {LEAST_POOL_BYTES >> 30}"
-        return [{"id": "K0", "refused": refused}]
+        yield {"id": "K0", "refused": refused}
+        return
     block = 64
     shape = (0, size.kv_heads, size.layers, 2, block, size.head_dim)
     per_block = size.kv_heads * size.layers * 2 * block * size.head_dim * card.dtype.itemsize
     length = size.tokens(4096)
     blocks = max(size.pool_bytes // per_block, size.batch * -(-length // block))
     memory = card.random(blocks * per_block // card.dtype.itemsize)
-    lines: list[Line] = []
+    first = 0.0
     for name, order in ORDERS.items():
         whole = (blocks, *shape[1:])
         inverse = sorted(range(6), key=order.__getitem__)
         payload = memory.view([whole[at] for at in inverse]).permute(order)
         taken = _seconds(card, KVPool(payload), [length] * size.batch, blocks, layer=size.layers // 2)
+        first = first or taken
         line = _line(card, "K0", name, [length] * size.batch, taken, card.dtype.itemsize)
-        lines.append({**line, "pool_bytes": memory.nbytes})
-    first = float(lines[0]["us"])
-    return [{**line, "of_first": float(line["us"]) / first} for line in lines]
+        yield {**line, "pool_bytes": memory.nbytes, "of_first": taken / first}
 
 
-def shapes(card: Card) -> list[Line]:
+def shapes(card: Card) -> Iterator[Line]:
     """K1, K2, K3 and the two sides of splitting, beside torch's own attention over contiguous KV."""
     size = card.sizes
     long = size.tokens(64 * 1024)
@@ -63,31 +63,27 @@ def shapes(card: Card) -> list[Line]:
         ("split", "one long, split", [long], True),
         ("split", "one long, not split", [long], False),
     ]
-    lines = []
     for name, what, lengths, split in cases:
         pool, blocks = _pool(card, lengths, 64)
         taken = _seconds(card, pool, lengths, blocks, split=split)
-        lines.append(_line(card, name, what, lengths, taken, card.dtype.itemsize))
+        yield _line(card, name, what, lengths, taken, card.dtype.itemsize)
         if split and len(set(lengths)) == 1:
-            lines.append(_torch(card, name, len(lengths), lengths[0]))
-    return lines
+            yield _torch(card, name, len(lengths), lengths[0])
 
 
-def eight_bits(card: Card) -> list[Line]:
+def eight_bits(card: Card) -> Iterator[Line]:
     """K4: at K1's shape, as a ratio to 16 bits in the same run."""
     size = card.sizes
     lengths = [size.tokens(4096)] * size.batch
     pool, blocks = _pool(card, lengths, 64)
     plain = _seconds(card, pool, lengths, blocks)
-    lines = []
     for dtype in (torch.int8, torch.float8_e4m3fn):
         small = narrowed(card, pool, dtype)
         taken = _seconds(card, small, lengths, blocks)
         with_scales = (size.head_dim + 4) / size.head_dim
         line = _line(card, "K4", str(dtype).removeprefix("torch."), lengths, taken, with_scales)
         of_16_bit = _kv_bytes(card, lengths, card.dtype.itemsize)
-        lines.append({**line, "bytes_of_16_bit": of_16_bit, "times_16_bit_speed": plain / taken})
-    return lines
+        yield {**line, "bytes_of_16_bit": of_16_bit, "times_16_bit_speed": plain / taken}
 
 
 def narrowed(card: Card, pool: KVPool, dtype: torch.dtype) -> KVPool:
@@ -116,19 +112,18 @@ def shared(card: Card) -> list[Line]:
     return [{**line, "plain_us": plain * 1e6, "times_plain_speed": plain / once}]
 
 
-def blocks(card: Card) -> list[Line]:
+def blocks(card: Card) -> Iterator[Line]:
     """K8: what paging costs: shuffled blocks of each size against contiguous ones of 128 tokens."""
     size = card.sizes
     lengths = [size.tokens(4096)] * size.batch
-    lines, base = [], 0.0
+    base = 0.0
     for block, scattered in ((128, False), (1, True), (16, True), (64, True), (128, True)):
         pool, count = _pool(card, lengths, block)
         taken = _seconds(card, pool, lengths, count, scattered=scattered)
         base = base or taken
         what = f"blocks of {block}, {'shuffled' if scattered else 'in order'}"
         line = _line(card, "K8", what, lengths, taken, card.dtype.itemsize)
-        lines.append({**line, "of_contiguous": taken / base})
-    return lines
+        yield {**line, "of_contiguous": taken / base}
 
 
 def _pool(card: Card, lengths: Sequence[int], block: int) -> tuple[KVPool, int]:

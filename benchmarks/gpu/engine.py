@@ -6,7 +6,7 @@ that has no prefill worker left; then the same requests go on, some steps with r
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -42,12 +42,12 @@ LINK = 1
 Opener = Callable[[torch.device], Recorder]
 
 
-def on_card(card: Card) -> list[Line]:
+def on_card(card: Card) -> Iterator[Line]:
     """As a part of `benchmarks.gpu`."""
     return engine(card, CudaRecorder if card.device.type == "cuda" else None)
 
 
-def engine(card: Card, recorder: Opener | None) -> list[Line]:
+def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
     """A line for each batch size, recorded and not; without a GPU nothing is recorded.
 
     `ms` is the median step; `idle_ms` is how much of it no kernel runs, where the profiler sees kernels. `bound_ms` is
@@ -56,11 +56,10 @@ def engine(card: Card, recorder: Opener | None) -> list[Line]:
     batches = sorted({min(batch, 2 * card.sizes.batch) for batch in BATCHES})
     read = next(float(line["tb_per_s"]) for line in copy_rate(card) if line["what"] == "read")
     bench = Bench(card, batches, recorder)
-    lines: list[Line] = []
     for batch in batches:
         bench.fill(batch)
-        lines += [bench.line(how, read * 1e12) for how in bench.ways]
-    return lines
+        for how in bench.ways:
+            yield bench.line(how, read * 1e12)
 
 
 class Bench:

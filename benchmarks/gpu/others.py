@@ -1,6 +1,6 @@
 """Prefill attention (K7) and the copying of blocks (K6)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 
@@ -16,15 +16,14 @@ from kernels.pool import KVPool
 from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
 
 
-def prefill(card: Card) -> list[Line]:
+def prefill(card: Card) -> Iterator[Line]:
     """K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention."""
     size = card.sizes
-    lines: list[Line] = []
     for length in (size.tokens(4096), size.tokens(16384)):
         chunk = size.tokens(2048)
         for count in (length, chunk):
             taken = _prefill_s(card, count, length)
-            lines.append(_prefill_line(card, f"{count} new of {length}", count, length, taken))
+            yield _prefill_line(card, f"{count} new of {length}", count, length, taken)
         q = card.random(1, size.heads, length, size.head_dim)
         k, v = (card.random(1, size.kv_heads, length, size.head_dim) for _ in range(2))
         theirs = card.timer.seconds(
@@ -32,8 +31,7 @@ def prefill(card: Card) -> list[Line]:
                 q, k, v, is_causal=True, enable_gqa=True
             )
         )
-        lines.append(_prefill_line(card, "torch, contiguous", length, length, theirs))
-    return lines
+        yield _prefill_line(card, "torch, contiguous", length, length, theirs)
 
 
 def _prefill_s(card: Card, count: int, length: int) -> float:
@@ -74,7 +72,7 @@ PROGRAMS_PER_SM = 4
 """Of the copy kernel's that fit, by their registers and shared memory (`tests/kernels/contract`)."""
 
 
-def copies(card: Card) -> list[Line]:
+def copies(card: Card) -> Iterator[Line]:
     """K6: scattered blocks of 16 tokens into a row of them and back, on the programs of 16 SMs and of all, with and
     without digests."""
     size = card.sizes
@@ -90,7 +88,7 @@ def copies(card: Card) -> list[Line]:
     key = ConfigKey("copy_blocks", size.head_dim, 0, 64, "bfloat16", card.arch)
     config = config_for(key)
     plain = card.timer.seconds(lambda: packed.copy_(pool[:count]))
-    lines: list[Line] = [_copy_line("torch, contiguous", packed.nbytes, plain, plain)]
+    yield _copy_line("torch, contiguous", packed.nbytes, plain, plain)
     ways = {"pack": (pool, packed, scattered, in_order), "unpack": (packed, pool, in_order, scattered)}
     for sms in (16, card.sms):
         for way, (source, target, sources, targets) in ways.items():
@@ -110,8 +108,7 @@ def copies(card: Card) -> list[Line]:
                 )
                 what = f"{way}{', digests' if digest else ''}"
                 line = _copy_line(what, packed.nbytes, taken, plain)
-                lines.append({**line, "multiprocessors": sms})
-    return lines
+                yield {**line, "multiprocessors": sms}
 
 
 def _copy_line(what: str, nbytes: int, taken: float, plain: float) -> Line:

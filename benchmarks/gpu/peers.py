@@ -8,7 +8,7 @@ line with its error. None of these packages is needed for anything else.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from random import Random
@@ -127,28 +127,26 @@ CASCADES: Peers = {"flashinfer, cascade": flashinfer_cascade}
 """Those that read a shared prefix once."""
 
 
-def peers(card: Card) -> list[Line]:
+def peers(card: Card) -> Iterator[Line]:
     """Each of them at each of the steps it is for."""
     size = card.sizes
     long = size.tokens(64 * 1024)
-    lines: list[Line] = []
     for name, lengths in (
         ("K1", [size.tokens(4096)] * size.batch),
         ("K2", [size.tokens(1024)]),
         ("K3", [long, *[size.tokens(512)] * (2 * size.batch - 1)]),
     ):
         pool, step = _step(card, lengths)
-        lines += _lines(card, name, step, attention_step(card, step.q, pool, lengths, step.tables), PEERS)
+        yield from _lines(card, name, step, attention_step(card, step.q, pool, lengths, step.tables), PEERS)
     prefix = size.tokens(8192) // BLOCK * BLOCK or BLOCK
     lengths = [prefix + 32] * (2 * size.batch)
     pool, step = _step(card, lengths, prefix_tokens=prefix)
     common = SharedPrefix(tuple(range(len(lengths))), prefix)
     ours = attention_step(card, step.q, pool, lengths, step.tables, shared=[common])
-    lines += _lines(card, "K5", step, ours, CASCADES)
+    yield from _lines(card, "K5", step, ours, CASCADES)
     for length in (size.tokens(4096), size.tokens(16384)):
         pool, step = _step(card, [length], count=length)
-        lines += _lines(card, "K7", step, prefill_step(card, step.q, pool, length, step.tables[0]), PEERS)
-    return lines
+        yield from _lines(card, "K7", step, prefill_step(card, step.q, pool, length, step.tables[0]), PEERS)
 
 
 def _step(
@@ -169,11 +167,11 @@ def _step(
     return pool, Step(q, k, v, lengths, tables, count, prefix_tokens)
 
 
-def _lines(card: Card, name: str, step: Step, ours: Run, others: Peers) -> list[Line]:
+def _lines(card: Card, name: str, step: Step, ours: Run, others: Peers) -> Iterator[Line]:
     ours_s = card.timer.seconds(ours)
     want = ours().clone()
     shape = f"{len(step.lengths)} x {step.count} of {max(step.lengths)}"
-    lines: list[Line] = [{"id": name, "what": "headrace", "shape": shape, "us": ours_s * 1e6}]
+    yield {"id": name, "what": "headrace", "shape": shape, "us": ours_s * 1e6}
     for what, make in others.items():
         line: Line = {"id": name, "what": what, "shape": shape}
         try:
@@ -186,8 +184,7 @@ def _lines(card: Card, name: str, step: Step, ours: Run, others: Peers) -> list[
             line["failed"] = f"{type(failure).__name__}: {failure}"
         else:
             line |= {"us": taken_s * 1e6, "times_its_speed": taken_s / ours_s, "apart": error}
-        lines.append(line)
-    return lines
+        yield line
 
 
 def _own_order(step: Step) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int, int]]:

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import decode, engine, peers, transport
-from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu import decode, engine, others, peers, transport
+from benchmarks.gpu.card import Card, Line
+from benchmarks.gpu.dry import Clock, dry_card
 from benchmarks.gpu.parts import LIMIT_S, PARTS
 from tests.benchmarks import slim
 from tests.engine.recording import FakeRecorder
@@ -65,12 +68,34 @@ def test_all_of_it_runs_on_a_machine_that_has_little(tmp_path: Path) -> None:
 
 def test_the_engine_runs_recorded_and_not() -> None:
     """Guards the lines of recorded steps, which only a GPU has, and that both are of the same requests."""
-    lines = engine.engine(dry_card(), lambda device: FakeRecorder())
+    lines = list(engine.engine(dry_card(), lambda device: FakeRecorder()))
     assert [line["what"] for line in lines] == [
         f"batch {n}, {how}" for n in (1, 4) for how in ("not recorded", "recorded")
     ]
     assert [line["replayed"] > 0 for line in lines] == [False, True, False, True]
     assert all(float(line["tokens_per_s"]) > 0 < float(line["bound_ms"]) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "part", [decode.orders, decode.shapes, decode.eight_bits, decode.blocks, others.prefill, others.copies]
+)
+def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[Line]]) -> None:
+    """Guards figures that are lost with the one that could not be had."""
+
+    class Failing(Clock):
+        left = 2
+
+        def seconds(self, work: Callable[[], object]) -> float:
+            self.left -= 1
+            if self.left < 0:
+                raise InterruptedError
+            return super().seconds(work)
+
+    told: list[Line] = []
+    with pytest.raises(InterruptedError):
+        for line in part(replace(dry_card(), timer=Failing())):
+            told.append(line)
+    assert told
 
 
 def test_all_parts_together_are_under_eight_minutes() -> None:

@@ -183,7 +183,7 @@ def test_a_peer_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) ->
     """Guards our own figures against another package's errors, and a failure that looks like an absence."""
     broken = ModuleType("flashinfer")
     installed(monkeypatch, "flashinfer", broken)
-    lines = peers.peers(dry_card())
+    lines = list(peers.peers(dry_card()))
     failed = [line for line in lines if "failed" in line]
     assert {str(line["what"]) for line in failed} == {"flashinfer", "flashinfer, cascade"}
     assert all("AttributeError" in str(line["failed"]) for line in failed)

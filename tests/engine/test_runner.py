@@ -6,8 +6,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.attention import TorchAttention
+from engine.batch import ForwardBatch
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
+from engine.kv.paged import KVTensors, PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
 from engine.runner import ModelRunner
@@ -86,3 +87,38 @@ def test_copies_are_made_before_the_rows_run(model: Llama) -> None:
     copies = ((0, other.blocks[0]), (1, other.blocks[1]))
     runner.kv.tensor[other.blocks[1], :, :, :, 3] = float("nan")
     assert runner.run(StepPlan((other,), copies)) == [want]
+
+
+def test_a_step_runs_on_the_device_of_its_model(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `cuda:1`: Triton launches on the calling thread's current device, and the engine thread's is number 0."""
+    entered: list[torch.device] = []
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            entered.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    class Elsewhere(Llama):
+        device = torch.device("cuda", 1)
+
+        def __init__(self) -> None:
+            pass
+
+    class Attention(TorchAttention):
+        def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+            seen.extend(entered)
+            raise InterruptedError
+
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(ForwardBatch, "build", lambda *_: None)
+    kv = _runner(model).kv
+    runner = ModelRunner(Elsewhere(), kv, Attention(model.config.heads))
+    with pytest.raises(InterruptedError):
+        runner.run(StepPlan((_row(0, [1, 2, 3], 0, 3, True),)))
+    assert seen == [torch.device("cuda", 1)] and not entered

@@ -49,6 +49,18 @@ def test_copies_equal_their_reference() -> None:
         assert torch.equal(made[row], wp64(source[block], shape, tokens))
 
 
+def test_slots_are_not_what_the_engine_has_just_given_back() -> None:
+    """Guards a piece that arrives in memory which a kernel of the engine's, still to come, writes to."""
+    import torch
+
+    from transfer.cuda import CudaDevice
+
+    device, count = CudaDevice("cuda:0"), 1 << 22
+    there = torch.empty(count, dtype=torch.int64, device="cuda:0").data_ptr()
+    assert torch.empty(count, dtype=torch.int64, device="cuda:0").data_ptr() == there, "nothing is shown"
+    assert device.words(count).data_ptr() != there
+
+
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_is_lost_in_the_middle(make_gpu_rig: RigFactory, deed: signal.Signals) -> None:
     """Guards against a survivor that spins for ever. The sender is lost with its chunks posted and partly moved."""

@@ -1,7 +1,10 @@
 """The decode kernel against dense attention in 64 bits, in the interpreter where there is no GPU."""
 
+from typing import Any
+
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels import reference_attention as reference
 from kernels.configs import KernelConfig
@@ -179,6 +182,29 @@ def test_buffers_serve_one_step_after_another_in_the_same_memory() -> None:
         torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
     assert addresses == [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="addresses are seen in the interpreter")
+def test_buffers_without_a_plan_are_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the recording of decode steps at start, before any plan: in front of the buffers may be no memory."""
+    geometry = DecodeGeometry(
+        kv_heads=2, programs=3, tile=16, rows_per_item=1, max_items=8, max_slots=8
+    )
+    buffers = DecodeBuffers(geometry, batch=2, heads=4, head_dim=16, table_blocks=2, device=DEVICE)
+    own = buffers.items.untyped_storage()
+    read: list[int] = []
+    plain = InterpreterBuilder.create_masked_load
+
+    def load(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        read.extend(ptrs.data[mask.data].astype(int).tolist())
+        return plain(self, ptrs, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load)
+    pool = poisoned_pool(1, 2, 16, 16, torch.float16)
+    config = KernelConfig(tile=16, warps=4, stages=1, rows=16)
+    out, lse = decode_attention(torch.zeros(2, 4, 16, dtype=torch.float16), pool, 0, buffers, config)
+    assert not out.any() and lse.eq(float("-inf")).all()
+    assert read and all(own.data_ptr() <= at < own.data_ptr() + own.nbytes() for at in read)
 
 
 def test_misfits_are_refused() -> None:

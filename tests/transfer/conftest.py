@@ -77,11 +77,12 @@ Process = subprocess.Popen[bytes]
 
 
 def spawn() -> Process:
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "transfer" / "peer_process.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -127,7 +128,7 @@ class ProcessPeer:
     def connect(
         self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
     ) -> None:
-        self._ask("connect", peer, details, [msgspec.structs.astuple(s) for s in spans or ()])
+        self._ask("connect", peer, details, [list(msgspec.structs.asdict(s).values()) for s in spans or ()])
 
     def fill(self, seeds: dict[int, int]) -> None:
         self._ask("fill", list(seeds.items()))

@@ -138,6 +138,10 @@ class FakeDevice:
         self.streams.append(FakeStream())
         return self.streams[-1]
 
+    @functools.cached_property
+    def digest_stream(self) -> FakeStream:
+        return self.stream()
+
     def words(self, count: int) -> Tensor:
         return torch.full((count,), -1, dtype=torch.int64)
 

@@ -10,11 +10,16 @@ from engine.types import Incarnation
 from kernels.block_copy import copy_blocks
 from kernels.configs import ConfigKey, config_for
 from tests.transfer.fake_device import FakeDevice
-from transfer.algorithms import digest_shape
+from tests.transfer.nccl_ends import LAYOUT as ENDS_LAYOUT
+from tests.transfer.nccl_ends import Ends
+from transfer.algorithms import WP64, digest_shape
 from transfer.config import TransferConfig
 from transfer.device import flat, words_of
+from transfer.digest import Tally
+from transfer.negotiation import Agreement
 from transfer.pulse import Pulse
 from transfer.registry import open_transport, open_transports
+from transfer.route import open_route
 from transfer.transport import Span, TransferError
 
 LAYOUT = KVLayout(kv_heads=3, layers=2, block_size=4, head_dim=8, dtype="float16")
@@ -56,6 +61,16 @@ def test_the_kernel_digests_what_lands_as_the_fake_does() -> None:
 def test_what_is_not_whole_words_is_refused() -> None:
     with pytest.raises(TransferError, match="64-bit"):
         words_of(pool(2), Span(4, 64, LAYOUT.block_bytes))
+
+
+def test_peers_cost_no_streams(ends: Ends) -> None:
+    """Guards a worker whose peers come and go: torch has 32 streams and hands them out in turn, so that digests, which
+    the transfer thread waits for, would come to stand in line behind an operation that only this thread can end."""
+    one, counts = ends.end(1), []
+    for _ in range(3):
+        open_route(one.transport, one.pool, ENDS_LAYOUT, Agreement(ENDS_LAYOUT, digest=WP64), Tally())
+        counts.append(len(one.device.streams))
+    assert counts[0] == counts[2] < 10
 
 
 def test_a_pool_of_this_host_has_no_gpu_transport() -> None:

@@ -4,6 +4,7 @@ gives without a GPU. And that the fake has the same symbols."""
 import ctypes
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from transfer.nccl_library import (
     ONE_SIDED_PROTOTYPES,
     NcclError,
     NcclLibrary,
+    _Config,
 )
 from transfer.transport import TransferError
 
@@ -55,6 +57,24 @@ def test_its_errors_are_told(shipped: Path) -> None:
     if library.can_put:
         with pytest.raises(NcclError, match=r"ncclMemAlloc: .*(cuda|CUDA)"):
             library.allocate(1 << 20)
+
+
+def test_a_communicators_name_outlives_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory that NCCL reads when it is long somebody else's: `parseCommConfig` copies the address of `commName`
+    (2.27 to 2.30, `src/init.cc`), and a thread that makes the communicator hands it to profilers."""
+    library = NcclLibrary(library_path())
+    kept: list[int] = []
+
+    def init(comm: Any, ranks: int, unique_id: Any, rank: int, config: Any) -> int:
+        kept.append(ctypes.c_void_p.from_buffer(config._obj, _Config.commName.offset).value or 0)
+        comm._obj.value = 1
+        return IN_PROGRESS
+
+    monkeypatch.setattr(library._lib, "ncclCommInitRankConfig", init)
+    name = "headrace-of-forty-characters-and-no-less"
+    library.join(bytes(ID_BYTES), 0, 2, name)
+    others = [bytes([65 + n % 26]) * len(name) for n in range(4096)]  # where it was, if it is gone
+    assert ctypes.string_at(kept[0], len(name)) == name.encode() and others
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,22 @@ class Struct:
 
 
 def to_builtins(value: Any) -> Any:
-    """Structs as dicts, or lists where they are `array_like`; enums as their values. Bytes stay what they are."""
+    """Structs as dicts, or lists where they are `array_like`; enums as their values; bytes in base64."""
+    return _in_text(_builtins(value))
+
+
+def _in_text(plain: Any) -> Any:
+    if isinstance(plain, bytes):
+        return base64.b64encode(plain).decode()
+    if isinstance(plain, dict):
+        return {key: _in_text(item) for key, item in plain.items()}
+    if isinstance(plain, list | tuple):
+        return type(plain)(map(_in_text, plain))
+    return plain
+
+
+def _builtins(value: Any) -> Any:
+    """The same, but bytes stay what they are."""
     kind = type(value)
     if kind in (int, str, float, bool, bytes, types.NoneType):
         return value
@@ -76,7 +91,7 @@ def to_builtins(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {to_builtins(key): to_builtins(item) for key, item in value.items()}
+        return {_builtins(key): _builtins(item) for key, item in value.items()}
     if isinstance(value, Raw):
         return _json.loads(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -84,7 +99,7 @@ def to_builtins(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(to_builtins, value))
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [to_builtins(item) for item in value]
+        return [_builtins(item) for item in value]
     raise TypeError(f"Encoding objects of type {kind.__name__} is unsupported")
 
 
@@ -93,11 +108,11 @@ def _plain(value: Struct) -> Any:
     tag = [] if cls._tag is None else [("type", cls._tag)]
     fields = [(name, getattr(value, name)) for name in _fields(cls)]
     if cls._array_like:
-        return [to_builtins(item) for _, item in (*tag, *fields)]
+        return [_builtins(item) for _, item in (*tag, *fields)]
     if cls._omit_defaults:
         missing = object()
         fields = [(name, item) for name, item in fields if item != _fields(cls)[name](missing)]
-    return {name: to_builtins(item) for name, item in (*tag, *fields)}
+    return {name: _builtins(item) for name, item in (*tag, *fields)}
 
 
 @cache
@@ -254,7 +269,7 @@ class _Form:
     ) -> None:
         class Encoder:
             def encode(self, value: Any) -> bytes:
-                return write(to_builtins(value))
+                return write(_builtins(value))
 
         class Decoder(Generic[T]):
             def __init__(self, type: Any = Any) -> None:
@@ -298,5 +313,11 @@ class structs:
         return {name: getattr(struct, name) for name in _fields(cls)}
 
 
+def _write_frame(plain: Any) -> bytes:
+    """Equal data in equal bytes, which both ends of a transfer make a chunk's key of: from version 3 on, `marshal` lets
+    it depend on which objects happen to be one."""
+    return marshal.dumps(plain, 2)
+
+
 json = _Form("JSON", _write_json, _json.loads)
-msgpack = _Form("a frame", marshal.dumps, marshal.loads)
+msgpack = _Form("a frame", _write_frame, marshal.loads)
