@@ -85,14 +85,14 @@ class Native:
         x = x.contiguous()
         out = torch.empty(x.shape[0], weight.rows)
         self._linear(
-            _at(x),
+            x.data_ptr(),
             x.shape[0],
             weight.columns,
-            _at(weight.raw, torch.uint8),
+            weight.raw.data_ptr(),
             _KINDS[weight.kind],
             weight.rows,
             _at(bias),
-            _at(out),
+            out.data_ptr(),
             self._threads_for(len(x)),
         )
         return out
@@ -100,14 +100,14 @@ class Native:
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` `[rows, width]` in place; return the RMS norm of the sum, times `weight`."""
         out = torch.empty_like(x)
-        self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, _at(out))
+        self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr())
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
-        self._gate(_at(gate_up), rows, width, _at(out))
+        self._gate(_at(gate_up), rows, width, out.data_ptr())
         return out
 
     def rotate_and_write(
@@ -163,10 +163,10 @@ class Native:
             _at(qkv),
             heads,
             len(sequences.counts),
-            _at(sequences.counts, torch.int64),
-            _at(sequences.contexts, torch.int64),
-            _at(sequences.starts, torch.int64),
-            _at(sequences.tables, torch.int64),
+            sequences.counts.data_ptr(),
+            sequences.contexts.data_ptr(),
+            sequences.starts.data_ptr(),
+            sequences.tables.data_ptr(),
             _at(pool, pool.dtype),
             STORAGE[pool.dtype],
             shape.kv_heads,
@@ -192,6 +192,10 @@ class Sequences:
     contexts: Tensor
     starts: Tensor
     tables: Tensor
+
+    def __post_init__(self) -> None:
+        for tensor in (self.counts, self.contexts, self.starts, self.tables):
+            _at(tensor, torch.int64)
 
     @staticmethod
     def of(counts: list[int], contexts: list[int], tables: list[Tensor]) -> "Sequences":
@@ -236,8 +240,8 @@ def _at(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None
     """Where a tensor's elements begin, for a kernel that takes them to lie one after the other."""
     if tensor is None:
         return None
-    if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-        raise ValueError(f"kernels read contiguous {dtype}, not {tensor.dtype} {tuple(tensor.shape)} {tensor.device}")
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(f"native kernels read contiguous {dtype}, not {tensor.dtype} by strides {tensor.stride()}")
     return tensor.data_ptr()
 
 

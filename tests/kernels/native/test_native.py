@@ -193,7 +193,7 @@ def test_what_is_no_number_stays_none(kernels: Native) -> None:
 def test_rotation_and_write(kernels: Native, dtype: torch.dtype, normed: bool) -> None:
     heads, kv_heads, dim, block_size = 6, 2, 32, 4
     qkv, pool, _ = attention_case(heads, kv_heads, dim, block_size, [(5, 5), (1, 9)], dtype)
-    qkv[:, heads + kv_heads :] *= torch.logspace(-9, 6, dim)  # values from below 16 bits' smallest to beyond their largest
+    qkv[:, heads + kv_heads :] *= torch.logspace(-9, 6, dim)  # 16 bits reach neither end
     before, untouched = qkv.clone(), pool.clone()
     angles = torch.randn(40, dim // 2)
     cos, sin = angles.cos(), angles.sin()
