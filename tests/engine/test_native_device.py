@@ -62,7 +62,7 @@ def prefill(opened: Device, tokens: int) -> object:
 def test_a_prompt_is_read_with_the_cores_of_an_idle_worker(
     folder: Path, idle: Cores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the wiring: an engine that is at work asks how many threads it may use, and one that lends none does not."""
+    """Guards the wiring: an engine that is at work asks how many threads it may use, each time."""
     kernels = native()
     assert kernels is not None
     monkeypatch.setattr(kernels, "threads", kernels.threads)

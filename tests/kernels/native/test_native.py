@@ -2,12 +2,15 @@
 own values."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 import torch
 from torch import Tensor
 
@@ -285,3 +288,15 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cpu" / "linear.cpp").write_text("// another\n")
     monkeypatch.setattr(module, "source_digest", lambda: source_digest(tmp_path / "cpu"))
     assert module.native.__wrapped__() is None
+
+
+def test_libraries_are_built_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `build_ext -j`: all compile the same sources into one folder, and a library for AVX2 made of objects for
+    AVX-512 ends the process on a processor without it."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", told.update)
+    runpy.run_path(str(SOURCES.parent.parent / "setup.py"))
+    command = told["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": told["ext_modules"]}))
+    command.parallel = "2"
+    command.finalize_options()
+    assert not command.parallel
