@@ -38,6 +38,11 @@ class BuildPy(build_py):
 class BuildExt(build_ext):
     """No Python module but a library for ctypes. Without a compiler there is none, and PyTorch's kernels serve."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # One library after the other: all are of the same sources, and what these compile to lies in one folder.
+        self.parallel = None
+
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 

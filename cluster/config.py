@@ -4,7 +4,6 @@ How a value gets here (file, variable, flag) is `cluster.resolve`'s business; th
 there is, what is allowed, and what is worked out from the machine.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.placement import RayConfig
+from cluster.processors import usable_cores
 from cluster.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
@@ -154,7 +154,7 @@ def problem(key: str, value: object) -> str | None:
 
 def default_threads(workers: int) -> int:
     """Compute threads of each of `workers` workers on this host."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+    return max(1, usable_cores() // max(1, workers))
 
 
 def with_model_dir(engine: EngineConfig, model_dir: str) -> EngineConfig:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.memory import available_bytes
+from cluster.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
 
@@ -134,7 +135,7 @@ def _memory(config: ClusterConfig) -> Iterator[Check]:
     fix = "smaller prefill.engine.pool_bytes and decode.engine.pool_bytes, or fewer workers"
     yield Check("memory", "ok" if wanted < free else "fail", found, "" if wanted < free else fix)
     workers = config.prefill_workers + config.decode_workers
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     threads = sum(e.threads * n for e, n in pools)
     crowded = threads > cores and config.prefill.engine.threads > 1
     found = f"{cores} cores for {workers} workers with {threads} compute threads"

@@ -19,32 +19,34 @@ def _machine(root: Path) -> int:
     return int(found["MemAvailable"].split()[0]) * 1024
 
 
-def _groups(root: Path) -> Iterator[int]:
-    """The room in each control group that this process is in, version 2 and version 1; none where there is no limit."""
+def control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control groups that this process is in, version 2 and version 1, each from its own up to the
+    mount's root; a container may see only the upper part of its own path, or only the end."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            yield from _walk(root / "sys/fs/cgroup", path, names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _walk(root / "sys/fs/cgroup/memory", path, names)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        folder = mount / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_dir():
+                yield group
+            if group == mount:
+                break
 
 
-def _walk(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """From a group up to the mount's root; a container may see only the upper part of its own path, or only the end."""
-    folder = mount / path.lstrip("/")
-    for group in (folder, *folder.parents):
-        if group.is_dir():
-            room = _room(group, *names)
-            if room is not None:
-                yield room
-        if group == mount:
-            return
+def _groups(root: Path) -> Iterator[int]:
+    """The room in each control group that this process is in; none where there is no limit."""
+    new = ("memory.max", "memory.current", "inactive_file")
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for group in control_groups(root, "memory"):
+        room = _room(group, *(new if (group / new[0]).exists() else old))
+        if room is not None:
+            yield room
 
 
 def _room(group: Path, limit_name: str, usage_name: str, idle_name: str) -> int | None:

@@ -8,8 +8,8 @@ a host map:
 
 Nobody waits for anybody. A worker at work looks at most once a millisecond, between two calls of its kernels, and takes
 what was free at two looks in a row; a worker that has a step to run just begins, and the others give way at their next
-call. A slot is held by a lock that ends with its process. Only kernels whose bits do not depend on the number of
-threads may use this.
+call. A slot is held by a lock that ends with its process; what an ended worker left in it counts until the next one
+begins. Only kernels whose bits do not depend on the number of threads may use this.
 """
 
 import fcntl
@@ -45,7 +45,8 @@ class Cores:
             found = os.fstat(self._file)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
                 raise PermissionError(f"{path} is not a file of this user's")
-            os.ftruncate(self._file, SLOTS * _SLOT_BYTES)
+            # Not a hole, which a full disk could not fill: writing to the mapping would end the process.
+            os.posix_fallocate(self._file, 0, SLOTS * _SLOT_BYTES)
             self._slot = self._claim()
             self._map = mmap.mmap(self._file, SLOTS * _SLOT_BYTES)
         except BaseException:
@@ -92,30 +93,41 @@ class Cores:
         return idle // max(1, sum(busy))
 
     def _claim(self) -> int:
+        """The first slot that nobody holds. Others that nobody holds are cleared: those workers' cores are shared out
+        anew."""
+        found, mine = os.pread(self._file, SLOTS * _SLOT_BYTES, 0), None
         for slot in range(SLOTS):
+            at = slot * _SLOT_BYTES
+            if mine is not None and not any(found[at : at + _SLOT_BYTES]):
+                continue
             try:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _write_lock(slot))
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, slot))
             except OSError:
                 continue
-            return slot
-        raise OSError(f"more than {SLOTS} workers on this host")
+            if mine is None:
+                mine = slot
+                continue
+            os.pwrite(self._file, bytes(_SLOT_BYTES), at)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, slot))
+        if mine is None:
+            raise OSError(f"more than {SLOTS} workers on this host")
+        return mine
 
     def _write(self, threads: int, busy: bool) -> None:
         at = self._slot * _SLOT_BYTES
         self._map[at : at + _SLOT_BYTES] = bytes((min(threads, 255), busy))
 
 
-def _write_lock(at: int) -> bytes:
+def _lock(kind: int, at: int) -> bytes:
     """struct flock, for one byte; belongs to the open file, not to the process as `lockf`'s do."""
-    return struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+    return struct.pack("hhqqi", kind, os.SEEK_SET, at, 1, 0)
 
 
 @cache
 def process_cores(threads: int) -> Cores | None:
     """This process's slot in this host's file; None where it cannot have one."""
-    path = Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}"
     try:
-        return Cores(path, threads)
+        return Cores(Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}", threads)
     except OSError as error:
         log.info("idle cores stay idle: %s", error)
         return None

@@ -29,9 +29,10 @@ _WATCHED = (15, 16, 17, 130, 191, 192, 193, 255, 300, 383, 384, 385, 500, 511, 5
 """Tokens that are recomputed one at a time, as decoding computes them."""
 
 
-def deviations(model: Llama, block_size: int, attention: TorchAttention) -> list[str]:
-    """The ways of computing the same tokens that gave other bits here; none where the promise holds."""
-    probe = _Probe(model.first_layer(), block_size, attention)
+def deviations(model: Llama, block_size: int, attention: TorchAttention, kv_dtype: str | None = None) -> list[str]:
+    """The ways of computing the same tokens that gave other bits here; none where the promise holds. KV is kept in
+    `kv_dtype`, by default the model's: other kernels may attend to it."""
+    probe = _Probe(model.first_layer(), block_size, attention, kv_dtype or model.config.dtype)
     try:
         return probe.deviations()
     finally:
@@ -41,7 +42,7 @@ def deviations(model: Llama, block_size: int, attention: TorchAttention) -> list
 class _Probe:
     """Two sequences over a pool of their own: one is watched, the other keeps it company."""
 
-    def __init__(self, model: Llama, block_size: int, attention: TorchAttention) -> None:
+    def __init__(self, model: Llama, block_size: int, attention: TorchAttention, kv_dtype: str) -> None:
         shape = model.config
         tokens = min(PROMPT_TOKENS, shape.context_tokens)
         others = min(OTHER_TOKENS, tokens)
@@ -50,7 +51,7 @@ class _Probe:
             layers=shape.layers,
             block_size=block_size,
             head_dim=shape.head_dim,
-            dtype=shape.dtype,
+            dtype=kv_dtype,
         )
         own, more = layout.blocks_for(tokens), layout.blocks_for(others)
         self._kv = PagedKV(layout, own + more)
@@ -101,7 +102,7 @@ class _Probe:
         return self._model.hidden(batch, self._kv, self._attention)[: batch.rows]
 
     def _own_kv(self) -> Tensor:
-        return self._kv.tensor[self._tables[0]]
+        return self._kv.memory[self._tables[0]]
 
     def _logits_agree(self, rows: Tensor) -> bool:
         least = self._attention.row_multiple

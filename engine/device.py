@@ -188,7 +188,7 @@ def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
 
 
 def _holds(model: Llama, config: EngineConfig, attention: TorchAttention) -> bool:
-    found = deviations(model, config.block_size, attention)
+    found = deviations(model, config.block_size, attention, config.kv_dtype_of(config.dtype))
     told = ", ".join(found)
     if found and config.deterministic == "on":
         raise ValueError(f"engine.deterministic: {config.dtype} on this machine gives other bits by {told}")

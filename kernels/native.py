@@ -2,7 +2,8 @@
 
 One library per instruction set, all of the same sources and all giving the same bits; which of them loads is PyTorch's
 choice for this processor (`ATEN_CPU_CAPABILITY=avx2` narrows it). Everything is float32 and contiguous but for the KV
-pool. Callers have checked shapes; pointers are all that crosses over. The interpreter runs on during a call.
+pool. Callers have checked shapes: pointers are all that crosses over, and ValueError is raised only for tensors of
+another dtype or order. The interpreter runs on during a call.
 """
 
 import ctypes
@@ -90,7 +91,7 @@ class Native:
             weight.raw.data_ptr(),
             _KINDS[weight.kind],
             weight.rows,
-            None if bias is None else bias.data_ptr(),
+            _at(bias),
             out.data_ptr(),
             self._threads_for(len(x)),
         )
@@ -99,15 +100,14 @@ class Native:
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` `[rows, width]` in place; return the RMS norm of the sum, times `weight`."""
         out = torch.empty_like(x)
-        delta_ptr = None if delta is None else delta.data_ptr()
-        self._norm(x.data_ptr(), delta_ptr, weight.data_ptr(), eps, *x.shape, out.data_ptr())
+        self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr())
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
-        self._gate(gate_up.data_ptr(), rows, width, out.data_ptr())
+        self._gate(_at(gate_up), rows, width, out.data_ptr())
         return out
 
     def rotate_and_write(
@@ -128,23 +128,23 @@ class Native:
         cos, sin = tables
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         self._rotate_and_write(
-            qkv.data_ptr(),
+            _at(qkv),
             qkv.shape[0],
             heads,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            positions.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
+            _at(cos),
+            _at(sin),
+            _at(positions, torch.int64),
+            _at(q_norm),
+            _at(k_norm),
             eps,
-            pool.data_ptr(),
+            _at(pool, pool.dtype),
             STORAGE[pool.dtype],
             shape.kv_heads,
             shape.layers,
             shape.block_size,
             shape.head_dim,
             layer,
-            slots.data_ptr(),
+            _at(slots, torch.int64),
             len(slots),
         )
 
@@ -160,14 +160,14 @@ class Native:
     ) -> None:
         """Rotated `qkv`, as above -> `out` `[rows, heads * head_dim]`, written for the sequences' rows only."""
         self._attend(
-            qkv.data_ptr(),
+            _at(qkv),
             heads,
             len(sequences.counts),
             sequences.counts.data_ptr(),
             sequences.contexts.data_ptr(),
             sequences.starts.data_ptr(),
             sequences.tables.data_ptr(),
-            pool.data_ptr(),
+            _at(pool, pool.dtype),
             STORAGE[pool.dtype],
             shape.kv_heads,
             shape.layers,
@@ -175,10 +175,9 @@ class Native:
             shape.head_dim,
             layer,
             shape.head_dim**-0.5,
-            out.data_ptr(),
+            _at(out),
             self._threads_for(len(qkv)),
         )
-
 
     def _threads_for(self, rows: int) -> int:
         return self.threads() if rows >= LENT_ROWS else torch.get_num_threads()
@@ -193,6 +192,10 @@ class Sequences:
     contexts: Tensor
     starts: Tensor
     tables: Tensor
+
+    def __post_init__(self) -> None:
+        for tensor in (self.counts, self.contexts, self.starts, self.tables):
+            _at(tensor, torch.int64)
 
     @staticmethod
     def of(counts: list[int], contexts: list[int], tables: list[Tensor]) -> "Sequences":
@@ -231,6 +234,15 @@ def native() -> Native | None:
         log.warning("the native kernels are older than their sources: install Headrace again (`make setup`)")
         return None
     return kernels
+
+
+def _at(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """Where a tensor's elements begin, for a kernel that takes them to lie one after the other."""
+    if tensor is None:
+        return None
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(f"native kernels read contiguous {dtype}, not {tensor.dtype} by strides {tensor.stride()}")
+    return tensor.data_ptr()
 
 
 def _typed(function: Any, arguments: list[Any]) -> Any:

@@ -54,7 +54,7 @@ static void write(const Pool &pool, uint8_t *row, const float *values) {
   } else if (pool.storage == BFLOAT16) {
     for (int64_t d = 0; d < pool.head_dim; ++d) ((uint16_t *)row)[d] = to_bfloat16(values[d]);
   } else {
-    for (int64_t d = 0; d < pool.head_dim; ++d) ((_Float16 *)row)[d] = (_Float16)values[d];
+    for (int64_t d = 0; d < pool.head_dim; d += LANES) to_float16((uint16_t *)row + d, load(values + d));
   }
 }
 

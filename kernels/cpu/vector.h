@@ -43,6 +43,7 @@ inline Floats from_bfloat16(const uint16_t *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline Floats from_float16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+inline void to_float16(uint16_t *p, Floats a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, 0)); }
 inline Floats from_int8(const int8_t *p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))};
 }
@@ -88,6 +89,10 @@ inline Floats from_float16(const uint16_t *p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
+inline void to_float16(uint16_t *p, Floats x) {
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, 0));
+}
 inline __m256 eight_int8(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
@@ -125,7 +130,13 @@ inline float float_of_bits(uint32_t bits) {
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-inline Floats power_of_two(Floats n) { HEADRACE_EACH(float_of_bits((uint32_t)((int)n.v[i] + 127) << 23)); }
+inline uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+// Above 2^23 the lowest bits of a float are those of its whole number.
+inline Floats power_of_two(Floats n) { HEADRACE_EACH(float_of_bits(bits_of_float(n.v[i] + (0x1p23f + 127.0f)) << 23)); }
 inline Floats from_bfloat16(const uint16_t *p) { HEADRACE_EACH(float_of_bits((uint32_t)p[i] << 16)); }
 inline float one_float16(uint16_t bits) {
   const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
@@ -134,6 +145,18 @@ inline float one_float16(uint16_t bits) {
   return float_of_bits(sign | 0x3f800000) * (float_of_bits(rest << 13) * 0x1p112f);
 }
 inline Floats from_float16(const uint16_t *p) { HEADRACE_EACH(one_float16(p[i])); }
+inline uint16_t as_float16(float x) {
+  const uint32_t bits = bits_of_float(x), rest = bits & 0x7fffffff;
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  if (rest > 0x7f800000) return sign | 0x7e00 | (rest >> 13 & 0x3ff);
+  if (rest >= 0x477ff000) return sign | 0x7c00;
+  // Below the smallest normal one: the last place of 0.5 is that of a denormal, so the sum rounds to it.
+  if (rest < 0x38800000) return sign | (uint16_t)(bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000);
+  return sign | (uint16_t)((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+inline void to_float16(uint16_t *p, Floats a) {
+  for (int i = 0; i < LANES; ++i) p[i] = as_float16(a.v[i]);
+}
 inline Floats from_int8(const int8_t *p) { HEADRACE_EACH((float)p[i]); }
 inline void from_int4(const uint8_t *p, Floats &low, Floats &high) {
   for (int i = 0; i < LANES; ++i) {
@@ -161,9 +184,10 @@ inline float largest(Floats a) {
   return v[0];
 }
 
-// e^x to within two units in the last place, for x of any size; below -87.3 it is 1.2e-38, not 0.
+// e^x to within two units in the last place, for x of any size; below -87.3 it is 1.2e-38, not 0. Of two operands that
+// do not compare, the second is taken: so what is no number stays none.
 inline Floats exponential(Floats x) {
-  x = larger(smaller(x, every(88.0f)), every(-87.3f));
+  x = larger(every(-87.3f), smaller(every(88.0f), x));
   const Floats n = whole(mul(x, every(1.44269504088896341f)));
   Floats r = fma(n, every(-0.693359375f), x);
   r = fma(n, every(2.12194440e-4f), r);

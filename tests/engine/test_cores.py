@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +102,36 @@ def test_a_killed_workers_slot_is_used_again(tmp_path: Path, clock: list[float])
         with workers(path, 1) as (heir,):
             assert heir._slot == 0
             assert looked_twice(first, clock) == 2
+
+
+def test_what_ended_workers_left_is_shared_out_anew(tmp_path: Path, clock: list[float]) -> None:
+    """Guards cores lent twice: a cluster of two workers after one of six, whose slots nobody had taken over."""
+    path = tmp_path / "cores"
+    code = "import sys; from pathlib import Path; from engine.cores import Cores; c = [Cores(Path(sys.argv[1]), 1)"
+    subprocess.run([sys.executable, "-c", f"{code} for _ in range(6)]", path], check=True, timeout=60)
+    assert path.read_bytes()[:12] == bytes((1, 0)) * 6, "nobody clears up behind them"
+    with workers(path, 4, 4) as (first, second):
+        assert looked_twice(first, clock) == 8
+        with second.at_work():
+            assert looked_twice(first, clock) == 4
+
+
+def test_a_host_without_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker's start in a container without a folder for temporary files, and one ended by its first write to
+    a mapped hole that a full disk could not fill."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(cores.tempfile, "gettempdir", nowhere)
+    assert cores.process_cores.__wrapped__(1) is None
+
+    def full(file: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cores.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cores.os, "posix_fallocate", full)
+    assert cores.process_cores.__wrapped__(1) is None
 
 
 def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A model with a near tie at every position: each odd id's output row is its even neighbour's, all but rounding."""
     source = tmp_path_factory.mktemp("hf")
     torch.manual_seed(3)
-    options = {"num_key_value_heads": 2, "tie_word_embeddings": False}
+    dtype, _, heads = request.param.partition(", heads ")
+    options = {"num_attention_heads": int(heads or 8), "num_key_value_heads": 2, "tie_word_embeddings": False}
     reference = LlamaForCausalLM(LlamaConfig(**{**BASE, **options}))
     with torch.no_grad():
         for weight in reference.parameters():
@@ -41,7 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         head = reference.lm_head.weight
         head[1::2] = head[0::2] * (1 + torch.randn(len(head) // 2, 1) * 3e-8)
     save_hf(reference, source)
-    return prepare(str(source), tmp_path_factory.mktemp("cache"), request.param)
+    return prepare(str(source), tmp_path_factory.mktemp("cache"), dtype)
 
 
 @dataclass
@@ -94,15 +95,23 @@ def _opened(folder: Path, kernels: str) -> tuple[Llama, TorchAttention]:
     if kernels == "torch":
         return model, TorchAttention(model.config.heads)
     found = native()
-    if found is None or model.config.dtype != "float32":
-        pytest.skip("native kernels compute in float32, where a compiler built them")
+    if found is None:
+        pytest.skip("the native kernels were not built here: they need a C++ compiler at installation")
     return load_model(folder, panels=True), NativeAttention(model.config.heads, found)
 
 
 WAYS = [(seed, longest, company) for seed in range(2) for longest, company in ((1, 5), (7, 3), (64, 5), (230, 2))]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+HEADS_OF_16 = "float32, heads 4"
+"""Which the native kernels attend to; to heads of 8, between native products, PyTorch's."""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kernels"),
+    [("float32", "torch"), ("bfloat16", "torch"), ("float32", "native"), (HEADS_OF_16, "native")],
+    indirect=["folder"],
+)
 def test_bits_are_the_same_however_computed(folder: Path, kernels: str) -> None:
     """Guards recovery and migration: they recompute tokens in other chunks and other company."""
     model, attention = _opened(folder, kernels)
@@ -142,11 +151,24 @@ def test_the_check_at_start_finds_what_it_is_for(folder: Path) -> None:
     assert deviations(model, 16, TorchAttention(heads, stable=False))
 
 
+@pytest.mark.parametrize("folder", [HEADS_OF_16], indirect=True)
+def test_the_check_at_start_is_of_the_kernels_that_attend(folder: Path) -> None:
+    """Guards 8-bit KV beside native kernels: PyTorch's attend to it, and went untried."""
+    model, attention = _opened(folder, "native")
+    for kv_dtype in ("float32", "bfloat16", "int8", "fp8"):
+        assert deviations(model, 16, attention, kv_dtype) == []
+    attention._stable = False
+    assert deviations(model, 16, attention) == []
+    config = EngineConfig(model_dir=str(folder), kv_dtype="int8", deterministic="on")
+    with pytest.raises(ValueError, match="chunks of 50"):
+        device._holds(model, config, attention)
+
+
 def test_a_machine_that_cannot_keep_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`on` refuses with the setting's name, `auto` warns, `off` does not even look."""
-    monkeypatch.setattr(device, "deviations", lambda model, block_size, attention: ["one token alone"])
+    monkeypatch.setattr(device, "deviations", lambda *_: ["one token alone"])
     dtype = load_model(folder).config.dtype
     config = {"model_dir": str(folder), "pool_bytes": 1 << 20, "dtype": dtype}
     model = load_model(folder)

@@ -38,7 +38,11 @@ def bits_of_everything(kernels: Native) -> str:
         )
         out = torch.zeros(30, 6 * 48)
         kernels.attend(qkv, 6, Sequences.of([1, 29], [20, 43], tables), pool, shape, 1, out)
-        for tensor in (qkv, out, pool.view(torch.uint8)):
+        wide = noise(30, 10, 48) * torch.logspace(-9, 6, 48)  # values that 16 bits have no normal number for
+        kernels.rotate_and_write(
+            wide, 6, (angles.cos(), angles.sin()), torch.arange(30), None, pool, shape, 0, slots
+        )
+        for tensor in (qkv, out, wide, pool.view(torch.uint8)):
             digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 

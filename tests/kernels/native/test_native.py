@@ -2,17 +2,20 @@
 own values."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 import torch
 from torch import Tensor
 
 from kernels import reference, reference_rows
-from kernels.native import SOURCES, Native, PoolShape, Sequences, native, source_digest
+from kernels.native import LENT_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
 from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
 from tests.kernels.native.digest import bits_of_everything
 
@@ -72,6 +75,23 @@ def test_what_does_not_fit_is_refused(kernels: Native) -> None:
     for x in (torch.randn(1, 31), torch.randn(1, 32).double(), torch.randn(32)):
         with pytest.raises(ValueError, match="32 columns"):
             kernels.linear(x, weight)
+
+
+def test_only_contiguous_floats_are_read(kernels: Native) -> None:
+    """Guards memory behind a tensor: a kernel sees an address, not strides or a dtype."""
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    for spoiled in (torch.randn(4, 32)[:, ::2], torch.randn(16, 4).T, x.double(), x.half()):
+        with pytest.raises(ValueError, match="contiguous"):
+            kernels.norm(spoiled, None, weight, 1e-5)
+        with pytest.raises(ValueError, match="contiguous"):
+            kernels.gate(spoiled)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.norm(x, x.clone().T, weight, 1e-5)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.linear(x, pack_plain(torch.randn(8, 16)), torch.randn(8).double())
+    qkv, pool, tables = attention_case(2, 1, 16, 4, [(1, 1)], torch.float32)
+    with pytest.raises(ValueError, match="contiguous"):
+        attend(kernels, qkv, 2, pool, 0, [(1, 1)], [tables[0].int()])
 
 
 @pytest.mark.parametrize("width", [16, 17, 576, 45])
@@ -159,11 +179,24 @@ def test_attention_looks_at_nobody_else(kernels: Native) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+def test_what_is_no_number_stays_none(kernels: Native) -> None:
+    """Guards a spoiled KV row that would pass unnoticed: the exponential's range once made a number of it."""
+    spans = [(1, 20), (1, 20)]
+    qkv, pool, tables = attention_case(3, 1, 32, 16, spans, torch.float32)
+    clean = attend(kernels, qkv, 3, pool, 0, spans, tables)
+    pool[tables[1][0], 0, 0, 0, 3, 7] = float("nan")
+    got = attend(kernels, qkv, 3, pool, 0, spans, tables)
+    assert torch.equal(got[0], clean[0])
+    assert got[1].isnan().all()
+    assert kernels.gate(torch.tensor([[float("nan"), 1.0, 1.0, 1.0]])).isnan().tolist() == [[True, False]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_and_write(kernels: Native, dtype: torch.dtype, normed: bool) -> None:
     heads, kv_heads, dim, block_size = 6, 2, 32, 4
     qkv, pool, _ = attention_case(heads, kv_heads, dim, block_size, [(5, 5), (1, 9)], dtype)
+    qkv[:, heads + kv_heads :] *= torch.logspace(-9, 6, dim)  # 16 bits reach neither end
     before, untouched = qkv.clone(), pool.clone()
     angles = torch.randn(40, dim // 2)
     cos, sin = angles.cos(), angles.sin()
@@ -173,6 +206,7 @@ def test_rotation_and_write(kernels: Native, dtype: torch.dtype, normed: bool) -
         qkv, heads, (cos, sin), positions, norms, pool, PoolShape(kv_heads, 2, block_size, dim), 1, slots
     )
     q, k, v = before.double().split([heads, kv_heads, kv_heads], 1)
+    assert (pool.isinf().any() and (pool.abs() < 6e-5).any()) or dtype != torch.float16
     if norms is not None:
         q, k = reference_rows.rms_norm(q, norms[0], 1e-6), reference_rows.rms_norm(k, norms[1], 1e-6)
     q, k = (reference_rows.rotate(part, cos[positions], sin[positions]) for part in (q, k))
@@ -195,6 +229,21 @@ def test_threads_make_no_difference(kernels: Native) -> None:
     finally:
         torch.set_num_threads(before)
     assert len(set(found)) == 1
+
+
+def test_lent_threads_are_for_many_rows(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards bits that depend on cores that happen to be idle, and decode steps that wait for threads to wake up."""
+    asked = []
+    weight, x = weight_of("q4", 200, 96), torch.randn(40, 96)
+    spans = [(40, 60)]
+    qkv, pool, tables = attention_case(4, 2, 64, 16, spans, torch.float32)
+    want = kernels.linear(x, weight), attend(kernels, qkv, 4, pool, 0, spans, tables)
+    monkeypatch.setattr(kernels, "threads", lambda: asked.append(3) or 3)
+    assert torch.equal(kernels.linear(x, weight), want[0])
+    assert torch.equal(attend(kernels, qkv, 4, pool, 0, spans, tables), want[1])
+    assert len(asked) == 2
+    kernels.linear(x[: LENT_ROWS - 1], weight)
+    assert len(asked) == 2
 
 
 def test_instruction_sets_make_no_difference(kernels: Native, tmp_path: Path) -> None:
@@ -239,3 +288,15 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cpu" / "linear.cpp").write_text("// another\n")
     monkeypatch.setattr(module, "source_digest", lambda: source_digest(tmp_path / "cpu"))
     assert module.native.__wrapped__() is None
+
+
+def test_libraries_are_built_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `build_ext -j`: all compile the same sources into one folder, and a library for AVX2 made of objects for
+    AVX-512 ends the process on a processor without it."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", told.update)
+    runpy.run_path(str(SOURCES.parent.parent / "setup.py"))
+    command = told["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": told["ext_modules"]}))
+    command.parallel = "2"
+    command.finalize_options()
+    assert not command.parallel
