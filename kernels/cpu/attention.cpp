@@ -100,7 +100,7 @@ static void transpose(const float *const *keys, int64_t head_dim, float *to) {
 #endif
 }
 
-// The rows of the tile that comes next. Blocks lie anywhere, so the processor cannot guess where; asked for a row at a
+// Sixteen rows that will be wanted soon. Blocks lie anywhere, so the processor cannot guess where; asked for a row at a
 // time, between pieces of work, they are there when their turn comes.
 struct Next {
   const uint8_t *rows[LANES];
@@ -108,6 +108,36 @@ struct Next {
   void fetch(int i) const {
     for (int64_t at = 0; rows[i] && at < row_bytes; at += 64) __builtin_prefetch(rows[i] + at, 0, 2);
   }
+};
+
+// The rows of consecutive tokens of a sequence, from one that begins a block or lies within one.
+class Walk {
+ public:
+  Walk(const Pool &pool, const int64_t *table, int64_t head, int64_t layer, int which, int64_t from, int64_t to)
+      : pool_(pool), table_(table + from / pool.block_size), offset_(from % pool.block_size), left_(to - from),
+        head_(head), layer_(layer), which_(which) {}
+  // Sixteen of them, null after the last.
+  void tile(const uint8_t **to) {
+    for (int i = 0; i < LANES; ++i, --left_) {
+      if (left_ <= 0) {
+        to[i] = nullptr;
+        continue;
+      }
+      if (offset_ == pool_.block_size) offset_ = 0, row_ = nullptr, ++table_;
+      if (!row_) row_ = pool_.row(*table_, offset_, head_, layer_, which_);
+      to[i] = row_;
+      row_ += pool_.head_dim * pool_.width();
+      ++offset_;
+    }
+  }
+
+ private:
+  const Pool &pool_;
+  const int64_t *table_;
+  int64_t offset_, left_;
+  const int64_t head_, layer_;
+  const int which_;
+  const uint8_t *row_ = nullptr;
 };
 
 template <int ROWS>
@@ -153,45 +183,66 @@ static void weigh_any(int64_t vectors, const float *weights, const float *const 
 }
 
 constexpr int ROWS_AT_ONCE = 24;
+constexpr int TILES_AHEAD = 2;
 
 struct Scratch {
   std::vector<float> scores, keys, wide, zeros;
 };
 
-// `count` query rows of one KV head: row i attends to the first limits[i] tokens (limits ascend), out[i] [head_dim].
-static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t *table, const float *const *q,
+// Tokens [from, to) of the sequence whose blocks `table` names; query rows [row, row + rows) attend to them. `from` is a
+// multiple of sixteen.
+struct Part {
+  const int64_t *table;
+  int64_t from, to;
+  int row, rows;
+};
+
+// What `visit` is given: the position of a tile's first token, its sixteen rows as floats (zeros after the last), and
+// the rows to ask memory for meanwhile.
+template <typename Visit>
+static void each_tile(const Pool &pool, int64_t layer, int64_t head, int which, const Part &part, Scratch &scratch,
+                      Visit visit) {
+  Walk walk(pool, part.table, head, layer, which, part.from, part.to);
+  Next tiles[TILES_AHEAD + 1];
+  for (Next &tile : tiles) {
+    tile.row_bytes = pool.head_dim * pool.width();
+    walk.tile(tile.rows);
+  }
+  const float *rows[LANES];
+  for (int64_t first = part.from, turn = 0; first < part.to; first += LANES) {
+    Next &here = tiles[turn], &last = tiles[(turn + TILES_AHEAD) % (TILES_AHEAD + 1)];
+    for (int i = 0; i < LANES; ++i)
+      rows[i] = here.rows[i] ? widened(pool, here.rows[i], scratch.wide.data() + i * pool.head_dim)
+                             : scratch.zeros.data();
+    visit(first, rows, &last);
+    walk.tile(here.rows);
+    turn = (turn + 1) % (TILES_AHEAD + 1);
+  }
+}
+
+// `count` query rows of one KV head: row i attends to the first limits[i] tokens of the parts that name it, in their
+// order; limits ascend within a part; out[i] [head_dim].
+static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vector<Part> &parts, const float *const *q,
                    const int64_t *limits, int count, float scale, float *const *out, Scratch &scratch) {
-  const int64_t dim = pool.head_dim, most = limits[count - 1], padded = (most + LANES - 1) / LANES * LANES;
+  const int64_t dim = pool.head_dim, most = *std::max_element(limits, limits + count);
+  const int64_t padded = (most + LANES - 1) / LANES * LANES;
   scratch.scores.resize(count * padded);
   scratch.keys.resize(dim * LANES);
   scratch.wide.resize(dim * LANES);
   scratch.zeros.assign(dim, 0.0f);
-  const float *rows[LANES];
-  Next next{{}, dim * pool.width()};
-  auto row_of = [&](int64_t token, int which) -> const uint8_t * {
-    if (token >= most) return nullptr;
-    return pool.row(table[token / pool.block_size], token % pool.block_size, head, layer, which);
-  };
-  auto gather = [&](int64_t first, int which) {
-    for (int i = 0; i < LANES; ++i) {
-      const uint8_t *row = first == 0 ? row_of(i, which) : next.rows[i];
-      rows[i] = row ? widened(pool, row, scratch.wide.data() + i * dim) : scratch.zeros.data();
-      next.rows[i] = row_of(first + LANES + i, which);
-    }
-  };
-  for (int64_t first = 0; first < most; first += LANES) {
-    gather(first, 0);
-    transpose(rows, dim, scratch.keys.data());
-    float *to[ROWS_AT_ONCE];
-    for (int r = 0; r < count; ++r) to[r] = &scratch.scores[r * padded + first];
-    int r = 0;
-    while (r < count && limits[r] <= first) ++r;  // sees none of these keys
-    const Next *ahead = &next;
-    for (; r + 4 <= count; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-    if (count - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-    if (count - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-    if (count - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
-  }
+  for (const Part &part : parts)
+    each_tile(pool, layer, head, 0, part, scratch, [&](int64_t first, const float *const *keys, const Next *ahead) {
+      transpose(keys, dim, scratch.keys.data());
+      const int end = part.row + part.rows;
+      float *to[ROWS_AT_ONCE];
+      for (int r = part.row; r < end; ++r) to[r] = &scratch.scores[r * padded + first];
+      int r = part.row;
+      while (r < end && limits[r] <= first) ++r;  // sees none of these keys
+      for (; r + 4 <= end; r += 4, ahead = nullptr) score<4>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+      if (end - r == 3) score<3>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+      if (end - r == 2) score<2>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+      if (end - r == 1) score<1>(q + r, scratch.keys.data(), dim, every(scale), to + r, ahead);
+    });
   float totals[ROWS_AT_ONCE];
   for (int r = 0; r < count; ++r) {
     float *scores = &scratch.scores[r * padded];
@@ -214,15 +265,73 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const int64_t 
     totals[r] = sum(total);
     std::fill(out[r], out[r] + dim, 0.0f);
   }
-  for (int64_t first = 0; first < most; first += LANES) {
-    gather(first, 1);
-    for (int r = 0; r < count; ++r)
-      if (limits[r] > first)
-        weigh_any(dim / LANES, &scratch.scores[r * padded + first], rows, std::min<int64_t>(LANES, limits[r] - first),
-                  out[r], r == count - 1 ? &next : nullptr);
-  }
+  for (const Part &part : parts)
+    each_tile(pool, layer, head, 1, part, scratch, [&](int64_t first, const float *const *values, const Next *ahead) {
+      for (int r = part.row + part.rows - 1; r >= part.row && limits[r] > first; --r, ahead = nullptr)
+        weigh_any(dim / LANES, &scratch.scores[r * padded + first], values,
+                  std::min<int64_t>(LANES, limits[r] - first), out[r], ahead);
+    });
   for (int r = 0; r < count; ++r)
     for (int64_t d = 0; d < dim; ++d) out[r][d] /= totals[r];
+}
+
+// Query rows of one sequence and one KV head, which are its tokens times the query heads of that head: [first, end) of
+// them. `row` is the sequence's first in qkv.
+struct Member {
+  int64_t sequence, row, first, end;
+};
+
+// What one thread does at a time: at most ROWS_AT_ONCE rows; its members' first `shared` tokens lie in the same blocks.
+struct Item {
+  std::vector<Member> members;
+  int64_t head, shared;
+};
+
+constexpr int64_t SHARED_LEAST = 64;  // tokens; for fewer it is not worth it
+
+// Sequences with one new token each that begin with the same blocks are read once for all of them; prompts go by tiles.
+static std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64_t *contexts,
+                                  const int64_t *starts, const int64_t *tables, int64_t block_size, int64_t kv_heads,
+                                  int64_t group, int threads) {
+  std::vector<Item> items;
+  const int64_t at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group) * group;
+  // Two items for each thread, so that none ends long after the others.
+  const int64_t together = std::min(ROWS_AT_ONCE / group, sequences * kv_heads / (2 * threads));
+  int64_t row = 0;
+  for (int64_t s = 0; s < sequences; row += counts[s++]) {
+    const int64_t rows = counts[s] * group;
+    if (counts[s] == 1 && rows <= ROWS_AT_ONCE) {
+      const int64_t *blocks = tables + starts[s];
+      bool joined = false;
+      for (size_t i = 0; i < items.size() && !joined; ++i) {
+        Item &item = items[i];
+        const int64_t other = item.members[0].sequence;
+        if ((int64_t)item.members.size() >= together || counts[other] != 1) continue;
+        const int64_t *theirs = tables + starts[other];
+        const int64_t known = item.shared ? item.shared : contexts[other] - 1;
+        const int64_t limit = std::min(known, contexts[s] - 1);
+        int64_t same = 0;
+        while (same * block_size < limit && blocks[same] == theirs[same]) ++same;
+        const int64_t shared = std::min(same * block_size, limit) / LANES * LANES;
+        if (shared < SHARED_LEAST || shared * 2 < item.shared) continue;
+        item.shared = shared;
+        item.members.push_back({s, row, 0, rows});
+        joined = true;
+      }
+      if (!joined) items.push_back({{{s, row, 0, rows}}, 0, 0});
+      continue;
+    }
+    for (int64_t first = 0; first < rows; first += at_once)
+      for (int64_t some = first; some < std::min(rows, first + at_once); some += ROWS_AT_ONCE)
+        items.push_back({{{s, row, some, std::min({rows, first + at_once, some + ROWS_AT_ONCE})}}, 0, 0});
+  }
+  const size_t of_a_head = items.size();
+  for (int64_t head = 1; head < kv_heads; ++head)
+    for (size_t i = 0; i < of_a_head; ++i) {
+      items.push_back(items[i]);
+      items.back().head = head;
+    }
+  return items;
 }
 
 }  // namespace headrace
@@ -264,37 +373,33 @@ HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t seque
                                 int storage, int64_t kv_heads, int64_t layers, int64_t block_size, int64_t head_dim,
                                 int64_t layer, float scale, float *out, int threads) {
   const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
-  const int64_t group = heads / kv_heads, at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group);
-  struct Item {
-    int64_t sequence, head, row, first, tokens;
-  };
-  std::vector<Item> items;
-  int64_t row = 0;
-  for (int64_t s = 0; s < sequences; row += counts[s++])
-    for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t first = 0; first < counts[s]; first += at_once)
-        items.push_back({s, head, row, first, std::min(at_once, counts[s] - first)});
+  const int64_t group = heads / kv_heads;
+  const std::vector<Item> items = items_of(sequences, counts, contexts, starts, tables, block_size, kv_heads, group, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Scratch scratch;
+    std::vector<Part> parts;
 #pragma omp for schedule(dynamic, 1)
     for (size_t i = 0; i < items.size(); ++i) {
       const Item &item = items[i];
-      // More query heads than are taken at once (MQA): so many of one token's heads at a time.
-      for (int64_t done = 0; done < item.tokens * group; done += ROWS_AT_ONCE) {
-        const float *q[ROWS_AT_ONCE];
-        float *to[ROWS_AT_ONCE];
-        int64_t limits[ROWS_AT_ONCE];
-        const int count = (int)std::min<int64_t>(ROWS_AT_ONCE, item.tokens * group - done);
-        for (int r = 0; r < count; ++r) {
-          const int64_t token = item.first + (done + r) / group, h = item.head * group + (done + r) % group;
-          const int64_t at = item.row + token;
-          q[r] = qkv + (at * (heads + 2 * kv_heads) + h) * head_dim;
-          to[r] = out + (at * heads + h) * head_dim;
-          limits[r] = contexts[item.sequence] - counts[item.sequence] + token + 1;
+      const float *q[ROWS_AT_ONCE];
+      float *to[ROWS_AT_ONCE];
+      int64_t limits[ROWS_AT_ONCE];
+      int count = 0;
+      parts.clear();
+      if (item.shared) parts.push_back({tables + starts[item.members[0].sequence], 0, item.shared, 0, 0});
+      for (const Member &member : item.members) {
+        const int begin = count;
+        for (int64_t at = member.first; at < member.end; ++at, ++count) {
+          const int64_t row = member.row + at / group, h = item.head * group + at % group;
+          q[count] = qkv + (row * (heads + 2 * kv_heads) + h) * head_dim;
+          to[count] = out + (row * heads + h) * head_dim;
+          limits[count] = contexts[member.sequence] - counts[member.sequence] + at / group + 1;
         }
-        attend(pool, layer, item.head, tables + starts[item.sequence], q, limits, count, scale, to, scratch);
+        parts.push_back({tables + starts[member.sequence], item.shared, limits[count - 1], begin, count - begin});
       }
+      if (item.shared) parts[0].rows = count;
+      attend(pool, layer, item.head, parts, q, limits, count, scale, to, scratch);
     }
   }
 }

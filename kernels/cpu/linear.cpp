@@ -28,6 +28,11 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 constexpr int TILE_ROWS = 3, TILE_VECTORS = 2;
 #endif
 
+constexpr int FEW_ROWS = 4;
+constexpr int AHEAD = 4096;  // bytes; memory is asked for this much before its turn, past the ends of pages
+
+inline void fetch(const void *at) { __builtin_prefetch(at, 0, 3); }
+
 enum Kind { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
 
 inline int64_t group_bytes(int kind) {
@@ -52,21 +57,25 @@ static const float *widen(int kind, const uint8_t *from, int count, float *to) {
   for (int j = 0; j < VECTORS; ++j) scale[j] = load(scales + j * LANES);
   if (kind == Q8) {
     const int8_t *codes = (const int8_t *)(scales + PANEL);
-    for (int k = 0; k < count; ++k)
+    for (int k = 0; k < count; ++k) {
+      fetch(from + AHEAD + k * group_bytes(Q8) / GROUP);
       for (int j = 0; j < VECTORS; ++j)
         store(to + k * PANEL + j * LANES, mul(scale[j], from_int8(codes + k * PANEL + j * LANES)));
+    }
     return to;
   }
   Floats offset[VECTORS];
   for (int j = 0; j < VECTORS; ++j) offset[j] = load(scales + PANEL + j * LANES);
   const uint8_t *codes = (const uint8_t *)(scales + 2 * PANEL);
-  for (int k = 0; k < count; ++k)
+  for (int k = 0; k < count; ++k) {
+    fetch(from + AHEAD + k * group_bytes(Q4) / GROUP);
     for (int j = 0; j < VECTORS / 2; ++j) {
       Floats low, high;
       from_int4(codes + k * (PANEL / 2) + j * LANES, low, high);
       store(to + k * PANEL + j * LANES, fma(scale[j], low, offset[j]));
       store(to + k * PANEL + (j + VECTORS / 2) * LANES, fma(scale[j + VECTORS / 2], high, offset[j + VECTORS / 2]));
     }
+  }
   return to;
 }
 
@@ -110,6 +119,50 @@ static void some_rows(int rows, const float *x, int64_t stride, const float *w, 
   }
 }
 
+// Few rows: each weight is multiplied where it is widened, without a buffer between. The same chains, the same bits.
+template <int ROWS, bool OFFSETS>
+static void coded_rows(const float *x, int64_t stride, const uint8_t *from, int count, float *sums) {
+  const float *scales = (const float *)from;
+  const uint8_t *codes = (const uint8_t *)(scales + (OFFSETS ? 2 : 1) * PANEL);
+  Floats total[ROWS][VECTORS], scale[VECTORS], offset[VECTORS];
+  for (int j = 0; j < VECTORS; ++j) {
+    scale[j] = load(scales + j * LANES);
+    if (OFFSETS) offset[j] = load(scales + PANEL + j * LANES);
+    for (int r = 0; r < ROWS; ++r) total[r][j] = every(0.0f);
+  }
+  constexpr int STEP = OFFSETS ? PANEL / 2 : PANEL;
+  for (int k = 0; k < count; ++k) {
+    const uint8_t *column = codes + k * STEP;
+    fetch(from + AHEAD + k * group_bytes(OFFSETS ? Q4 : Q8) / GROUP);
+    Floats w[VECTORS];
+    if (OFFSETS) {
+      for (int j = 0; j < VECTORS / 2; ++j) from_int4(column + j * LANES, w[j], w[j + VECTORS / 2]);
+      for (int j = 0; j < VECTORS; ++j) w[j] = fma(scale[j], w[j], offset[j]);
+    } else {
+      for (int j = 0; j < VECTORS; ++j) w[j] = mul(scale[j], from_int8((const int8_t *)column + j * LANES));
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats value = every(x[r * stride + k]);
+      for (int j = 0; j < VECTORS; ++j) total[r][j] = fma(value, w[j], total[r][j]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < VECTORS; ++j) {
+      float *at = sums + r * PANEL + j * LANES;
+      store(at, add(load(at), total[r][j]));
+    }
+}
+
+template <bool OFFSETS>
+static void few_rows(int rows, const float *x, int64_t stride, const uint8_t *from, int count, float *sums) {
+  switch (rows) {
+    case 1: return coded_rows<1, OFFSETS>(x, stride, from, count, sums);
+    case 2: return coded_rows<2, OFFSETS>(x, stride, from, count, sums);
+    case 3: return coded_rows<3, OFFSETS>(x, stride, from, count, sums);
+    default: return coded_rows<4, OFFSETS>(x, stride, from, count, sums);
+  }
+}
+
 // In tiles of nearly the same height.
 static void all_rows(const float *x, int64_t stride, int64_t rows, const float *w, int count, float *sums) {
   int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, some = 0;
@@ -140,7 +193,10 @@ HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns,
       const uint8_t *at = panels + panel * panel_bytes;
       for (int64_t k = 0; k < columns; k += GROUP) {
         const int some = (int)std::min<int64_t>(GROUP, columns - k);
-        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums);
+        if (coded && rows <= FEW_ROWS)
+          (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums);
+        else
+          all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums);
         at += coded ? group_bytes(kind) : some * column_bytes;
       }
       const int64_t first = panel * PANEL, here = std::min<int64_t>(PANEL, width - first);
