@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = sorted((ROOT / "kernels" / "cpu").glob("*.[ch]*"))
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fvisibility=hidden"]
 SETS = (
     {
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
@@ -62,7 +62,7 @@ def library(name: str, flags: list[str]) -> Extension:
         depends=[str(path.relative_to(ROOT)) for path in SOURCES],
         define_macros=[("HEADRACE_SOURCES", f'"{digest()}"')],
         extra_compile_args=[*FLAGS, *flags],
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-pthread"],
         language="c++",
         optional=True,
     )

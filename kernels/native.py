@@ -30,8 +30,8 @@ VARIANTS = ("AVX512", "AVX2", "PLAIN")
 SOURCES = Path(__file__).parent / "cpu"
 STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of a pool."""
-LENT_ROWS = 32
-"""With fewer rows a call is over before a thread that lay idle has woken up: a decode step was slower with it."""
+SHARED_ROWS = 32
+"""What is computed of each row alone is over sooner, with fewer rows, than another thread could take some."""
 _KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -55,7 +55,7 @@ class PoolShape:
 
 
 class Native:
-    """The library's functions. `threads` is asked before every call that is worth more than PyTorch's threads."""
+    """The library's functions. `threads` is asked before every call for how many threads may take part."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
@@ -66,12 +66,12 @@ class Native:
             library.headrace_linear, [_POINTER, _SIZE, _SIZE, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT]
         )
         self._norm = _typed(
-            library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER]
+            library.headrace_norm, [_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER, _INT]
         )
-        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _POINTER])
+        self._gate = _typed(library.headrace_gate, [_POINTER, _SIZE, _SIZE, _POINTER, _INT])
         self._rotate_and_write = _typed(
             library.headrace_rotate_and_write,
-            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _FLOAT, _POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE],
+            [_POINTER, _SIZE, _SIZE, *[_POINTER] * 5, _FLOAT, _POINTER, _INT, *[_SIZE] * 5, _POINTER, _SIZE, _INT],
         )
         self._attend = _typed(
             library.headrace_attend,
@@ -93,21 +93,21 @@ class Native:
             weight.rows,
             _at(bias),
             out.data_ptr(),
-            self._threads_for(len(x)),
+            self.threads(),
         )
         return out
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` `[rows, width]` in place; return the RMS norm of the sum, times `weight`."""
         out = torch.empty_like(x)
-        self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr())
+        self._norm(_at(x), _at(delta), _at(weight), eps, *x.shape, out.data_ptr(), self._for_rows(len(x)))
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
-        self._gate(_at(gate_up), rows, width, out.data_ptr())
+        self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
         return out
 
     def rotate_and_write(
@@ -146,6 +146,7 @@ class Native:
             layer,
             _at(slots, torch.int64),
             len(slots),
+            self._for_rows(len(qkv)),
         )
 
     def attend(
@@ -176,11 +177,11 @@ class Native:
             layer,
             shape.head_dim**-0.5,
             _at(out),
-            self._threads_for(len(qkv)),
+            self.threads(),
         )
 
-    def _threads_for(self, rows: int) -> int:
-        return self.threads() if rows >= LENT_ROWS else torch.get_num_threads()
+    def _for_rows(self, rows: int) -> int:
+        return self.threads() if rows >= SHARED_ROWS else 1
 
 
 @dataclass(frozen=True, slots=True)

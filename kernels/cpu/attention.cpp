@@ -1,4 +1,4 @@
-// Rotary embedding with the KV write, and attention over paged KV, in 32 bits.
+// Attention over paged KV, in 32 bits.
 //
 // The pool is [blocks, kv_heads, layers, 2, block_size, head_dim] of float, bfloat16 or half; keys and values are read
 // where they lie. A query's bits depend on its own prefix alone:
@@ -13,59 +13,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "vector.h"
+#include "crew.h"
+#include "items.h"
+#include "pool.h"
 
 namespace headrace {
-
-float inverse_rms(const float *x, int64_t width, float eps);
-
-enum Storage { FLOAT = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-struct Pool {
-  uint8_t *data;
-  int storage;
-  int64_t kv_heads, layers, block_size, head_dim;
-  int64_t width() const { return storage == FLOAT ? 4 : 2; }
-  // The row of a token; `which` is 0 for its key, 1 for its value.
-  uint8_t *row(int64_t block, int64_t offset, int64_t head, int64_t layer, int which) const {
-    const int64_t slab = ((block * kv_heads + head) * layers + layer) * 2 + which;
-    return data + (slab * block_size + offset) * head_dim * width();
-  }
-};
-
-static const float *widened(const Pool &pool, const uint8_t *row, float *to) {
-  if (pool.storage == FLOAT) return (const float *)row;
-  const uint16_t *bits = (const uint16_t *)row;
-  for (int64_t d = 0; d < pool.head_dim; d += LANES)
-    store(to + d, pool.storage == BFLOAT16 ? from_bfloat16(bits + d) : from_float16(bits + d));
-  return to;
-}
-
-static uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static void write(const Pool &pool, uint8_t *row, const float *values) {
-  if (pool.storage == FLOAT) {
-    std::memcpy(row, values, pool.head_dim * sizeof(float));
-  } else if (pool.storage == BFLOAT16) {
-    for (int64_t d = 0; d < pool.head_dim; ++d) ((uint16_t *)row)[d] = to_bfloat16(values[d]);
-  } else {
-    for (int64_t d = 0; d < pool.head_dim; d += LANES) to_float16((uint16_t *)row + d, load(values + d));
-  }
-}
-
-static void rotate(float *x, const float *cos, const float *sin, int64_t head_dim) {
-  const int64_t half = head_dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = x[i], b = x[i + half];
-    x[i] = __builtin_fmaf(-b, sin[i], a * cos[i]);
-    x[i + half] = __builtin_fmaf(a, sin[i], b * cos[i]);
-  }
-}
 
 // Sixteen keys, each `head_dim` floats, as [head_dim][16].
 static void transpose(const float *const *keys, int64_t head_dim, float *to) {
@@ -110,36 +62,6 @@ struct Next {
   }
 };
 
-// The rows of consecutive tokens of a sequence, from one that begins a block or lies within one.
-class Walk {
- public:
-  Walk(const Pool &pool, const int64_t *table, int64_t head, int64_t layer, int which, int64_t from, int64_t to)
-      : pool_(pool), table_(table + from / pool.block_size), offset_(from % pool.block_size), left_(to - from),
-        head_(head), layer_(layer), which_(which) {}
-  // Sixteen of them, null after the last.
-  void tile(const uint8_t **to) {
-    for (int i = 0; i < LANES; ++i, --left_) {
-      if (left_ <= 0) {
-        to[i] = nullptr;
-        continue;
-      }
-      if (offset_ == pool_.block_size) offset_ = 0, row_ = nullptr, ++table_;
-      if (!row_) row_ = pool_.row(*table_, offset_, head_, layer_, which_);
-      to[i] = row_;
-      row_ += pool_.head_dim * pool_.width();
-      ++offset_;
-    }
-  }
-
- private:
-  const Pool &pool_;
-  const int64_t *table_;
-  int64_t offset_, left_;
-  const int64_t head_, layer_;
-  const int which_;
-  const uint8_t *row_ = nullptr;
-};
-
 template <int ROWS>
 static void score(const float *const *q, const float *keys, int64_t head_dim, Floats scale, float *const *to,
                   const Next *next) {
@@ -182,7 +104,6 @@ static void weigh_any(int64_t vectors, const float *weights, const float *const 
   }
 }
 
-constexpr int ROWS_AT_ONCE = 24;
 constexpr int TILES_AHEAD = 2;
 
 struct Scratch {
@@ -275,96 +196,9 @@ static void attend(const Pool &pool, int64_t layer, int64_t head, const std::vec
     for (int64_t d = 0; d < dim; ++d) out[r][d] /= totals[r];
 }
 
-// Query rows of one sequence and one KV head, which are its tokens times the query heads of that head: [first, end) of
-// them. `row` is the sequence's first in qkv.
-struct Member {
-  int64_t sequence, row, first, end;
-};
-
-// What one thread does at a time: at most ROWS_AT_ONCE rows; its members' first `shared` tokens lie in the same blocks.
-struct Item {
-  std::vector<Member> members;
-  int64_t head, shared;
-};
-
-constexpr int64_t SHARED_LEAST = 64;  // tokens; for fewer it is not worth it
-
-// Sequences with one new token each that begin with the same blocks are read once for all of them; prompts go by tiles.
-static std::vector<Item> items_of(int64_t sequences, const int64_t *counts, const int64_t *contexts,
-                                  const int64_t *starts, const int64_t *tables, int64_t block_size, int64_t kv_heads,
-                                  int64_t group, int threads) {
-  std::vector<Item> items;
-  const int64_t at_once = std::max<int64_t>(1, ROWS_AT_ONCE / group) * group;
-  // Two items for each thread, so that none ends long after the others.
-  const int64_t together = std::min(ROWS_AT_ONCE / group, sequences * kv_heads / (2 * threads));
-  int64_t row = 0;
-  for (int64_t s = 0; s < sequences; row += counts[s++]) {
-    const int64_t rows = counts[s] * group;
-    if (counts[s] == 1 && rows <= ROWS_AT_ONCE) {
-      const int64_t *blocks = tables + starts[s];
-      bool joined = false;
-      for (size_t i = 0; i < items.size() && !joined; ++i) {
-        Item &item = items[i];
-        const int64_t other = item.members[0].sequence;
-        if ((int64_t)item.members.size() >= together || counts[other] != 1) continue;
-        const int64_t *theirs = tables + starts[other];
-        const int64_t known = item.shared ? item.shared : contexts[other] - 1;
-        const int64_t limit = std::min(known, contexts[s] - 1);
-        int64_t same = 0;
-        while (same * block_size < limit && blocks[same] == theirs[same]) ++same;
-        const int64_t shared = std::min(same * block_size, limit) / LANES * LANES;
-        if (shared < SHARED_LEAST || shared * 2 < item.shared) continue;
-        item.shared = shared;
-        item.members.push_back({s, row, 0, rows});
-        joined = true;
-      }
-      if (!joined) items.push_back({{{s, row, 0, rows}}, 0, 0});
-      continue;
-    }
-    for (int64_t first = 0; first < rows; first += at_once)
-      for (int64_t some = first; some < std::min(rows, first + at_once); some += ROWS_AT_ONCE)
-        items.push_back({{{s, row, some, std::min({rows, first + at_once, some + ROWS_AT_ONCE})}}, 0, 0});
-  }
-  const size_t of_a_head = items.size();
-  for (int64_t head = 1; head < kv_heads; ++head)
-    for (size_t i = 0; i < of_a_head; ++i) {
-      items.push_back(items[i]);
-      items.back().head = head;
-    }
-  return items;
-}
-
 }  // namespace headrace
 
 using namespace headrace;
-
-// qkv [rows, heads + 2 * kv_heads, head_dim]: norm (where q_norm is not null) and rotate queries and keys in place;
-// write keys and values of the first `written` rows to `slots`. cos, sin: tables [context, head_dim / 2].
-HEADRACE_API void headrace_rotate_and_write(float *qkv, int64_t rows, int64_t heads, const float *cos, const float *sin,
-                                          const int64_t *positions, const float *q_norm, const float *k_norm,
-                                          float eps, uint8_t *data, int storage, int64_t kv_heads, int64_t layers,
-                                          int64_t block_size, int64_t head_dim, int64_t layer, const int64_t *slots,
-                                          int64_t written) {
-  const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
-  for (int64_t r = 0; r < rows; ++r) {
-    float *row = qkv + r * (heads + 2 * kv_heads) * head_dim;
-    for (int64_t h = 0; h < heads + kv_heads; ++h) {
-      float *x = row + h * head_dim;
-      if (q_norm) {
-        const float *weight = h < heads ? q_norm : k_norm;
-        const float inverse = inverse_rms(x, head_dim, eps);
-        for (int64_t d = 0; d < head_dim; ++d) x[d] = x[d] * inverse * weight[d];
-      }
-      rotate(x, cos + positions[r] * (head_dim / 2), sin + positions[r] * (head_dim / 2), head_dim);
-    }
-    if (r >= written) continue;
-    for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t block = slots[r] / block_size, offset = slots[r] % block_size;
-      write(pool, pool.row(block, offset, h, layer, 0), row + (heads + h) * head_dim);
-      write(pool, pool.row(block, offset, h, layer, 1), row + (heads + kv_heads + h) * head_dim);
-    }
-  }
-}
 
 // Rotated qkv of consecutive sequences: `counts[i]` rows at the end of `contexts[i]` tokens, whose blocks are
 // tables[starts[i] ..]. out [rows, heads * head_dim] is written for these rows only.
@@ -375,31 +209,26 @@ HEADRACE_API void headrace_attend(const float *qkv, int64_t heads, int64_t seque
   const Pool pool{data, storage, kv_heads, layers, block_size, head_dim};
   const int64_t group = heads / kv_heads;
   const std::vector<Item> items = items_of(sequences, counts, contexts, starts, tables, block_size, kv_heads, group, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    Scratch scratch;
+  each((int64_t)items.size(), threads, [&](int64_t i) {
+    static thread_local Scratch scratch;
+    const Item &item = items[i];
+    const float *q[ROWS_AT_ONCE];
+    float *to[ROWS_AT_ONCE];
+    int64_t limits[ROWS_AT_ONCE] = {};
+    int count = 0;
     std::vector<Part> parts;
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) {
-      const Item &item = items[i];
-      const float *q[ROWS_AT_ONCE];
-      float *to[ROWS_AT_ONCE];
-      int64_t limits[ROWS_AT_ONCE];
-      int count = 0;
-      parts.clear();
-      if (item.shared) parts.push_back({tables + starts[item.members[0].sequence], 0, item.shared, 0, 0});
-      for (const Member &member : item.members) {
-        const int begin = count;
-        for (int64_t at = member.first; at < member.end; ++at, ++count) {
-          const int64_t row = member.row + at / group, h = item.head * group + at % group;
-          q[count] = qkv + (row * (heads + 2 * kv_heads) + h) * head_dim;
-          to[count] = out + (row * heads + h) * head_dim;
-          limits[count] = contexts[member.sequence] - counts[member.sequence] + at / group + 1;
-        }
-        parts.push_back({tables + starts[member.sequence], item.shared, limits[count - 1], begin, count - begin});
+    if (item.shared) parts.push_back({tables + starts[item.members[0].sequence], 0, item.shared, 0, 0});
+    for (const Member &member : item.members) {
+      const int begin = count;
+      for (int64_t at = member.first; at < member.end; ++at, ++count) {
+        const int64_t row = member.row + at / group, h = item.head * group + at % group;
+        q[count] = qkv + (row * (heads + 2 * kv_heads) + h) * head_dim;
+        to[count] = out + (row * heads + h) * head_dim;
+        limits[count] = contexts[member.sequence] - counts[member.sequence] + at / group + 1;
       }
-      if (item.shared) parts[0].rows = count;
-      attend(pool, layer, item.head, parts, q, limits, count, scale, to, scratch);
+      parts.push_back({tables + starts[member.sequence], item.shared, limits[count - 1], begin, count - begin});
     }
-  }
+    if (item.shared) parts[0].rows = count;
+    attend(pool, layer, item.head, parts, q, limits, count, scale, to, scratch);
+  });
 }

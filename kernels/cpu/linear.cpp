@@ -13,7 +13,9 @@
 // and its row of W alone: not on the other rows, the number of threads, the processor, or how W is kept.
 
 #include <algorithm>
+#include <vector>
 
+#include "crew.h"
 #include "vector.h"
 
 namespace headrace {
@@ -183,27 +185,22 @@ HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns,
   const int64_t column_bytes = kind == F32 ? PANEL * 4 : PANEL * 2;  // where groups mean nothing
   const bool coded = kind == Q8 || kind == Q4;
   const int64_t panel_bytes = coded ? columns / GROUP * group_bytes(kind) : columns * column_bytes;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  each(count, threads, [&](int64_t panel) {
     alignas(64) float buffer[GROUP * PANEL];
-    float *sums = new (std::align_val_t(64)) float[rows * PANEL];
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t panel = 0; panel < count; ++panel) {
-      std::memset(sums, 0, (size_t)rows * PANEL * sizeof(float));
-      const uint8_t *at = panels + panel * panel_bytes;
-      for (int64_t k = 0; k < columns; k += GROUP) {
-        const int some = (int)std::min<int64_t>(GROUP, columns - k);
-        if (coded && rows <= FEW_ROWS)
-          (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums);
-        else
-          all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums);
-        at += coded ? group_bytes(kind) : some * column_bytes;
-      }
-      const int64_t first = panel * PANEL, here = std::min<int64_t>(PANEL, width - first);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t j = 0; j < here; ++j)
-          out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
+    static thread_local std::vector<float> sums;
+    sums.assign(rows * PANEL, 0.0f);
+    const uint8_t *at = panels + panel * panel_bytes;
+    for (int64_t k = 0; k < columns; k += GROUP) {
+      const int some = (int)std::min<int64_t>(GROUP, columns - k);
+      if (coded && rows <= FEW_ROWS)
+        (kind == Q4 ? few_rows<true> : few_rows<false>)((int)rows, x + k, columns, at, some, sums.data());
+      else
+        all_rows(x + k, columns, rows, widen(kind, at, some, buffer), some, sums.data());
+      at += coded ? group_bytes(kind) : some * column_bytes;
     }
-    operator delete[](sums, std::align_val_t(64));
-  }
+    const int64_t first = panel * PANEL, here = std::min<int64_t>(PANEL, width - first);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < here; ++j)
+        out[r * width + first + j] = sums[r * PANEL + j] + (bias ? bias[first + j] : 0.0f);
+  });
 }

@@ -1,5 +1,8 @@
 // What a step computes of each row alone: RMS norm of a sum, and the gate of the feed-forward layer.
 
+#include <algorithm>
+
+#include "crew.h"
 #include "vector.h"
 
 using namespace headrace;
@@ -20,29 +23,31 @@ float inverse_rms(const float *x, int64_t width, float eps) {
 
 // x [rows, width] += delta (or null), in place; out = x * inverse_rms(x) * weight.
 HEADRACE_API void headrace_norm(float *x, const float *delta, const float *weight, float eps, int64_t rows,
-                              int64_t width, float *out) {
-  for (int64_t r = 0; r < rows; ++r, x += width, out += width) {
+                              int64_t width, float *out, int threads) {
+  each_row(rows, threads, [=](int64_t r) {
+    float *sums = x + r * width, *to = out + r * width;
     if (delta) {
+      const float *more = delta + r * width;
       int64_t i = 0;
-      for (; i + LANES <= width; i += LANES) store(x + i, add(load(x + i), load(delta + i)));
-      for (; i < width; ++i) x[i] += delta[i];
-      delta += width;
+      for (; i + LANES <= width; i += LANES) store(sums + i, add(load(sums + i), load(more + i)));
+      for (; i < width; ++i) sums[i] += more[i];
     }
-    const float inverse = inverse_rms(x, width, eps);
+    const float inverse = inverse_rms(sums, width, eps);
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES)
-      store(out + i, mul(mul(load(x + i), every(inverse)), load(weight + i)));
-    for (; i < width; ++i) out[i] = x[i] * inverse * weight[i];
-  }
+      store(to + i, mul(mul(load(sums + i), every(inverse)), load(weight + i)));
+    for (; i < width; ++i) to[i] = sums[i] * inverse * weight[i];
+  });
 }
 
 // gate_up [rows, 2 * width], the gate first -> silu(gate) * up [rows, width].
-HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t width, float *out) {
+HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t width, float *out, int threads) {
   const Floats one = every(1.0f);
-  for (int64_t r = 0; r < rows; ++r, gate_up += 2 * width, out += width) {
-    const float *gate = gate_up, *up = gate_up + width;
+  each_row(rows, threads, [=](int64_t r) {
+    const float *gate = gate_up + r * 2 * width, *up = gate + width;
+    float *to = out + r * width;
     for (int64_t i = 0; i < width; i += LANES) {
-      const int64_t some = width - i < LANES ? width - i : LANES;
+      const int64_t some = std::min<int64_t>(LANES, width - i);
       float g[LANES] = {0}, u[LANES] = {0}, o[LANES];
       if (some < LANES) {
         std::memcpy(g, gate + i, some * sizeof(float));
@@ -50,8 +55,8 @@ HEADRACE_API void headrace_gate(const float *gate_up, int64_t rows, int64_t widt
       }
       const Floats value = load(some < LANES ? g : gate + i), other = load(some < LANES ? u : up + i);
       const Floats answer = mul(div(value, add(one, exponential(sub(every(0.0f), value)))), other);
-      store(some < LANES ? o : out + i, answer);
-      if (some < LANES) std::memcpy(out + i, o, some * sizeof(float));
+      store(some < LANES ? o : to + i, answer);
+      if (some < LANES) std::memcpy(to + i, o, some * sizeof(float));
     }
-  }
+  });
 }
