@@ -24,7 +24,8 @@ def bits_of_everything(kernels: Native) -> str:
         pack_codes(codes.to(torch.int8), noise(150, 3), None, 8),
         pack_codes(codes, noise(150, 3), noise(150, 3), 4),
     ):
-        digest.update(kernels.linear(noise(11, weight.columns), weight, noise(150)).numpy().tobytes())
+        for rows in (11, 3, 1):
+            digest.update(kernels.linear(noise(rows, weight.columns), weight, noise(150)).numpy().tobytes())
     digest.update(kernels.norm(noise(5, 77), noise(5, 77), noise(77), 1e-5).numpy().tobytes())
     digest.update(kernels.gate(noise(5, 90) * 30).numpy().tobytes())
     angles = noise(50, 24)
@@ -42,7 +43,9 @@ def bits_of_everything(kernels: Native) -> str:
         kernels.rotate_and_write(
             wide, 6, (angles.cos(), angles.sin()), torch.arange(30), None, pool, shape, 0, slots
         )
-        for tensor in (qkv, out, wide, pool.view(torch.uint8)):
+        answers, beginning = torch.zeros(2, 6 * 48), [torch.arange(9)] * 2
+        kernels.attend(wide[:2], 6, Sequences.of([1, 1], [72, 70], beginning), pool, shape, 1, answers)
+        for tensor in (qkv, out, answers, wide, pool.view(torch.uint8)):
             digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 

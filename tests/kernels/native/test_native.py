@@ -2,10 +2,12 @@
 own values."""
 
 import os
+import random
 import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference, reference_rows
-from kernels.native import LENT_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
+from kernels.native import SHARED_ROWS, SOURCES, Native, PoolShape, Sequences, native, source_digest
 from kernels.panels import Kind, Panels, pack_codes, pack_plain, unpack
 from tests.kernels.native.digest import bits_of_everything
 
@@ -231,19 +233,41 @@ def test_threads_make_no_difference(kernels: Native) -> None:
     assert len(set(found)) == 1
 
 
-def test_lent_threads_are_for_many_rows(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards bits that depend on cores that happen to be idle, and decode steps that wait for threads to wake up."""
+def test_lent_threads_are_asked_for_each_time(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards bits that depend on cores that happen to be idle."""
     asked = []
     weight, x = weight_of("q4", 200, 96), torch.randn(40, 96)
     spans = [(40, 60)]
     qkv, pool, tables = attention_case(4, 2, 64, 16, spans, torch.float32)
-    want = kernels.linear(x, weight), attend(kernels, qkv, 4, pool, 0, spans, tables)
+    rows = torch.randn(40, 90)
+    want = kernels.linear(x, weight), attend(kernels, qkv, 4, pool, 0, spans, tables), kernels.gate(rows)
     monkeypatch.setattr(kernels, "threads", lambda: asked.append(3) or 3)
     assert torch.equal(kernels.linear(x, weight), want[0])
+    assert torch.equal(kernels.linear(x[:1], weight), want[0][:1])
     assert torch.equal(attend(kernels, qkv, 4, pool, 0, spans, tables), want[1])
-    assert len(asked) == 2
-    kernels.linear(x[: LENT_ROWS - 1], weight)
-    assert len(asked) == 2
+    assert torch.equal(kernels.gate(rows), want[2])
+    assert len(asked) == 4
+    kernels.gate(rows[: SHARED_ROWS - 1])
+    assert len(asked) == 4, "so few rows are over before anybody could help"
+
+
+def test_calls_from_several_threads(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines in one process: helpers serve one call at a time, and the other goes on without them."""
+    monkeypatch.setattr(kernels, "threads", lambda: 4)
+    weight = weight_of("q4", 640, 96)
+    inputs = [torch.randn(n, 96, generator=torch.Generator().manual_seed(n)) for n in range(1, 13)]
+    want = [kernels.linear(x, weight) for x in inputs]
+
+    def calls(seed: int) -> int:
+        order = random.Random(seed)
+        wrong = 0
+        for _ in range(500):
+            at = order.randrange(len(inputs))
+            wrong += not torch.equal(kernels.linear(inputs[at], weight), want[at])
+        return wrong
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(calls, range(3))) == [0, 0, 0]
 
 
 def test_instruction_sets_make_no_difference(kernels: Native, tmp_path: Path) -> None:
