@@ -181,6 +181,7 @@ using namespace headrace;
 // x [rows, columns], panels of W [width, columns], bias [width] or null -> out [rows, width].
 HEADRACE_API void headrace_linear(const float *x, int64_t rows, int64_t columns, const uint8_t *panels, int kind,
                                 int64_t width, const float *bias, float *out, int threads) {
+  if (rows == 0) return;
   const int64_t count = (width + PANEL - 1) / PANEL;
   const int64_t column_bytes = kind == F32 ? PANEL * 4 : PANEL * 2;  // where groups mean nothing
   const bool coded = kind == Q8 || kind == Q4;

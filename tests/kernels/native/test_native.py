@@ -67,6 +67,13 @@ def test_products(kernels: Native, kind: Kind, rows: int, columns: int) -> None:
         assert torch.equal(got, alone)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_at_all(kernels: Native, kind: Kind) -> None:
+    """Guards a chunk of a prompt that nobody wants logits of."""
+    weight = weight_of(kind, 100, 96)
+    assert kernels.linear(torch.empty(0, 96), weight, torch.randn(100)).shape == (0, 100)
+
+
 def test_columns_that_fill_no_group(kernels: Native) -> None:
     x, plain = torch.randn(7, 45), torch.randn(70, 45)
     torch.testing.assert_close(kernels.linear(x, pack_plain(plain)), x @ plain.T, atol=2e-5, rtol=1e-5)
