@@ -44,11 +44,12 @@ def headrace(port: int) -> Peer:
 
 def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Peer:
     """A server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
+    environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(threads)}
     if kind == "vllm":
         argv = [venv / "bin/vllm", "serve", hf_model, "--port", port, "--host", "127.0.0.1"]
         argv += ["--dtype", "float32", "--max-model-len", CONTEXT]
         # Settings of vLLM's CPU backend: which cores, and the size of its KV memory in GiB.
-        environment = {
+        environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -57,7 +58,7 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
         return Peer(kind, tuple(map(str, argv)), environment)
     script = Path(__file__).with_name("llama_server.py")
     argv = [venv / "bin/python", script, find_demo_model(), port, threads, SLOTS, CONTEXT]
-    return Peer(kind, tuple(map(str, argv)))
+    return Peer(kind, tuple(map(str, argv)), environment)
 
 
 def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
@@ -75,7 +76,7 @@ def free_port() -> int:
 @contextmanager
 def running(peer: Peer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]]:
     """Its process and the seconds from its start to the first token of its first answer. Raises LaunchError if there
-    is none within `READY_S`."""
+    is none within `READY_S`; what it printed is in `log`."""
     began_s = time.monotonic()
     environment = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")
@@ -85,13 +86,13 @@ def running(peer: Peer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
-        env={**environment, **peer.environment},
+        env={**os.environ, **peer.environment},
         start_new_session=True,
     )
     try:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() - began_s > READY_S:
-                raise LaunchError(f"{peer.name} does not serve; its output is in {log.name}")
+                raise LaunchError(f"{peer.name} does not serve")
             time.sleep(0.1)
         yield process.pid, time.monotonic() - began_s
     finally:
