@@ -78,9 +78,6 @@ def running(peer: Peer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]
     """Its process and the seconds from its start to the first token of its first answer. Raises LaunchError if there
     is none within `READY_S`; what it printed is in `log`."""
     began_s = time.monotonic()
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")
-    }
     process = subprocess.Popen(
         peer.argv,
         stdin=subprocess.PIPE,
