@@ -46,8 +46,8 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
     """A server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
     environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(threads)}
     if kind == "vllm":
-        argv = [venv / "bin/vllm", "serve", hf_model, "--port", port, "--host", "127.0.0.1"]
-        argv += ["--dtype", "float32", "--max-model-len", CONTEXT]
+        argv = [venv / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", hf_model]
+        argv += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", CONTEXT]
         # Settings of vLLM's CPU backend: which cores, and the size of its KV memory in GiB.
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
