@@ -270,9 +270,11 @@ class Cluster:
         for command in commands:
             match command:
                 case Discard(name):
-                    log.warning("%s is gone", name)
-                    if name in self._children:
-                        self._children.pop(name).stop(0.0)
+                    child = self._children.pop(name, None)
+                    why = None if child is None else child.failure()
+                    log.warning("%s is gone%s", name, f": {why}" if why else "")
+                    if child is not None:
+                        child.stop(0.0)
                     if self._supervisor is not None and name not in self._supervisor:
                         self._ready = {n: up for n, up in self._ready.items() if n != name}
                 case AskToLeave(name, grace_s):

@@ -164,6 +164,7 @@ class DecodeWorker:
             address=host_port(self._host, port),
             model=device.model,
             fingerprint=device.fingerprint,
+            arithmetic=device.arithmetic,
             block_size=device.layout.block_size,
             blocks=device.blocks,
             context_tokens=device.context_tokens,

@@ -36,6 +36,7 @@ class WorkerInfo(Record, kw_only=True):
     address: str  # host:port of its gRPC server
     model: str
     fingerprint: str  # of the prepared model, a slash, the type of KV: peers must agree on it, a router on the first
+    arithmetic: str = ""  # what the last bits of its results depend on; peers should agree on it
     block_size: int
     blocks: int
     context_tokens: int

@@ -164,6 +164,12 @@ class Hub:
         if self._roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(Joined(peer, info))
+        for other in self._core.registry.computing_otherwise(info)[:1]:
+            log.warning(
+                "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
+                "from one to the other may go on with another of them",
+                *(info.name, info.arithmetic, other.name, other.arithmetic),
+            )
 
     def lost(self, worker: str, for_good: bool = False) -> None:
         known = self._core.registry.get(worker)

@@ -101,6 +101,11 @@ class Registry:
         """Whether it was ever connected."""
         return self._lives.get(life[0]) == life[1]
 
+    def computing_otherwise(self, info: WorkerInfo) -> list[WorkerInfo]:
+        """Workers of the same model whose results differ from this one's in their last bits."""
+        others = (worker.info for worker in self._workers.values())
+        return [o for o in others if o.fingerprint == info.fingerprint and o.arithmetic != info.arithmetic]
+
     def is_connected(self, life: Life) -> bool:
         worker = self._workers.get(life[0])
         return worker is not None and worker.life == life

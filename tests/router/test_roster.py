@@ -1,6 +1,9 @@
-"""Who is listed for Prometheus, and in which state: a lost worker stays, one that left goes."""
+"""Who is listed for Prometheus, and in which state: a lost worker stays, one that left goes. Who computes otherwise."""
+
+import logging
 
 import msgspec
+import pytest
 
 from engine.messages import PeerAddress
 from router.hub import Hub
@@ -115,3 +118,25 @@ def test_the_index_of_each_worker_is_shown() -> None:
     watched.join("d0")
     watched.bench.router.index.insert("d0", [b"a", b"b"])
     assert watched.value("router_index_blocks", peer="d0") == 2
+
+
+def test_workers_of_one_model_that_compute_otherwise_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a promise that nobody keeps: a host without a compiler serves with other kernels, and an answer that is
+    resumed there may go on otherwise."""
+    watched = Watched()
+
+    def join(name: str, arithmetic: str, fingerprint: str = "f") -> list[str]:
+        caplog.clear()
+        info = worker_info(name, "decode", fingerprint=fingerprint)
+        info = msgspec.structs.replace(info, arithmetic=arithmetic)
+        watched.hub.joined(PeerAddress(name, f"{name}:1"), info)
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.WARNING, "router.hub"):
+        assert join("d0", "native 1") == []
+        assert join("d1", "native 1") == []
+        assert join("d2", "torch", fingerprint="g") == [], "of another model"
+        (told,) = join("d3", "torch")
+        assert "d3 computes with torch, d0 with native 1" in told
+        (told,) = join("d3", "torch")
+        assert "d0" in told, "it does not compare itself"
