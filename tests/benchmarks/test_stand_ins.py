@@ -43,6 +43,7 @@ def structs(library: ModuleType) -> dict[str, Any]:
         pair: tuple[int, str] = (1, "a")
         any_more: tuple[float, ...] = ()
         raw: bytes = b""
+        several: tuple[bytes, ...] = ()
 
     class Ended(Said):
         name: Name
@@ -66,7 +67,7 @@ def examples(library: ModuleType) -> list[Any]:
     s = structs(library)
     full = s["Place"](
         inner=s["Inner"](Name("n"), 3), share=1, size=4, why=Why.LEFT, ids=[1, 2**63], more={"a": [1, None]},
-        any_more=(0.5,), raw=b"\0\xff",
+        any_more=(0.5,), raw=b"\0\xff", several=(b"\xfe", b"a"),
     )  # fmt: skip
     return [
         full,

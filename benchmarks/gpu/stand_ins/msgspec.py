@@ -97,7 +97,7 @@ def _builtins(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, tuple):
-        return tuple(map(to_builtins, value))
+        return tuple(map(_builtins, value))
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_builtins(item) for item in value]
     raise TypeError(f"Encoding objects of type {kind.__name__} is unsupported")
