@@ -96,7 +96,7 @@ CONFINED = {
         "protos/*.py",
     ),
     "triton": ("kernels/*.py",),
-    "transformers": ("benchmarks/peer.py",),
+    "transformers": ("benchmarks/checkpoint.py",),
 }
 
 # Decisions take time as an argument and do no I/O.
@@ -158,6 +158,7 @@ BENCHMARKS_WITH_PROCESSES = (
     "benchmarks/gpu/absent.py",
     "benchmarks/gpu/dry.py",
     "benchmarks/gpu/transport.py",
+    "benchmarks/peers.py",
 )
 
 

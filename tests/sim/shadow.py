@@ -196,6 +196,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         kv=kv,
         runner=kv.runner,
         fingerprint=FINGERPRINT,
+        arithmetic="",
         vocab=VOCAB,
         context_tokens=context_tokens,
         stop_ids=STOP_IDS,
