@@ -1,8 +1,11 @@
 #include "crew.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 
@@ -27,7 +30,7 @@ class Crew {
       for (int64_t i = 0; i < count; ++i) work(context, i);
       return;
     }
-    for (; hired_ < threads - 1; ++hired_) std::thread([this, who = hired_] { help(who); }).detach();
+    hire(threads - 1);
     count_ = count, wanted_ = threads - 1, work_ = work, context_ = context;
     next_ = 0;
     open_ = true;
@@ -42,6 +45,12 @@ class Crew {
   }
 
  private:
+  // As many as the system allows.
+  void hire(int helpers) try {
+    for (; hired_ < helpers; ++hired_) std::thread([this, who = hired_] { help(who); }).detach();
+  } catch (const std::exception &) {
+  }
+
   void take() {
     for (int64_t i; (i = next_.fetch_add(1)) < count_;) work_(context_, i);
   }
@@ -59,7 +68,8 @@ class Crew {
   void wait(uint32_t seen) {
     const auto tired = std::chrono::steady_clock::now() + AWAKE;
     for (int spin = 1; calls_ == seen; ++spin) {
-      breathe();
+      // To whoever else wants this core, perhaps the caller itself.
+      spin % 64 ? breathe() : std::this_thread::yield();
       if (spin % 64 || std::chrono::steady_clock::now() < tired) continue;
       std::unique_lock<std::mutex> bed(bed_);
       ++asleep_;
@@ -84,13 +94,16 @@ class Crew {
   std::atomic<bool> open_{false};
 };
 
+// Helpers outlive everything. But a fork's child has none, nor anybody to leave a lock or an item that was theirs.
+static Crew *crew = new Crew;
+[[maybe_unused]] static const int at_forks = pthread_atfork(nullptr, nullptr, [] { crew = new Crew; });
+
 void share_out(int64_t count, int threads, void (*work)(void *, int64_t), void *context) {
   if (threads <= 1 || count <= 1) {
     for (int64_t i = 0; i < count; ++i) work(context, i);
     return;
   }
-  static Crew &crew = *new Crew;  // helpers outlive everything
-  crew.share_out(count, threads, work, context);
+  crew->share_out(count, threads, work, context);
 }
 
 }  // namespace headrace

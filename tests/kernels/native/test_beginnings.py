@@ -26,7 +26,8 @@ def case(
     for _ in range(draw.randrange(2, 12)):
         parent = draw.choice([*tables, []])
         kept = draw.randrange(len(parent) + 1)
-        context = max(1, kept * block_size + draw.randrange(1, 90))
+        context = max(1, kept * block_size + draw.randrange(-60, 90))  # or it ends within what it shares
+        kept = min(kept, -(-context // block_size))
         more = -(-context // block_size) - kept
         contexts.append(context)
         tables.append(parent[:kept] + list(range(blocks, blocks + more)))
