@@ -81,6 +81,15 @@ static const float *widen(int kind, const uint8_t *from, int count, float *to) {
   return to;
 }
 
+template <int ROWS, int WIDTH>
+static inline void add_to(float *sums, const Floats (&total)[ROWS][WIDTH]) {
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < WIDTH; ++j) {
+      float *at = sums + r * PANEL + j * LANES;
+      store(at, add(load(at), total[r][j]));
+    }
+}
+
 // Add `count` columns to ROWS rows of sums [ROWS][64].
 template <int ROWS, int WIDTH>
 static inline void multiply(const float *x, int64_t stride, const float *w, int count, float *sums) {
@@ -95,11 +104,7 @@ static inline void multiply(const float *x, int64_t stride, const float *w, int 
       for (int j = 0; j < WIDTH; ++j) total[r][j] = fma(value, column[j], total[r][j]);
     }
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < WIDTH; ++j) {
-      float *at = sums + r * PANEL + j * LANES;
-      store(at, add(load(at), total[r][j]));
-    }
+  add_to(sums, total);
 }
 
 template <int ROWS>
@@ -148,11 +153,7 @@ static void coded_rows(const float *x, int64_t stride, const uint8_t *from, int 
       for (int j = 0; j < VECTORS; ++j) total[r][j] = fma(value, w[j], total[r][j]);
     }
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < VECTORS; ++j) {
-      float *at = sums + r * PANEL + j * LANES;
-      store(at, add(load(at), total[r][j]));
-    }
+  add_to(sums, total);
 }
 
 template <bool OFFSETS>
