@@ -19,9 +19,9 @@ from benchmarks.bed import Bed, random_prompt, transfer_config
 from benchmarks.counting import FACTORIES, CountingPrefillWorker
 from engine.config import EngineConfig
 from engine.model.cache import prepare
-from prefill_worker.job import Job
-from prefill_worker.scheduler import PrefillScheduler
-from transfer.commands import Command
+from prefill_worker.scheduler.job import Job
+from prefill_worker.scheduler.scheduler import PrefillScheduler
+from transfer.handoff.commands import Command
 
 WAITING = FACTORIES | {"prefill": "benchmarks.ablation_overlap:WaitingPrefillWorker"}
 VOCAB = 30_000

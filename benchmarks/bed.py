@@ -19,9 +19,9 @@ from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.types import SamplingParams
 from prefill_worker.config import PrefillConfig
-from router.api import Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from transfer.config import TransferConfig
 
 RESTARTS = 10_000

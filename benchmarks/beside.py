@@ -24,7 +24,7 @@ from benchmarks.peers import KINDS, Peer, free_port, headrace, make_checkpoint, 
 from benchmarks.stats import Summary
 from benchmarks.workloads import PRESETS
 from cluster.spec import LaunchError
-from router.api import ApiError
+from router.front.api import ApiError
 
 OURS = "headrace"
 MIB = 1024 * 1024

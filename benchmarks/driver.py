@@ -12,7 +12,7 @@ from benchmarks.stats import Sample, Summary, gaps, summarise
 from benchmarks.targets import Target, open_target
 from benchmarks.workloads import Workload, prompts
 from engine.types import SamplingParams
-from router.api import ApiError, Delta, Finished, GenerateCall
+from router.front.api import ApiError, Delta, Finished, GenerateCall
 
 MEMORY_PERIOD_S = 2.0
 

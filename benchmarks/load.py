@@ -21,7 +21,7 @@ from benchmarks.workloads import PRESETS, Kind, Preset, Workload
 from cluster.find import served_at
 from cluster.numbers import seed
 from cluster.resolve import add_flags
-from router.api import ApiError
+from router.front.api import ApiError
 
 CUSTOM = Preset(
     Workload(kind=Kind.RANDOM, input_tokens=256, output_tokens=64), requests=32, concurrency=(8,)

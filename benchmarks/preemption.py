@@ -22,7 +22,7 @@ from benchmarks.bed import random_prompt
 from benchmarks.offline import record
 from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.request import Request, State
+from decode_worker.scheduler.request import Request, State
 from engine.config import EngineConfig, TierConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager, Lease

@@ -14,9 +14,9 @@ from engine.identity import chain, root
 from engine.messages import Accepted, Ended, Load, PeerAddress, RequestStats, WorkerInfo
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.core import Router
-from router.events import Heard, Joined, SendPlace, Submit
-from router.policy import LeastCost
+from router.core.core import Router
+from router.core.events import Heard, Joined, SendPlace, Submit
+from router.core.policy import LeastCost
 
 BLOCK_TOKENS = 16
 

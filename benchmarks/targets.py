@@ -1,6 +1,6 @@
 """The servers a load run can drive: Headrace over gRPC, or any OpenAI-like server over HTTP.
 
-Both give the events of `router.api`, so that the load generator measures them alike.
+Both give the events of `router.front.api`, so that the load generator measures them alike.
 """
 
 from collections.abc import AsyncGenerator
@@ -11,8 +11,8 @@ import msgspec
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent
-from router.client import Client
+from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent
+from router.grpc.client import Client
 
 UNKNOWN_TOKEN = -1
 """Stands for the one token that a text chunk is taken for when a server does not send token ids."""

@@ -3,7 +3,7 @@
 from cluster.hosting import Hosted, moved, one_line
 from cluster.spec import ChildReady, ChildSpec
 from engine.messages import PeerAddress
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 
 
 class HostActor:

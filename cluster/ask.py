@@ -8,8 +8,8 @@ from contextlib import closing
 import msgspec
 
 from engine.types import SamplingParams
-from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
-from router.client import Client
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
+from router.grpc.client import Client
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -6,8 +6,8 @@ import sys
 
 from cluster.ask import Answer, ask, figures_line
 from engine.types import SamplingParams
-from router.api import ApiError, ChatMessage, GenerateCall
-from router.client import Client
+from router.front.api import ApiError, ChatMessage, GenerateCall
+from router.grpc.client import Client
 
 HELP = """\
 /help           this

@@ -23,7 +23,7 @@ import msgspec
 from cluster.hosting import Hosted, one_line
 from cluster.spec import ChildReady, ChildSpec
 from engine.messages import PeerAddress
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 
 ORPHAN_GRACE_S = 2.0
 

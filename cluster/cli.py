@@ -14,7 +14,7 @@ from cluster.config import ConfigError
 from cluster.signals import Interrupted, interruptible
 from cluster.spec import LaunchError
 from engine.model.config import ModelError
-from router.api import NOBODY, ApiError
+from router.front.api import NOBODY, ApiError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

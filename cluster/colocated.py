@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_worker import events as decode_events
 from decode_worker.config import DecodeConfig
-from decode_worker.events import ConnectPeer, Tell
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler import events as decode_events
+from decode_worker.scheduler.events import ConnectPeer, Tell
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.device import Device
 from engine.loop import Engine
 from engine.messages import (
@@ -27,8 +27,8 @@ from engine.messages import (
 from engine.tiering import Tiering
 from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker.config import PrefillConfig
-from prefill_worker.scheduler import PrefillScheduler
-from transfer.commands import (
+from prefill_worker.scheduler.scheduler import PrefillScheduler
+from transfer.handoff.commands import (
     Connect,
     Emit,
     FromReader,
@@ -37,11 +37,11 @@ from transfer.commands import (
     ReaderLost,
     ReaderUp,
 )
-from transfer.loopback import LoopbackHub, LoopbackTransport
+from transfer.handoff.negotiation import Agreement
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
+from transfer.host.loopback import LoopbackHub, LoopbackTransport
 from transfer.mover import Mover
-from transfer.negotiation import Agreement
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
 
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 ADDRESS = PeerAddress("prefill-0", "loopback")

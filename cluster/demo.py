@@ -14,8 +14,8 @@ from cluster.leftovers import descendants, mapped_segments, running
 from cluster.resolve import Resolved
 from cluster.spec import LaunchError
 from engine.types import SamplingParams
-from router.api import ChatMessage, GenerateCall
-from router.client import Client
+from router.front.api import ChatMessage, GenerateCall
+from router.grpc.client import Client
 
 MAX_TOKENS = 64
 EXIT_TIMEOUT_S = 5.0

@@ -13,7 +13,7 @@ from decode_worker.config import DecodeConfig
 from engine.messages import PeerAddress
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 from telemetry import logs, tracing
 from transfer.liveness import host_id
 

@@ -27,7 +27,7 @@ from cluster.child import (
 )
 from cluster.spec import ChildReady, ChildSpec, LaunchError, environment_of
 from engine.messages import PeerAddress
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 
 KILL_MARGIN_S = 2.0
 """A child ends itself one second past its grace; a second later its parent kills it."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from cluster.actors import ACTORS
 from cluster.spec import ChildReady, ChildSpec, LaunchError, environment_of
 from engine.messages import PeerAddress
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 from transfer.liveness import ProcessWatch
 
 ANSWER_TIMEOUT_S = 10.0

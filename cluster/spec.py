@@ -9,10 +9,10 @@ import msgspec
 
 from engine.messages import PeerAddress
 from engine.types import Incarnation
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 from telemetry.tracing import TracingConfig
 from transfer.config import TransferConfig
-from transfer.nccl_environment import nccl_environment
+from transfer.nccl.environment import nccl_environment
 
 Kind = Literal["prefill", "decode", "router"]
 

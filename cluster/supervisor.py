@@ -11,7 +11,7 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. When many die together, at most `at_once` workers start at a time: loading
 weights side by side is how a host that was short of memory loses them all again. A worker that the router has given
-up (`router.escalation`) is killed, and then has died like any other; so is a router that owes an answer for
+up (`router.core.escalation`) is killed, and then has died like any other; so is a router that owes an answer for
 `router_hung_s`. Workers leave one at a time, and only while all others are up (or FAILED); who has left as it was
 asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
 old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with

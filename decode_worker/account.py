@@ -1,13 +1,13 @@
 """What a decode worker says of itself: to its routers how it stands and how fast it is, to its metrics all there is."""
 
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.measure import mean
 from engine.messages import Load
 from telemetry.metrics import WorkerMetrics
 from telemetry.swap_metrics import SwapMetrics
 from telemetry.tier_metrics import TierMetrics
+from transfer.handoff.silence import Silence
 from transfer.mover import Mover
-from transfer.silence import Silence
 
 
 class Account:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
-from decode_worker.events import FromPeer, FromRouter, Tell
-from decode_worker.scheduler import Command, Event
+from decode_worker.scheduler.events import FromPeer, FromRouter, Tell
+from decode_worker.scheduler.scheduler import Command, Event
 from engine.messages import (
     Accepted,
     Cancel,
@@ -32,7 +32,7 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
-from transfer.commands import Emit, Received
+from transfer.handoff.commands import Emit, Received
 
 FORGOTTEN = 4096
 """Requests whose trace context is kept at most; more are not open at a time."""

@@ -1,8 +1,8 @@
 """The decode worker's streams to those it reads from: one per peer, opened when a placement first names it. A peer is a
 prefill worker, or another decode worker that yields its requests.
 
-A stream begins with a hello in either direction. A peer that does not fit (`transfer.negotiation`) is refused at once
-and by name; otherwise its memory is made known to the transfer thread and the peer is up.
+A stream begins with a hello in either direction. A peer that does not fit (`transfer.handoff.negotiation`) is refused
+at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from decode_worker.events import FromPeer, PeerDown, PeerUp
+from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
 from engine.kv.layout import KVLayout
 from engine.messages import (
     Handoff,
@@ -23,8 +23,14 @@ from engine.messages import (
     encode,
 )
 from engine.types import Incarnation
-from transfer.commands import Connect
-from transfer.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
+from transfer.handoff.commands import Connect
+from transfer.handoff.negotiation import (
+    Agreement,
+    NegotiationError,
+    check_whole,
+    narrow_bytes,
+    negotiate,
+)
 from transfer.rpc import RpcLoop, Send
 from transfer.serving import METHOD
 

@@ -16,10 +16,10 @@ import msgspec
 
 from decode_worker.account import Account
 from decode_worker.config import DecodeConfig
-from decode_worker.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.journal import Journal
 from decode_worker.peer import REDIAL_S, PeerFrame, PeerGone, Peers
-from decode_worker.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
+from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
 from engine.device_memory import device_memory
@@ -44,7 +44,7 @@ from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
-from transfer.commands import (
+from transfer.handoff.commands import (
     Emit,
     Leave,
     MoverCommand,
@@ -56,13 +56,13 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.silence import Silence
 from transfer.liveness import host_id
 from transfer.mover import Mover
-from transfer.receiver import KVReceiver
 from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, Send, dialable
 from transfer.serving import FrameIn, LinkLost, Readers
-from transfer.silence import Silence
 from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)

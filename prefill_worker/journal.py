@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from engine.messages import FirstToken, Handoff, Landed, Offer, PrefillFailed, StartPrefill, Stop
-from prefill_worker.scheduler import Event
+from prefill_worker.scheduler.scheduler import Event
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
-from transfer.commands import Command, Emit, FromReader
+from transfer.handoff.commands import Command, Emit, FromReader
 
 FORGOTTEN = 4096
 """Handoffs whose trace context is kept at most; more are not open at a time."""

@@ -31,7 +31,7 @@ from engine.tiering import open_tiers
 from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
 from prefill_worker.journal import Journal
-from prefill_worker.scheduler import Event, PrefillScheduler
+from prefill_worker.scheduler.scheduler import Event, PrefillScheduler
 from prefill_worker.service import Watcher, WatcherLeft, Watching, serve
 from telemetry import tracing
 from telemetry.audit import Auditor
@@ -39,7 +39,7 @@ from telemetry.flight import Flight
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics
 from telemetry.tier_metrics import TierMetrics
-from transfer.commands import (
+from transfer.handoff.commands import (
     Command,
     Emit,
     Leave,
@@ -50,13 +50,13 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
+from transfer.handoff.sender import KVSender
+from transfer.handoff.silence import Silence
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
 from transfer.rpc import RpcLoop, dialable
-from transfer.sender import KVSender
 from transfer.serving import FrameIn, LinkLost, Readers
-from transfer.silence import Silence
 from transfer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ import msgspec
 from engine.messages import PeerAddress
 from engine.types import Incarnation, host_port
 from router.config import RouterConfig
-from router.core import Router
+from router.core.core import Router
+from router.core.policy import make_policy
+from router.core.roster import Target
 from router.dispatch import Links
-from router.frontend import Frontend, TextModel
+from router.front.frontend import Frontend, TextModel
+from router.grpc.service import Service
 from router.hub import Hub
 from router.journal import Journal
 from router.observer import Observer
 from router.overview import Overview, overview
-from router.policy import make_policy
-from router.roster import Target
-from router.service import Service
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
@@ -131,7 +131,7 @@ class RouterApp:
     def _make_app(self) -> Any:
         if self._app_factory is not None:
             return self._app_factory(self._frontend, self._state)
-        from router.http import build_app
+        from router.http.routes import build_app
 
         return build_app(self._frontend, self._state)
 

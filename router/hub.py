@@ -20,8 +20,8 @@ from engine.messages import (
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.core import Router
-from router.events import (
+from router.core.core import Router
+from router.core.events import (
     Adopt,
     Begin,
     Command,
@@ -49,10 +49,10 @@ from router.events import (
     Submit,
     Tick,
 )
+from router.core.registry import Life
+from router.core.roster import Roster, Target
 from router.journal import Journal
 from router.observer import Observer
-from router.registry import Life
-from router.roster import Roster, Target
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.messages import RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.events import (
+from router.core.events import (
     Adopt,
     Begin,
     Command,

@@ -10,8 +10,8 @@ from pathlib import Path
 from engine.messages import PeerAddress
 from router.app import AppFactory, RouterAddresses, RouterApp
 from router.config import RouterConfig
-from router.escalation import Verdict
-from router.frontend import TextModel
+from router.core.escalation import Verdict
+from router.front.frontend import TextModel
 from router.journal import Journal
 from router.observer import Observer
 from router.overview import Overview

@@ -10,14 +10,15 @@ DIRECTIONS = ("out", "in")
 
 
 class Costs(Protocol):
-    """Fulfilled by `decode_worker.costs.Costs`."""
+    """Fulfilled by `decode_worker.scheduler.costs.Costs`."""
 
     @property
     def predicted(self) -> Mapping[str, float]: ...
 
 
 class Swaps(Protocol):
-    """Totals since the worker started, and prices in seconds. Fulfilled by `decode_worker.swapping.Swapping`."""
+    """Totals since the worker started, and prices in seconds. Fulfilled by
+    `decode_worker.scheduler.swapping.Swapping`."""
 
     @property
     def choices(self) -> Mapping[str, int]: ...

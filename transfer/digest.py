@@ -20,7 +20,7 @@ import xxhash
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from kernels.wp64 import wp64
-from transfer.algorithms import WP64, XXH3, digest_shape
+from transfer.handoff.algorithms import WP64, XXH3, digest_shape
 from transfer.rows import block_rows
 
 _SAMPLING = 0x6865616472616365

@@ -17,7 +17,8 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation
 from transfer.bell import Bell
-from transfer.commands import (
+from transfer.digest import Tally
+from transfer.handoff.commands import (
     CancelRecv,
     CancelSend,
     Connect,
@@ -33,7 +34,6 @@ from transfer.commands import (
     Sent,
     Unreachable,
 )
-from transfer.digest import Tally
 from transfer.route import Checked, Route, open_route
 from transfer.transport import (
     Completion,

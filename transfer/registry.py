@@ -13,8 +13,8 @@ from transfer.config import TransferConfig
 from transfer.transport import KVMemory, TransferError, Transport
 
 if TYPE_CHECKING:
-    from transfer.device import DeviceMemory
-    from transfer.loopback import LoopbackHub
+    from transfer.gpu.device import DeviceMemory
+    from transfer.host.loopback import LoopbackHub
 
 AUTO = "auto"
 LOOPBACK = "127.0.0.1"
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 def _loopback(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
-    from transfer.loopback import LoopbackTransport
+    from transfer.host.loopback import LoopbackTransport
 
     if hub is None:
         raise TransferError("loopback connects pools of one process: it needs their common hub")
@@ -33,7 +33,7 @@ def _loopback(
 def _shm(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
-    from transfer.shm import ShmTransport
+    from transfer.host.shm import ShmTransport
 
     return ShmTransport(memory)
 
@@ -41,7 +41,7 @@ def _shm(
 def _tcp(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
-    from transfer.tcp import TcpTransport
+    from transfer.host.tcp import TcpTransport
 
     return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK, config.stall_s)
 
@@ -50,8 +50,8 @@ def _cuda_ipc(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
     pool = _on_device(memory)
-    from transfer.cuda import CudaDevice
-    from transfer.cuda_ipc import CudaIpcTransport
+    from transfer.gpu.cuda import CudaDevice
+    from transfer.gpu.cuda_ipc import CudaIpcTransport
 
     return CudaIpcTransport(pool, CudaDevice(memory.device))
 
@@ -60,9 +60,9 @@ def _nccl(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
     pool = _on_device(memory)
-    from transfer.cuda import CudaDevice, loaded_nccl
-    from transfer.nccl import NcclTransport
-    from transfer.nccl_library import NcclLibrary
+    from transfer.gpu.cuda import CudaDevice, loaded_nccl
+    from transfer.nccl.library import NcclLibrary
+    from transfer.nccl.transport import NcclTransport
 
     device = CudaDevice(memory.device)
     library = NcclLibrary(loaded_nccl())

@@ -6,12 +6,12 @@ import msgspec
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
-from transfer.algorithms import AS_STORED
-from transfer.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
 from transfer.digest import Tally, binding, block_digest, is_sampled
-from transfer.landing import InPlace, Repacked
-from transfer.narrow import convert
-from transfer.negotiation import Agreement, unit
+from transfer.handoff.algorithms import AS_STORED
+from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
+from transfer.handoff.negotiation import Agreement, unit
+from transfer.host.landing import InPlace, Repacked
+from transfer.host.narrow import convert
 from transfer.transport import KVMemory, Span, Transport
 
 
@@ -117,6 +117,6 @@ def open_route(
     """The route for the memory that `transport` moves. Raises ValueError, as `Route` does."""
     if transport.device is None:
         return Route(transport, memory, layout, agreement, tally)
-    from transfer.device_route import DeviceRoute
+    from transfer.gpu.route import DeviceRoute
 
     return DeviceRoute(transport, memory, layout, agreement, tally)

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.messages import Hello, Record, decode_to_prefill_frame, encode
 from engine.types import Incarnation
-from transfer.commands import (
+from transfer.handoff.commands import (
     Connect,
     FromReader,
     ReaderDead,
@@ -20,8 +20,8 @@ from transfer.commands import (
     ReaderLost,
     ReaderUp,
 )
+from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
-from transfer.negotiation import NegotiationError, negotiate
 from transfer.registry import choose
 from transfer.rpc import Accept, Send
 from transfer.transport import Transport

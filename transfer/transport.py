@@ -3,8 +3,8 @@
 A transport moves whole blocks between this process's pool and a peer's. Only the process that owns a pool writes to it:
 `recv` lands bytes by the receiver's own hand, whatever the wire. The contract is symmetric even where the hardware is
 one-sided: for every move the sender posts `send` and the receiver posts `recv`, in the same order per pair. Deadlines,
-retries and chunking live above it, in `transfer.migration`; digests in `transfer.digest`; the thread that drives it in
-`transfer.mover`. A transport is used by that one thread alone and owns no thread of its own.
+retries and chunking live above it, in `transfer.handoff.migration`; digests in `transfer.digest`; the thread that
+drives it in `transfer.mover`. A transport is used by that one thread alone and owns no thread of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation
 
 if TYPE_CHECKING:
-    from transfer.device import Device
+    from transfer.gpu.device import Device
 
 Ticket = NewType("Ticket", int)
 """Names one posted send or receive until `poll` reports its end."""
@@ -110,8 +110,8 @@ PackedT = TypeVar("PackedT", contravariant=True)
 
 
 class Transport(Protocol[LandingT, PackedT]):
-    """`LandingT`: `Landing` where blocks are in host memory, `transfer.device_landing.DeviceLanding` on a device.
-    `PackedT`: `Packed`, `transfer.device_narrow.DevicePacked` on a device, None where the receiver `reads_remotely`."""
+    """`LandingT`: `Landing` where blocks are in host memory, `transfer.gpu.landing.DeviceLanding` on a device.
+    `PackedT`: `Packed`, `transfer.gpu.narrow.DevicePacked` on a device, None where the receiver `reads_remotely`."""
 
     name: str
 

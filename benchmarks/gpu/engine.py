@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.card import Card, Line, copy_rate
 from benchmarks.gpu.random_model import random_llama, read_bytes
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter, Tell
-from decode_worker.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler.events import FromRouter, Tell
+from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
 from engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
@@ -28,7 +28,7 @@ from engine.runner import ModelRunner, Runner
 from engine.step import Drawn, StepPlan
 from engine.triton_attention import TritonAttention
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
-from transfer.receiver import KVReceiver
+from transfer.handoff.receiver import KVReceiver
 
 BLOCK = 64
 PROMPT, ANSWER = 1024, 512

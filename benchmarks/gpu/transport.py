@@ -30,8 +30,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.algorithms import WP64
-from transfer.commands import (
+from transfer.config import NcclConfig, TransferConfig
+from transfer.handoff.algorithms import WP64
+from transfer.handoff.commands import (
     Connect,
     IncomingBlock,
     MoverEvent,
@@ -43,10 +44,9 @@ from transfer.commands import (
     Rows,
     Unreachable,
 )
-from transfer.config import NcclConfig, TransferConfig
+from transfer.handoff.negotiation import Agreement
 from transfer.mover import Mover
-from transfer.nccl_environment import nccl_environment
-from transfer.negotiation import Agreement
+from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport
 from transfer.transport import Move, Transport
 

@@ -25,7 +25,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     One block is one contiguous piece, and so is any range of its heads. A head's slice of a block is its rows and then,
     for 8-bit dtypes, their float32 scales `[layers, 2, block_size]`. Peers compare layouts when they connect
-    (`transfer.negotiation`). A pool may hold a range of the model's KV heads: `kv_heads` of `total_heads`, from
+    (`transfer.handoff.negotiation`). A pool may hold a range of the model's KV heads: `kv_heads` of `total_heads`, from
     `first_head` on. Raises ValueError for a size below 1, an unknown dtype, an 8-bit head size that leaves scales
     unaligned, and for heads that the model does not have.
     """

@@ -15,7 +15,7 @@ from benchmarks.figures import middle, write_json
 from engine.config import EngineConfig
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import Finished
+from router.front.api import Finished
 
 ENGINE = EngineConfig(pool_bytes=4 << 20)
 

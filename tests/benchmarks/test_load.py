@@ -14,8 +14,8 @@ from benchmarks.driver import measure
 from benchmarks.load import main
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
-from router.service import Service
+from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.grpc.service import Service
 from tests.router.http_fakes import FakeFrontend, serving
 
 

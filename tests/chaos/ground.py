@@ -16,10 +16,10 @@ from engine.config import EngineConfig
 from engine.messages import Load
 from engine.types import Incarnation, SamplingParams
 from prefill_worker.config import PrefillConfig
-from router.api import ApiError, Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
-from router.escalation import Verdict
+from router.core.escalation import Verdict
+from router.front.api import ApiError, Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from tests.chaos import faults
 from tests.chaos.proxy import ProxiedLauncher, Proxy
 from tests.integration.probe import Probe, is_quiet

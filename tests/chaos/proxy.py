@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.spec import Child, ChildReady, ChildSpec, Launcher
 from engine.messages import PeerAddress
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 
 
 class Proxy:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from engine.types import SamplingParams
-from router.api import GenerateCall
+from router.front.api import GenerateCall
 from tests.chaos import faults
 from tests.chaos.ground import GREEDY, Ask, Ground
 from tests.chaos.strike import END_S, PROMPTS, SETTLE_S

@@ -4,7 +4,7 @@
 import pytest
 
 from engine.types import SamplingParams
-from router.api import Delta, Finished, GenerateCall, GenerateEvent
+from router.front.api import Delta, Finished, GenerateCall, GenerateEvent
 from tests.chaos import faults
 from tests.chaos.ground import Ground
 from tests.chaos.strike import PROMPTS, SETTLE_S

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from router.api import Delta, Finished, GenerateCall, GenerateEvent
+from router.front.api import Delta, Finished, GenerateCall, GenerateEvent
 from tests.chaos import faults
 from tests.chaos.faults import NoEffectError
 from tests.chaos.ground import Ground

@@ -12,7 +12,7 @@ import msgspec
 from engine.messages import PeerAddress, WorkerInfo
 from engine.types import Incarnation
 from router.config import RouterConfig
-from router.escalation import Verdict
+from router.core.escalation import Verdict
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):

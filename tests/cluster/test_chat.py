@@ -10,7 +10,15 @@ from cluster import chat
 from cluster.chat import Chat, run_chat
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.front.api import (
+    ApiError,
+    ChatMessage,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Started,
+)
 
 
 class Parrot:

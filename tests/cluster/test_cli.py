@@ -17,7 +17,7 @@ from cluster.leftovers import descendants, running
 from cluster.signals import Interrupted, interruptible
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import Finished
+from router.front.api import Finished
 from telemetry.labels import STAGES
 
 STATS = RequestStats(

@@ -1,6 +1,6 @@
 """What a decode worker's figures say: attempts by how they ended, tokens computed again, slots that hold a token."""
 
-from decode_worker.events import FromPeer, PeerDown, PeerUp
+from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
 from engine.messages import (
     BlockOffer,
     Cancel,
@@ -14,7 +14,7 @@ from engine.messages import (
 )
 from engine.types import BlockId, FinishReason, Incarnation, RequestRecord
 from tests.decode_worker.test_orphans import Bench, R
-from transfer.commands import Emit, Received
+from transfer.handoff.commands import Emit, Received
 
 PEER, P = PeerAddress("p0", "p0:1"), Incarnation(5)
 TOKENS = 6

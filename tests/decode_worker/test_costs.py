@@ -2,14 +2,14 @@
 
 import pytest
 
-from decode_worker.costs import Costs
-from decode_worker.events import FromPeer
+from decode_worker.scheduler.costs import Costs
+from decode_worker.scheduler.events import FromPeer
 from engine.kv.tier_cost import FADING
 from engine.measure import NEWEST
 from engine.messages import BlockOffer, FirstToken, Handoff, Offer
 from engine.types import BlockId, RequestId
 from tests.decode_worker.test_accounts import PEER, TOKENS, Handing, P
-from transfer.commands import Received
+from transfer.handoff.commands import Received
 
 ANOTHER = RequestId("another")
 

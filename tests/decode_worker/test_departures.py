@@ -3,8 +3,8 @@
 import pytest
 
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromPeer, FromRouter, PeerUp, RouterLost, Tell
-from decode_worker.scheduler import Command, DecodeScheduler
+from decode_worker.scheduler.events import FromPeer, FromRouter, PeerUp, RouterLost, Tell
+from decode_worker.scheduler.scheduler import Command, DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
     Accepted,
@@ -31,7 +31,7 @@ from engine.messages import (
 from engine.plan import STAGES
 from engine.step import StepPlan
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
-from transfer.commands import (
+from transfer.handoff.commands import (
     Emit,
     FromReader,
     Leave,
@@ -42,7 +42,7 @@ from transfer.commands import (
     ReaderUp,
     Sent,
 )
-from transfer.receiver import KVReceiver
+from transfer.handoff.receiver import KVReceiver
 
 ME, SOURCE, READER = Incarnation(1), Incarnation(2), Incarnation(3)
 A = RequestId("a")

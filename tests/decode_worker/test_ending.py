@@ -1,6 +1,6 @@
 """Requests that are over for their clients while their blocks are still on the way."""
 
-from decode_worker.events import FromPeer, PeerUp
+from decode_worker.scheduler.events import FromPeer, PeerUp
 from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop
 from engine.types import RequestRecord
 from tests.decode_worker.test_departures import ME, PROMPT, SOURCE, A, Bench

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_worker import orphans
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter, PeerDown, PeerUp, RouterLost, Tell
-from decode_worker.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler import orphans
+from decode_worker.scheduler.events import FromRouter, PeerDown, PeerUp, RouterLost, Tell
+from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
     Cancel,
@@ -24,8 +24,8 @@ from engine.messages import (
     Tokens,
 )
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
-from transfer.commands import Emit
-from transfer.receiver import KVReceiver
+from transfer.handoff.commands import Emit
+from transfer.handoff.receiver import KVReceiver
 
 A, B, C = Incarnation(11), Incarnation(22), Incarnation(33)
 R = RequestId("r")

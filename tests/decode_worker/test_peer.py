@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from decode_worker.events import PeerDown, PeerUp
 from decode_worker.peer import MAX_REDIALS, PeerFrame, PeerGone, PeerLink, Peers
+from decode_worker.scheduler.events import PeerDown, PeerUp
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff, Hello, PeerAddress, Stop, WorkerInfo, encode
 from engine.types import Incarnation, RequestId
-from transfer.commands import Connect
-from transfer.negotiation import Agreement
+from transfer.handoff.commands import Connect
+from transfer.handoff.negotiation import Agreement
 
 ADDRESS = PeerAddress("prefill-0", "somewhere:1")
 

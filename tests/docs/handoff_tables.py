@@ -15,7 +15,7 @@ from typing import get_args
 from engine import messages
 from telemetry.labels import HANDOFF_DROPS
 from tests.chaos.rows import RAY_ROWS, ROWS, TCP_ROWS
-from transfer.migration import RECEIVER_TABLE, SENDER_TABLE, R, S
+from transfer.handoff.migration import RECEIVER_TABLE, SENDER_TABLE, R, S
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

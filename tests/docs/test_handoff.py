@@ -4,7 +4,7 @@ import pytest
 
 from tests.docs import handoff_tables
 from tests.docs.handoff_tables import BLOCK, PAGE, main, text
-from transfer.migration import S
+from transfer.handoff.migration import S
 
 
 def test_the_pages_tables_are_the_codes(capsys: pytest.CaptureFixture[str]) -> None:

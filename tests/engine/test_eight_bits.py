@@ -21,7 +21,7 @@ from engine.text.bundle import TextModel
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams
 from tests.engine.test_model_families import reference, save_hf
 from tests.integration.fake_device import VOCAB, fake_device
-from transfer.negotiation import NegotiationError, negotiate
+from transfer.handoff.negotiation import NegotiationError, negotiate
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 

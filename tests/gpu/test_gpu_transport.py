@@ -17,8 +17,8 @@ def test_both_libraries_are_one() -> None:
     """Guards against two libnccl in one process, and against a constant that has changed."""
     from cupy.cuda import nccl
 
-    from transfer.cuda import loaded_nccl
-    from transfer.nccl_library import ID_BYTES, UINT8, NcclLibrary
+    from transfer.gpu.cuda import loaded_nccl
+    from transfer.nccl.library import ID_BYTES, UINT8, NcclLibrary
 
     assert NcclLibrary(loaded_nccl()).version == nccl.get_version()
     assert nccl.NCCL_UINT8 == UINT8 and len(bytes(nccl.get_unique_id())) == ID_BYTES
@@ -30,7 +30,7 @@ def test_copies_equal_their_reference() -> None:
 
     from kernels.block_shape import BlockShape
     from kernels.reference_blocks import wp64
-    from transfer.cuda import CudaDevice
+    from transfer.gpu.cuda import CudaDevice
 
     device = CudaDevice("cuda:0")
     shape = BlockShape(2, 8, 32)
@@ -53,7 +53,7 @@ def test_slots_are_not_what_the_engine_has_just_given_back() -> None:
     """Guards a piece that arrives in memory which a kernel of the engine's, still to come, writes to."""
     import torch
 
-    from transfer.cuda import CudaDevice
+    from transfer.gpu.cuda import CudaDevice
 
     device, count = CudaDevice("cuda:0"), 1 << 22
     there = torch.empty(count, dtype=torch.int64, device="cuda:0").data_ptr()

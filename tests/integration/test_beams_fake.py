@@ -6,7 +6,7 @@ import pytest
 
 from cluster.colocated import LINK, Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter
+from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
 from engine.fake import fake_candidates
 from engine.kv.layout import KVLayout

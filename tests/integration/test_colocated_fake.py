@@ -12,7 +12,7 @@ import pytest
 
 from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter
+from decode_worker.scheduler.events import FromRouter
 from engine.device import Device
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
@@ -20,8 +20,8 @@ from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
-from transfer.loopback import Fault, FaultKind
-from transfer.pull import BLOCKS_PER_RUN
+from transfer.host.loopback import Fault, FaultKind
+from transfer.host.pull import BLOCKS_PER_RUN
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 PREFILL_LAYOUT = LAYOUT

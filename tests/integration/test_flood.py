@@ -14,9 +14,9 @@ from cluster.launch import Cluster, make_launcher
 from engine.messages import Finish, encode
 from engine.model.cache import prepare
 from engine.types import RequestId, SamplingParams
-from router.api import Delta, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, GenerateCall
+from router.grpc.client import Client
 
 FRAMES_PER_S = 500
 RECORDS_PER_FRAME = 16

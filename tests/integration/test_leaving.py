@@ -22,9 +22,9 @@ from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
-from router.api import Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from router.server import RouterServer
 from tests.chaos.ground import MODES, Ask, Ground, tokens
 from transfer.config import TransferConfig

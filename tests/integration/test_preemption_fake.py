@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from cluster.colocated import LINK, Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter
-from decode_worker.preemption import Preemption
-from decode_worker.request import Request
-from decode_worker.room import Room
+from decode_worker.scheduler.events import FromRouter
+from decode_worker.scheduler.preemption import Preemption
+from decode_worker.scheduler.request import Request
+from decode_worker.scheduler.room import Room
 from engine.messages import Finish
 from engine.types import FinishReason
 from tests.integration.crowd import (

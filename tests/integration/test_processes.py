@@ -24,9 +24,9 @@ from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from router.server import RouterServer
 from tests.integration.data_sockets import cut
 from tests.integration.probe import Probe

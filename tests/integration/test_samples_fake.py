@@ -9,7 +9,7 @@ import pytest
 
 from cluster.colocated import LINK, Answer, Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.events import FromRouter
+from decode_worker.scheduler.events import FromRouter
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel

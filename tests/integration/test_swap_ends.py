@@ -4,8 +4,8 @@ import random
 from collections import Counter
 
 from cluster.colocated import LINK, Answer, Colocated
-from decode_worker.events import FromRouter, RouterLost
-from decode_worker.request import Request, State
+from decode_worker.scheduler.events import FromRouter, RouterLost
+from decode_worker.scheduler.request import Request, State
 from engine.messages import Cancel, Finish
 from engine.types import FinishReason, RequestId
 from tests.integration.crowd import PATIENCE_TURNS, prompt_of, record_of, small_cluster, wanted

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.colocated import LINK, Colocated
-from decode_worker.events import FromRouter
-from decode_worker.request import State
+from decode_worker.scheduler.events import FromRouter
+from decode_worker.scheduler.request import State
 from engine.kv.block_pool import BlockState
 from engine.kv.tier_io import Load, Store, Stored
 from engine.kv.tier_mover import TierMover

@@ -17,9 +17,9 @@ from engine.config import EngineConfig, TierConfig
 from engine.model.cache import prepare
 from engine.types import SamplingParams
 from prefill_worker.config import PrefillConfig
-from router.api import Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from tests.integration.probe import Probe
 from transfer.config import TransferConfig
 

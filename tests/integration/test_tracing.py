@@ -13,9 +13,9 @@ from cluster.launch import Cluster, make_launcher
 from engine.model.cache import prepare
 from engine.plan import STAGES
 from engine.types import SamplingParams
-from router.api import Finished, GenerateCall, Started
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Finished, GenerateCall, Started
+from router.grpc.client import Client
 from telemetry.flight import Flight
 from telemetry.tracing import TracingConfig
 from tests.cluster.test_launchers import eventually

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from engine.types import SamplingParams
-from router.api import ApiError, ChatMessage, Delta, GenerateCall
-from router.client import Client
+from router.front.api import ApiError, ChatMessage, Delta, GenerateCall
+from router.grpc.client import Client
 
 KINDS = ("answered", "left", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT")
 """How requests of the mix end."""

@@ -19,9 +19,9 @@ from engine.device import open_device
 from engine.model.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
-from router.api import Delta, Finished, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from tests.parity.prompts import prompts
 from tests.parity.reference import Difference, Reference
 

@@ -10,7 +10,7 @@ from engine.kv.tier_cost import TierCost
 from engine.kv.tier_io import Load, Loaded
 from engine.kv.tiers import Tiers
 from tests.prefill_worker.test_scheduler import S_PER_TOKEN, Bench
-from transfer.sender import KVSender
+from transfer.handoff.sender import KVSender
 
 
 def _computed(bench: Bench) -> int:
@@ -75,7 +75,7 @@ def test_who_waits_for_a_prompt_that_is_given_up_goes_on_alone() -> None:
 
 
 def test_a_late_prompt_does_not_overtake_one_that_is_held_back() -> None:
-    """λ and the context bound how long anybody is overtaken (`prefill_worker.order`), also while he waits for
+    """λ and the context bound how long anybody is overtaken (`prefill_worker.scheduler.order`), also while he waits for
     others."""
     bench = Bench(chunk_tokens=64, fairness_tokens_per_s=100_000.0)
     bench.start("first", _prompt(600, 20, 1))

@@ -15,8 +15,8 @@ from engine.messages import (
 from engine.step import StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from prefill_worker.scheduler import PrefillScheduler
-from transfer.commands import (
+from prefill_worker.scheduler.scheduler import PrefillScheduler
+from transfer.handoff.commands import (
     Command,
     Emit,
     FromReader,
@@ -27,7 +27,7 @@ from transfer.commands import (
     ReaderUp,
     Sent,
 )
-from transfer.sender import KVSender
+from transfer.handoff.sender import KVSender
 
 PEER = Incarnation(7)
 S_PER_TOKEN = 0.002

@@ -5,9 +5,9 @@ from random import Random
 from engine.messages import Accepted, Ended, Fault, PeerAddress, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.core import Router
-from router.events import Command, Event, Heard, Joined, Submit
-from router.policy import LeastCost
+from router.core.core import Router
+from router.core.events import Command, Event, Heard, Joined, Submit
+from router.core.policy import LeastCost
 from tests.router.fake_cluster import worker_info
 
 A, B = RequestId("a"), RequestId("b")

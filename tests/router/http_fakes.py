@@ -12,11 +12,19 @@ import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
-from router.http import build_app
-from router.http_generation import Generates
-from router.resume import unknown_token
-from router.roster import Target
+from router.core.roster import Target
+from router.front.api import (
+    ApiError,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    Started,
+)
+from router.front.resume import unknown_token
+from router.http.generation import Generates
+from router.http.routes import build_app
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(

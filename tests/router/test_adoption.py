@@ -4,8 +4,8 @@ import pytest
 
 from engine.messages import Cancel, NeedPrefill, Orphan, OrphansTold, Tokens
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.adoption import MAX_KNOWN, Adoptions
-from router.events import (
+from router.core.adoption import MAX_KNOWN, Adoptions
+from router.core.events import (
     Adopt,
     Complete,
     Deliver,
@@ -22,9 +22,9 @@ from router.events import (
     StopFound,
     Tick,
 )
+from router.core.placement import LOCAL
 from router.hub import Hub
 from router.observer import NullObserver
-from router.placement import LOCAL
 from tests.router.bench import A, B, Bench, ended
 from tests.router.fake_cluster import load
 

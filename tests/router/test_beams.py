@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from engine.types import BeamParams, EarlyStopping, SamplingParams
-from router.api import ApiError, Finished, GenerateCall, Started
 from router.app import RouterApp
-from router.client import Client
+from router.front.api import ApiError, Finished, GenerateCall, Started
+from router.grpc.client import Client
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import FakeWorkers
 from tests.router.test_samples import ANSWER, by_sample, places, with_router

@@ -2,7 +2,7 @@
 
 from engine.identity import chain, root
 from engine.messages import Accepted, NeedPrefill, PeerAddress, UsePrefill
-from router.events import Command, Joined, SendPlace, SendUsePrefill
+from router.core.events import Command, Joined, SendPlace, SendUsePrefill
 from tests.router.bench import A, B, Bench, ended
 from tests.router.fake_cluster import load, worker_info
 

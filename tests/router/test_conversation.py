@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.conversation import Conversations
+from router.front.conversation import Conversations
 from tests.router.fake_cluster import END, ByteText
 
 ASKED = [("system", "be brief"), ("user", "one")]

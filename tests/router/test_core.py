@@ -4,7 +4,7 @@ import pytest
 
 from engine.messages import Accepted, Fault, Refused, Tokens
 from engine.types import FinishReason, RequestId
-from router.events import (
+from router.core.events import (
     Begin,
     Command,
     Complete,

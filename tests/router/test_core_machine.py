@@ -28,8 +28,8 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.core import Router
-from router.events import (
+from router.core.core import Router
+from router.core.events import (
     Adopt,
     Begin,
     Complete,
@@ -53,7 +53,7 @@ from router.events import (
     Submit,
     Tick,
 )
-from router.policy import LeastCost
+from router.core.policy import LeastCost
 from tests.router.fake_cluster import load, worker_info
 
 WORKERS = ("d0", "d1", "d2")

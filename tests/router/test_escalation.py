@@ -5,8 +5,18 @@ import pytest
 
 from engine.messages import Load, PeerAddress, Tokens
 from engine.types import Incarnation
-from router.escalation import Verdict
-from router.events import Command, Complete, Fail, GiveUp, Interrupted, Lost, Named, SendPlace, Tick
+from router.core.escalation import Verdict
+from router.core.events import (
+    Command,
+    Complete,
+    Fail,
+    GiveUp,
+    Interrupted,
+    Lost,
+    Named,
+    SendPlace,
+    Tick,
+)
 from tests.router.bench import A, Bench, ended
 from tests.router.fake_cluster import load
 

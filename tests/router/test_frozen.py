@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.messages import Place
-from router.api import Delta, Finished, GenerateCall
 from router.app import RouterApp
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import Delta, Finished, GenerateCall
+from router.grpc.client import Client
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.router.worker_process import WorkerProcess

@@ -4,7 +4,7 @@ import pytest
 
 from engine.messages import Place, Refused, Tokens
 from engine.types import RequestId, RequestRecord
-from router.events import Begin, Command, Lost, SendPlace, Submit
+from router.core.events import Begin, Command, Lost, SendPlace, Submit
 from tests.router.bench import A, Bench
 from tests.router.fake_cluster import load
 

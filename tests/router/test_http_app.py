@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from router import http_stream
-from router.api import ApiError, Delta
+from router.front.api import ApiError, Delta
+from router.http import stream as http_stream
 from tests.router.http_fakes import ANSWER, FINISHED, STARTED, FakeFrontend, FakeState, ask, refusal
 
 CHAT = "/v1/chat/completions"

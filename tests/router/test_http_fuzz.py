@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine.messages import PeerAddress, Place, decode_router_frame, encode
 from engine.types import FieldError, RequestId, TooLongError
-from router.api import ApiError, GenerateCall, GenerateEvent
 from router.config import RouterConfig
-from router.openai import ChatRequest, CompletionRequest
-from router.validate import UnknownModelError, check_call, to_record
+from router.front.api import ApiError, GenerateCall, GenerateEvent
+from router.front.validate import UnknownModelError, check_call, to_record
+from router.http.openai import ChatRequest, CompletionRequest
 from tests.router.http_fakes import ANSWER, ask
 
 ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from router.api import ApiError, ChatMessage
-from router.openai import parse_chat, parse_completion, timeout_from
+from router.front.api import ApiError, ChatMessage
+from router.http.openai import parse_chat, parse_completion, timeout_from
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from router.api import Delta
+from router.front.api import Delta
 from tests.router.http_fakes import FINISHED, STARTED, FakeFrontend, serving, wait_for
 
 FOREVER_S = 3600.0

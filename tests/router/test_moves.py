@@ -14,7 +14,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.types import FinishReason, RequestId
-from router.events import (
+from router.core.events import (
     Begin,
     Complete,
     Deliver,

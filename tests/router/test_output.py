@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.output import Output
+from router.front.output import Output
 from tests.router.fake_cluster import ByteDetokenizer
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from router.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost, make_policy
+from router.core.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost, make_policy
 
 DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 

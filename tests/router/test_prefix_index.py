@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.identity import chain, root
-from router.prefix_index import PrefixIndex, PrefixTree
+from router.core.prefix_index import PrefixIndex, PrefixTree
 
 ROOT = root(b"", "f")
 PROMPTS = st.lists(st.integers(0, 1), max_size=6)

@@ -4,7 +4,7 @@ import pytest
 
 from engine.messages import Accepted, NeedPrefill, PeerAddress, Refused, Tokens
 from engine.types import FinishReason, RequestId
-from router.events import (
+from router.core.events import (
     Begin,
     Command,
     Complete,
@@ -21,10 +21,10 @@ from router.events import (
     StopFound,
     Tick,
 )
+from router.core.placement import LOCAL
+from router.core.recovery import MAX_UNHEARD, RetryBudget
 from router.hub import Hub
 from router.observer import NullObserver
-from router.placement import LOCAL
-from router.recovery import MAX_UNHEARD, RetryBudget
 from tests.router.bench import STOP_ID, A, B, Bench, ended
 from tests.router.fake_cluster import load
 

@@ -9,7 +9,11 @@ import pytest
 
 from engine.messages import Cancel, Orphan, Place, RequestStats
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.api import (
+from router.app import RouterApp
+from router.config import RouterConfig
+from router.core.endings import DEADLINE
+from router.core.events import Complete
+from router.front.api import (
     ApiError,
     ChatMessage,
     Delta,
@@ -19,15 +23,11 @@ from router.api import (
     Position,
     Started,
 )
-from router.app import RouterApp
-from router.client import Client
-from router.config import RouterConfig
-from router.context import Context, pack, unpack
-from router.endings import DEADLINE
-from router.events import Complete
-from router.form import HttpForm
+from router.front.context import Context, pack, unpack
+from router.front.form import HttpForm
+from router.front.timing import WORKER_STAGES
+from router.grpc.client import Client
 from router.observer import NullObserver
-from router.timing import WORKER_STAGES
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 
 ANSWER = "wörld 🙂 ok, thé énd"

@@ -8,16 +8,24 @@ import pytest
 
 from engine.messages import Cancel, Place, RequestStats
 from engine.types import FinishReason, RequestId
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position, Started
 from router.app import RouterApp
-from router.client import Client
 from router.config import RouterConfig
-from router.events import Complete
+from router.core.events import Complete
+from router.front.api import (
+    ApiError,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    Position,
+    Started,
+)
+from router.front.output import Output
+from router.front.progress import RECONNECT_S, Progress
+from router.front.stream import Stream
+from router.front.timing import Timeline
+from router.grpc.client import Client
 from router.observer import NullObserver
-from router.output import Output
-from router.progress import RECONNECT_S, Progress
-from router.stream import Stream
-from router.timing import Timeline
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from engine.messages import Cancel, Place
-from router.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.app import RouterApp
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.grpc.client import Client
 from router.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until

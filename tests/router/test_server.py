@@ -7,9 +7,9 @@ import time
 import httpx
 import pytest
 
-from router.api import ApiError, GenerateCall
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import ApiError, GenerateCall
+from router.grpc.client import Client
 from router.server import HUNG_S, RouterServer
 from tests.router.fake_cluster import ByteText
 

@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from engine.messages import Cancel, Finish, Place
 from engine.types import FinishReason, SamplingParams
 from protos import headrace_pb2 as pb
-from router.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
 from router.app import RouterApp
-from router.client import Client
 from router.config import RouterConfig
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
+from router.grpc.client import Client
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from router.api import Started
+from router.front.api import Started
+from router.front.output import Output
+from router.front.stream import Stream
+from router.front.timing import Timeline
 from router.observer import NullObserver
-from router.output import Output
-from router.stream import Stream
-from router.timing import Timeline
 from tests.router.fake_cluster import ByteDetokenizer
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from engine.types import RequestId, RequestRecord
-from router.api import GenerateCall
 from router.config import RouterConfig
-from router.openai import parse_chat, parse_completion
-from router.validate import to_record
+from router.front.api import GenerateCall
+from router.front.validate import to_record
+from router.http.openai import parse_chat, parse_completion
 from tests.router.test_http_fuzz import Model
 
 

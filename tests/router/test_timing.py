@@ -4,7 +4,7 @@ import pytest
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.timing import Timeline
+from router.front.timing import Timeline
 
 
 def test_stages_and_unattributed_add_up() -> None:

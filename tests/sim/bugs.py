@@ -11,24 +11,24 @@ from typing import Any
 
 import msgspec
 
-from decode_worker import handoffs
-from decode_worker.beams import Beams
-from decode_worker.departures import Departures
-from decode_worker.events import Tell
-from decode_worker.forks import Forks
-from decode_worker.handoffs import Handoffs
-from decode_worker.request import State
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler import handoffs
+from decode_worker.scheduler.beams import Beams
+from decode_worker.scheduler.departures import Departures
+from decode_worker.scheduler.events import Tell
+from decode_worker.scheduler.forks import Forks
+from decode_worker.scheduler.handoffs import Handoffs
+from decode_worker.scheduler.request import State
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.kv.stashes import Stashes
 from engine.messages import Landed, Refused
 from engine.types import FinishReason
 from transfer import digest
-from transfer.commands import Arrived, Disconnect, Emit
-from transfer.conversion import rows_by_block
-from transfer.migration import R
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
+from transfer.handoff.commands import Arrived, Disconnect, Emit
+from transfer.handoff.conversion import rows_by_block
+from transfer.handoff.migration import R
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
 
 Patch = tuple[Any, str, Callable[..., Any]]
 Plant = Callable[[], list[Patch]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.messages import Fault
 from engine.types import Beam, FinishReason, RequestRecord
-from router.events import Complete
+from router.core.events import Complete
 from tests.sim.clock import Process, Violation
 from tests.sim.shadow import expected_answers, expected_output
 

@@ -6,10 +6,10 @@ from functools import partial
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation
 from tests.sim.explore_state import Key, State
-from transfer import commands as c
-from transfer.migration import R
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
+from transfer.handoff import commands as c
+from transfer.handoff.migration import R
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
 
 
 def moves(state: State) -> Iterator[tuple[str, partial[None], int]]:

@@ -6,10 +6,10 @@ from copy import copy
 from engine.messages import Fault, Handoff, Landed, Offer, PrefillFailed, Stop
 from engine.types import BlockId, Incarnation, RequestId
 from tests.sim.clock import Violation
-from transfer import commands as c
-from transfer.migration import S
-from transfer.receiver import KVReceiver, _Receiving
-from transfer.sender import KVSender, _Chunk, _Sending
+from transfer.handoff import commands as c
+from transfer.handoff.migration import S
+from transfer.handoff.receiver import KVReceiver, _Receiving
+from transfer.handoff.sender import KVSender, _Chunk, _Sending
 
 Message = Offer | PrefillFailed | Landed | Stop
 Key = tuple[Handoff, int]

@@ -5,13 +5,13 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from engine.messages import Orphan, PeerAddress, RouterRecord, encode
-from router.call import State
 from router.config import RouterConfig
-from router.core import Router
+from router.core.call import State
+from router.core.core import Router
+from router.core.policy import make_policy
 from router.dispatch import ATTACH, PAUSE_S, WATCH
 from router.hub import Hub
 from router.observer import NullObserver
-from router.policy import make_policy
 from tests.sim.client import Client
 from tests.sim.clock import Process, Violation
 from tests.sim.link import Link

@@ -8,7 +8,7 @@ from tests.sim.faults import Fault
 from tests.sim.fence import readable, writable
 from tests.sim.pipes import Pipe
 from tests.sim.shadow import ShadowKV, block_digest
-from transfer.commands import IncomingBlock, PostRecv, PostScrap
+from transfer.handoff.commands import IncomingBlock, PostRecv, PostScrap
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -78,7 +78,7 @@ class Landing:
             recv.wrong += 1
 
     def _scatter(self, recv: Recv, block: IncomingBlock, source: list[int]) -> None:
-        """As `transfer.landing.Repacked`."""
+        """As `transfer.host.landing.Repacked`."""
         for rows in block.rows:
             self._writable(recv, rows.target)
             mine = self._memory.rows[rows.target]

@@ -14,7 +14,7 @@ from tests.sim.batch import Report
 
 ROOT = Path(__file__).parent.parent.parent
 LEDGER = Path(__file__).parent / "ledger.jsonl"
-CORES = ("decode_worker", "prefill_worker", "transfer", "router", "engine/kv", "engine")
+CORES = ("decode_worker", "prefill_worker", "transfer", "router", "engine")
 SIMULATOR = ("tests/sim",)
 
 
@@ -22,7 +22,7 @@ def source_hash(folders: Iterable[str] = CORES) -> str:
     """One digest over the source of everything that is simulated."""
     sums = hashlib.sha256()
     for folder in folders:
-        for path in sorted((ROOT / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             sums.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return sums.hexdigest()[:16]
 

@@ -18,7 +18,8 @@ from tests.sim.landing import Landing, Recv
 from tests.sim.pipes import Pipe, SimTransport
 from tests.sim.sending import Sending
 from tests.sim.shadow import ShadowKV
-from transfer.commands import (
+from transfer.digest import Tally
+from transfer.handoff.commands import (
     CancelRecv,
     CancelSend,
     Connect,
@@ -31,7 +32,6 @@ from transfer.commands import (
     Received,
     Unreachable,
 )
-from transfer.digest import Tally
 
 if TYPE_CHECKING:
     from tests.sim.world import World

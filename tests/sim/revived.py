@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from engine.messages import Fault
 from engine.types import FinishReason
-from router.events import Complete
+from router.core.events import Complete
 from tests.sim.clock import Violation
 
 if TYPE_CHECKING:

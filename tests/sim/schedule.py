@@ -164,7 +164,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
 
 
 def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
-    """As `router.frontend` makes them."""
+    """As `router.front.frontend` makes them."""
     if count == 1:
         return [record]
     return [

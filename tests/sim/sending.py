@@ -11,7 +11,7 @@ from tests.sim.connections import Connections
 from tests.sim.fence import readable
 from tests.sim.pipes import Frame, Pipe
 from tests.sim.shadow import ShadowKV, block_digest
-from transfer.commands import MoverEvent, Posted, PostSend, Sent
+from transfer.handoff.commands import MoverEvent, Posted, PostSend, Sent
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from engine.messages import Ended, FirstToken, Load, Orphan, PrefillFailed, Record, StartPrefill
-from prefill_worker.scheduler import GIVEN_UP
+from prefill_worker.scheduler.scheduler import GIVEN_UP
 from tests.sim.clock import Process
 
 if TYPE_CHECKING:

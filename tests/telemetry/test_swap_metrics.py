@@ -1,7 +1,7 @@
 """What is told of preempted requests: choices, prices and copies, each total once."""
 
 from decode_worker.config import DecodeConfig
-from decode_worker.swapping import Swapping
+from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.stashes import Stash
 from engine.kv.tier_io import Store, Stored

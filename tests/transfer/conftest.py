@@ -18,8 +18,8 @@ from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.fake_device import ONE_SIDED_VARIABLE, count, fake
 from tests.transfer.nccl_ends import Ends
 from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
-from transfer.loopback import LoopbackHub
-from transfer.nccl_library import ONE_SIDED
+from transfer.host.loopback import LoopbackHub
+from transfer.nccl.library import ONE_SIDED
 from transfer.transport import Completion, Move, Outcome, Span, Ticket, Transport
 
 ROOT = Path(__file__).parents[2]

@@ -30,10 +30,10 @@ from kernels.block_shape import BlockShape
 from kernels.pool import KVPool
 from kernels.reference_blocks import convert_blocks, wp64
 from transfer.config import NcclConfig, TransferConfig
-from transfer.cuda_ipc import CudaIpcTransport
-from transfer.device import DeviceMemory, Event, Stream
-from transfer.nccl import NcclTransport
-from transfer.nccl_library import NcclLibrary
+from transfer.gpu.cuda_ipc import CudaIpcTransport
+from transfer.gpu.device import DeviceMemory, Event, Stream
+from transfer.nccl.library import NcclLibrary
+from transfer.nccl.transport import NcclTransport
 from transfer.transport import TransferError, Transport
 
 SOURCE = Path(__file__).with_name("fake_nccl.c")
@@ -128,7 +128,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """`transfer.device.Device`."""
+    """`transfer.gpu.device.Device`."""
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name

@@ -13,8 +13,8 @@ from tests.transfer.fake_device import TESTS, FakeDevice
 from tests.transfer.fake_device import library_path as fake_path
 from tests.transfer.wire import IntoDevice, get, put, whole
 from transfer.config import NcclConfig
-from transfer.nccl import NcclTransport
-from transfer.nccl_library import NcclLibrary
+from transfer.nccl.library import NcclLibrary
+from transfer.nccl.transport import NcclTransport
 from transfer.transport import Completion, Move, Outcome, Ticket
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)

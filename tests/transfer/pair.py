@@ -11,8 +11,10 @@ from engine.kv.paged import PagedKV
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.wire import open_any
-from transfer.algorithms import AS_STORED
-from transfer.commands import (
+from transfer.config import TransferConfig
+from transfer.digest import WP64, XXH3
+from transfer.handoff.algorithms import AS_STORED
+from transfer.handoff.commands import (
     Arrived,
     Broken,
     Command,
@@ -28,13 +30,11 @@ from transfer.commands import (
     Sent,
     Settled,
 )
-from transfer.config import TransferConfig
-from transfer.digest import WP64, XXH3
-from transfer.loopback import LoopbackHub
+from transfer.handoff.negotiation import Agreement
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
+from transfer.host.loopback import LoopbackHub
 from transfer.mover import Mover
-from transfer.negotiation import Agreement
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
 BLOCKS = 40

@@ -11,10 +11,18 @@ from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, RequestId
 from tests.transfer.pair import BLOCKS, DECODE, LAYOUT, PREFILL, H, Pair
 from tests.transfer.wire import Into, whole
-from transfer.commands import Arrived, Broken, Connect, Fenced, Received, Settled, Unreachable
-from transfer.link import header
-from transfer.negotiation import Agreement
-from transfer.tcp import TcpTransport
+from transfer.handoff.commands import (
+    Arrived,
+    Broken,
+    Connect,
+    Fenced,
+    Received,
+    Settled,
+    Unreachable,
+)
+from transfer.handoff.negotiation import Agreement
+from transfer.host.link import header
+from transfer.host.tcp import TcpTransport
 from transfer.transport import Move, Outcome
 
 STALL_S = 0.3

@@ -15,8 +15,8 @@ from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer import fake_device
 from tests.transfer.pair import DECODE, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS
-from transfer import cuda_ipc, link, pull
-from transfer.commands import (
+from transfer.gpu import cuda_ipc
+from transfer.handoff.commands import (
     Arrived,
     Broken,
     ExpectedBlock,
@@ -25,11 +25,12 @@ from transfer.commands import (
     Received,
     Settled,
 )
-from transfer.conversion import landed_tokens, rows_by_block
-from transfer.loopback import Fault, FaultKind
-from transfer.migration import HandoffError
-from transfer.negotiation import unit
-from transfer.receiver import KVReceiver
+from transfer.handoff.conversion import landed_tokens, rows_by_block
+from transfer.handoff.migration import HandoffError
+from transfer.handoff.negotiation import unit
+from transfer.handoff.receiver import KVReceiver
+from transfer.host import link, pull
+from transfer.host.loopback import Fault, FaultKind
 from transfer.rows import block_rows
 
 BASE = {"layers": 2, "head_dim": 4}

@@ -12,12 +12,12 @@ from kernels.configs import ConfigKey, config_for
 from tests.transfer.fake_device import FakeDevice
 from tests.transfer.nccl_ends import LAYOUT as ENDS_LAYOUT
 from tests.transfer.nccl_ends import Ends
-from transfer.algorithms import WP64, digest_shape
 from transfer.config import TransferConfig
-from transfer.device import flat, words_of
 from transfer.digest import Tally
-from transfer.negotiation import Agreement
-from transfer.pulse import Pulse
+from transfer.gpu.device import flat, words_of
+from transfer.gpu.pulse import Pulse
+from transfer.handoff.algorithms import WP64, digest_shape
+from transfer.handoff.negotiation import Agreement
 from transfer.registry import open_transport, open_transports
 from transfer.route import open_route
 from transfer.transport import Span, TransferError

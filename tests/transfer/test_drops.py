@@ -5,7 +5,7 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.colocated import DECODE, PREFILL, Colocated
-from decode_worker.events import FromPeer
+from decode_worker.scheduler.events import FromPeer
 from engine.kv.layout import KVLayout
 from engine.messages import (
     BlockOffer,
@@ -22,11 +22,11 @@ from prefill_worker.config import PrefillConfig
 from telemetry.labels import HANDOFF_DROPS
 from telemetry.metrics import WorkerMetrics
 from tests.integration.fake_device import fake_device
-from transfer.commands import ExpectedBlock, OutgoingBlock, Rows
-from transfer.loopback import Fault as WireFault
-from transfer.loopback import FaultKind
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
+from transfer.handoff.commands import ExpectedBlock, OutgoingBlock, Rows
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
+from transfer.host.loopback import Fault as WireFault
+from transfer.host.loopback import FaultKind
 
 H = Handoff(RequestId("r"), 1, 0, DECODE, PREFILL)
 GONE = Handoff(RequestId("gone"), 1, 0, DECODE, PREFILL)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.messages import Endpoint
-from transfer.door import MAX_STRANGERS
-from transfer.shm import ShmTransport
-from transfer.tcp import TcpTransport
+from transfer.host.door import MAX_STRANGERS
+from transfer.host.shm import ShmTransport
+from transfer.host.tcp import TcpTransport
 from transfer.transport import Move, Outcome, TransferError
 
 ME = 2**64 - 5

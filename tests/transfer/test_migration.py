@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.commands import (
+from transfer.handoff.commands import (
     Arrived,
     Broken,
     CancelRecv,
@@ -22,9 +22,9 @@ from transfer.commands import (
     Rows,
     Settled,
 )
-from transfer.migration import RECEIVER_TABLE, SENDER_TABLE, HandoffError, R, S
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
+from transfer.handoff.migration import RECEIVER_TABLE, SENDER_TABLE, HandoffError, R, S
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
 
 PREFILL = Incarnation(1)
 DECODE = Incarnation(2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.messages import Handoff, Landed, Offer, Stop
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.commands import (
+from transfer.handoff.commands import (
     Arrived,
     Broken,
     CancelRecv,
@@ -30,8 +30,8 @@ from transfer.commands import (
     Rows,
     Settled,
 )
-from transfer.receiver import KVReceiver
-from transfer.sender import KVSender
+from transfer.handoff.receiver import KVReceiver
+from transfer.handoff.sender import KVSender
 
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 BLOCKS = 3
@@ -220,7 +220,7 @@ class World:
     chaos=st.sampled_from([0, 1, 4]),
 )
 def test_handoffs_in_any_order(reads_remotely: bool, seed: int, chaos: int) -> None:
-    """Guards the two promises of `transfer.migration`: no early unpin, no early free, and nothing left.
+    """Guards the two promises of `transfer.handoff.migration`: no early unpin, no early free, and nothing left.
 
     The walk is drawn from the seed by weights, since hypothesis's own choice of rules hardly gets a handoff under way.
     """

@@ -10,7 +10,7 @@ from engine.messages import Endpoint, Handoff
 from engine.types import Incarnation, RequestId
 from tests.transfer.pair import DECODE, LAYOUT, PREFILL, H, Pair
 from tests.transfer.wire import WAYS
-from transfer.commands import (
+from transfer.handoff.commands import (
     Arrived,
     Broken,
     Connect,
@@ -20,8 +20,8 @@ from transfer.commands import (
     Settled,
     Unreachable,
 )
-from transfer.loopback import Fault, FaultKind
-from transfer.negotiation import Agreement
+from transfer.handoff.negotiation import Agreement
+from transfer.host.loopback import Fault, FaultKind
 
 
 @pytest.fixture

@@ -14,13 +14,20 @@ from engine.messages import Hello, WorkerInfo
 from engine.types import BlockId, Incarnation
 from tests.transfer.pair import BLOCKS, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS
-from transfer import device_narrow
-from transfer.algorithms import AS_STORED
-from transfer.commands import Arrived, Broken, ExpectedBlock, OutgoingBlock, Received, Settled
 from transfer.config import TransferConfig
-from transfer.conversion import rows_by_block
-from transfer.narrow import convert
-from transfer.negotiation import WIRED, NegotiationError, negotiate, unit
+from transfer.gpu import narrow as device_narrow
+from transfer.handoff.algorithms import AS_STORED
+from transfer.handoff.commands import (
+    Arrived,
+    Broken,
+    ExpectedBlock,
+    OutgoingBlock,
+    Received,
+    Settled,
+)
+from transfer.handoff.conversion import rows_by_block
+from transfer.handoff.negotiation import WIRED, NegotiationError, negotiate, unit
+from transfer.host.narrow import convert
 
 WORST = {"int8": 0.5 / 127, "fp8": 16 / 448}
 """Half of the largest step, of a row's largest value. All of int8's steps are as large; E4M3's shrink with values."""

@@ -11,8 +11,8 @@ from engine.types import BlockId, RequestId
 from tests.transfer.fake_device import ASYNC, FAIL, HANG, STALL, Fault, count, fake
 from tests.transfer.nccl_ends import BLOCKS, LAYOUT, QUICK, Ends
 from tests.transfer.wire import IntoDevice, whole
-from transfer.device import StuckStreamError
-from transfer.nccl_lane import DRAIN_S
+from transfer.gpu.device import StuckStreamError
+from transfer.nccl.lane import DRAIN_S
 from transfer.transport import Move, Outcome, TransferError
 from transfer.watchdog import Watchdog
 

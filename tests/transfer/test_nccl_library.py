@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.transfer.fake_device import library_path
-from transfer.nccl_library import (
+from transfer.nccl.library import (
     _PROTOTYPES,
     ID_BYTES,
     IN_PROGRESS,

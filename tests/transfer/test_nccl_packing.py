@@ -10,8 +10,8 @@ import pytest
 from tests.transfer.fake_device import LateDevice, count, fake
 from tests.transfer.nccl_ends import LAYOUT, QUICK, End, Ends
 from transfer.config import NcclConfig
-from transfer.nccl_library import ONE_SIDED
-from transfer.nccl_packing import Packing
+from transfer.nccl.library import ONE_SIDED
+from transfer.nccl.packing import Packing
 from transfer.transport import Outcome
 
 BLOCKS = 24

@@ -5,8 +5,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer.nccl_pair import Chunk, Pair, Piece
-from transfer.nccl_wire import Go, Gone, Ready, Said
+from transfer.nccl.pair import Chunk, Pair, Piece
+from transfer.nccl.wire import Go, Gone, Ready, Said
 from transfer.transport import Outcome, Ticket
 
 STEPS = st.lists(

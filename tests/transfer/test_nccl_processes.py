@@ -75,7 +75,7 @@ def test_the_peer_ends_in_a_call(far: Rig, pattern: Pattern, verb: str) -> None:
 
 
 def test_one_operation_at_a_time(far: Rig) -> None:
-    """Guards the order that keeps workers from waiting for each other in kernels (`transfer.nccl_lane`)."""
+    """Guards the order that keeps workers from waiting for each other in kernels (`transfer.nccl.lane`)."""
     peers = [far.peer() for _ in range(3)]
     tickets = []
     for n, peer in enumerate(peers):

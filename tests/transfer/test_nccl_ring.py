@@ -19,7 +19,7 @@ from tests.transfer.nccl_far import (
     sender_of,
     still_works,
 )
-from transfer.nccl_library import ONE_SIDED
+from transfer.nccl.library import ONE_SIDED
 from transfer.transport import Outcome
 
 PUTS = msgspec.structs.replace(QUICK, one_sided=True, put_bytes=4 * LAYOUT.block_bytes)

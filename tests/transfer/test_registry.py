@@ -35,7 +35,7 @@ def test_the_pure_part_needs_neither_torch_nor_numpy() -> None:
     import subprocess
 
     code = (
-        "import transfer.sender, transfer.receiver, transfer.registry, sys\n"
+        "import transfer.handoff.sender, transfer.handoff.receiver, transfer.registry, sys\n"
         "assert not {'torch', 'numpy', 'grpc'} & set(sys.modules), 'impure'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,7 @@
 
 from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
-from transfer.silence import Silence
+from transfer.handoff.silence import Silence
 from transfer.watchdog import Watchdog
 
 ONE, TWO, ME = Incarnation(1), Incarnation(2), Incarnation(9)

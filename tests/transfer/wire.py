@@ -13,9 +13,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.types import BlockId, Incarnation
 from transfer.config import NcclConfig, TransferConfig
-from transfer.device import flat, words_of
-from transfer.loopback import LoopbackHub
-from transfer.nccl_environment import nccl_environment
+from transfer.gpu.device import flat, words_of
+from transfer.host.loopback import LoopbackHub
+from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport
 from transfer.transport import Landing, Span, Transport
 

@@ -1,0 +1,133 @@
+"""The requests that a decode worker computes for, and what its next step holds. Pure.
+
+    READY --room in the batch--> RUNNING        LOCAL: a prompt that is computed here, in chunks, beside the others
+
+A request without a block for its next token has no row in the step; it has one again when somebody has made room.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from decode_worker.scheduler.beams import Beams
+from decode_worker.scheduler.request import Request, State
+from engine.kv.manager import KVCacheManager
+from engine.plan import banned_tokens, share_budget
+from engine.step import Drawn, Row, StepPlan
+
+
+class Batch:
+    """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, the number of
+    steps. Owner: the scheduler."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        beams: Beams,
+        max_rows: int,
+        chunk_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.ready: list[Request] = []
+        self.running: list[Request] = []
+        self.local: list[Request] = []
+        self._kv = kv
+        self._beams = beams
+        self._max_rows = max_rows
+        self._chunk_tokens = chunk_tokens
+        self._stop_ids = stop_ids
+        self._stepping: list[Request] = []
+        self._steps = 0
+
+    def add_ready(self, request: Request) -> None:
+        """All KV but the newest token's is here."""
+        request.state = State.READY
+        self.ready.append(request)
+
+    def add_local(self, request: Request, now: float) -> None:
+        """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
+        self._kv.extend(request.lease, len(request.tokens))
+        request.state, request.local_since = State.LOCAL, now
+        request.local_from = request.known
+        self.local.append(request)
+
+    def remove(self, request: Request) -> None:
+        for line in (self.ready, self.running, self.local):
+            if request in line:
+                line.remove(request)
+
+    def fill(self, others: int, now: float) -> None:
+        """Requests that are ready run from now on, as far as a step has rows for them beside `others`."""
+        rows = others + sum(map(_rows, self.running))
+        while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
+            request = self.ready.pop(0)
+            request.state = State.RUNNING
+            request.clock.enter("decode_run", now)
+            self.running.append(request)
+
+    def plan(self, departing: Sequence[Request]) -> StepPlan | None:
+        """The next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
+        rows: list[Row] = []
+        # In the first step after a fork, before its parent writes on in the block that they share.
+        copies = [pair for request in self.local for pair in request.lease.copies]
+        self._stepping = []
+        for request in (*self.running, *departing):
+            if any(short for _, short in self._beams.wants(request)):
+                continue
+            if request.record.beams is not None:
+                self._beams.prepare(request)
+                copies += self._beams.copies(request)
+                more = list(self._beams.rows(request))
+                self._stepping += [request] * len(more)
+                rows += more
+            else:
+                self._kv.extend(request.lease, len(request.tokens))
+                rows.append(self._row(request, len(request.tokens)))
+        if self.local:
+            # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
+            local = self.local[: max(1, self._max_rows - len(rows))]
+            missing = [len(request.tokens) - request.known for request in local]
+            shares = share_budget(missing, self._chunk_tokens)
+            for request, share in zip(local, shares, strict=True):
+                if share:
+                    rows.append(self._row(request, request.known + share))
+        if not rows:
+            return None
+        self._steps += 1
+        return StepPlan(tuple(rows), tuple(copies), self._steps)
+
+    def _row(self, request: Request, end: int) -> Row:
+        self._stepping.append(request)
+        return Row(
+            request=request.record.request,
+            record=request.record,
+            tokens=request.tokens,
+            start=request.known,
+            end=end,
+            blocks=request.lease.blocks,
+            draw=end == len(request.tokens),
+            banned=banned_tokens(request.record, request.output_tokens, self._stop_ids),
+        )
+
+    def complete(
+        self, plan: StepPlan, drawn: Sequence[Drawn]
+    ) -> Iterator[tuple[Request, Row, Drawn | None]]:
+        """The step has run: each row with its request, and what follows where that was wanted."""
+        for request in self.local:
+            self._kv.copied(request.lease)
+        tokens = iter(drawn)
+        stepped, self._stepping = self._stepping, []
+        for row, request in zip(plan.rows, stepped, strict=True):
+            if not row.candidates:
+                request.known = row.end
+            yield request, row, next(tokens) if row.draw else None
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Recompute the invariants: `requests` are all that there are."""
+        lines = {State.READY: self.ready, State.RUNNING: self.running, State.LOCAL: self.local}
+        for state, line in lines.items():
+            assert all(request.state is state for request in line)
+            assert sum(request.state is state for request in requests) == len(line)
+
+
+def _rows(request: Request) -> int:
+    """How many rows of a step it may take."""
+    return 1 if request.record.beams is None else request.record.beams.width

@@ -1,0 +1,153 @@
+"""Beam searches on one decode worker: every live hypothesis has a lease, forked where two go on from one. Pure.
+
+    the prompt is here --> one hypothesis, which computes the prompt's last token again
+    a step has run --> the search picks the next hypotheses: of those from one parent, the first goes on in its blocks,
+                       the others fork it before the next step; whoever has no child lets its blocks go at once
+    over, cancelled, preempted --> all leases but the request's own are let go
+
+What hypotheses have in common is one set of blocks; only a boundary block is copied. Nothing is said before the search
+is over, so one that lost its blocks, or its worker, begins again from its prompt: the same search finds the same
+answers. The request's own lease is always that of the first hypothesis.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from decode_worker.scheduler.request import Request, State
+from engine.beam import BeamSearch, Step
+from engine.kv.manager import KVCacheManager, Lease
+from engine.plan import banned_tokens, end_tokens
+from engine.step import Candidates, Row
+from engine.types import Beam, BlockId
+
+
+@dataclass(slots=True, eq=False)
+class _Hypothesis:
+    """`tokens` is the prompt with its output; all rows but the last one's are in the blocks, of `parent` or its own."""
+
+    tokens: list[int]
+    lease: Lease
+    parent: "_Hypothesis | None" = None
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(slots=True)
+class _Live:
+    search: BeamSearch
+    hypotheses: list[_Hypothesis]
+    drawn: list[Candidates] = field(default_factory=list)
+
+
+class Beams:
+    """Mutable state, all of it: the searches by request, and `forked`. Owner: the scheduler."""
+
+    def __init__(self, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
+        self.forked = 0
+        """Hypotheses that began with another one's blocks."""
+        self._kv = kv
+        self._stop_ids = stop_ids
+        self._live: dict[Request, _Live] = {}
+
+    def begin(self, request: Request) -> None:
+        """The prompt of `request` is here."""
+        params, record = request.record.beams, request.record
+        assert params is not None
+        search = BeamSearch(params, record.max_tokens, end_tokens(record, self._stop_ids))
+        first = _Hypothesis(list(request.tokens), request.lease)
+        self._live[request] = _Live(search, [first])
+
+    def wants(self, request: Request) -> list[tuple[Lease, int]]:
+        """The blocks that its next step needs beyond what is promised, by lease; those of any other request are one."""
+        if request not in self._live:
+            return [(request.lease, self._kv.shortage(request.lease, len(request.tokens)))]
+        wants = []
+        for one in self._live[request].hypotheses:
+            short = self._kv.shortage(one.lease, len(one.tokens))
+            if one.parent is not None:
+                short = max(0, short - one.known // self._kv.block_size)
+            wants.append((one.lease, short))
+        return wants
+
+    def prepare(self, request: Request) -> None:
+        """There is room: the forks are made."""
+        for one in self._live[request].hypotheses:
+            if one.parent is not None:
+                self._kv.fork(one.parent.lease, one.lease, one.known)
+                one.parent = None
+                self.forked += 1
+
+    def rows(self, request: Request) -> Iterator[Row]:
+        """One for each hypothesis; to be called after `prepare`."""
+        live, record = self._live[request], request.record
+        live.drawn.clear()
+        for one in live.hypotheses:
+            self._kv.extend(one.lease, len(one.tokens))
+            output_tokens = len(one.tokens) - record.prompt_tokens
+            yield Row(
+                request=record.request,
+                record=record,
+                tokens=one.tokens,
+                start=one.known,
+                end=len(one.tokens),
+                blocks=one.lease.blocks,
+                draw=True,
+                banned=banned_tokens(record, output_tokens, self._stop_ids),
+                candidates=live.search.candidates,
+            )
+
+    def copies(self, request: Request) -> list[tuple[BlockId, BlockId]]:
+        return [pair for one in self._live[request].hypotheses for pair in one.lease.copies]
+
+    def complete(self, request: Request, candidates: Candidates) -> list[Beam] | None:
+        """What came of one row, in their order. With the last row the search goes on; its answers, if it is over."""
+        live = self._live[request]
+        live.drawn.append(candidates)
+        if len(live.drawn) < len(live.hypotheses):
+            return None
+        for one in live.hypotheses:
+            self._kv.copied(one.lease)
+            self._kv.commit(one.lease, one.tokens)
+        steps = live.search.advance(live.drawn)
+        if live.search.is_over:
+            assert request.record.beams is not None
+            return live.search.answers[: request.record.beams.answers]
+        self._follow(request, live, steps)
+        return None
+
+    def _follow(self, request: Request, live: _Live, steps: Sequence[Step]) -> None:
+        before, heirs = live.hypotheses, dict[int, _Hypothesis]()
+        live.hypotheses = []
+        for step in steps:
+            tokens = [*before[step.parent].tokens, step.token]
+            heir = heirs.get(step.parent)
+            if heir is None:
+                one = heirs[step.parent] = _Hypothesis(tokens, before[step.parent].lease)
+            else:
+                lease = self._kv.promise(request.record.namespace, 0)
+                assert lease is not None
+                one = _Hypothesis(tokens, lease, parent=heir)
+            live.hypotheses.append(one)
+        for at, childless in enumerate(before):
+            if at not in heirs:
+                self._kv.release(childless.lease)
+        request.lease = live.hypotheses[0].lease
+
+    def drop(self, request: Request) -> None:
+        """The search ends; what remains is the request's own lease."""
+        live = self._live.pop(request, None)
+        if live is not None:
+            for one in live.hypotheses[1:]:
+                self._kv.release(one.lease)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Recompute the invariants: `requests` are all that there are."""
+        decoding = {r for r in requests if r.record.beams and r.state in (State.READY, State.RUNNING)}
+        assert decoding == self._live.keys()
+        for request, live in self._live.items():
+            assert live.hypotheses[0].lease is request.lease
+            assert all(not one.lease.released for one in live.hypotheses)
+            outputs = [one.tokens[request.record.prompt_tokens :] for one in live.hypotheses]
+            assert outputs == [one.ids for one in live.search.live]

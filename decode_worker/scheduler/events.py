@@ -1,0 +1,66 @@
+"""What can happen to a decode scheduler, and what it asks of its shell besides the commands of
+`transfer.handoff.migration`."""
+
+import msgspec
+
+from engine.messages import (
+    DecodeRecord,
+    FirstToken,
+    Offer,
+    PeerAddress,
+    PrefillFailed,
+    RouterRecord,
+)
+from engine.types import Incarnation
+
+
+class FromRouter(msgspec.Struct, frozen=True):
+    """A router said something on stream `link`."""
+
+    link: int
+    message: RouterRecord
+
+
+class RouterLost(msgspec.Struct, frozen=True):
+    """The stream `link` has ended: its requests are orphans, or over."""
+
+    link: int
+
+
+class PeerUp(msgspec.Struct, frozen=True):
+    """A worker to read from answered, and its memory can be reached. `block_size` is that of its blocks, in tokens;
+    `block_bytes` what travels for one of this worker's, 0 where that is all of its bytes."""
+
+    peer: Incarnation
+    address: PeerAddress
+    transport: str
+    block_size: int
+    block_bytes: int = 0
+
+
+class PeerDown(msgspec.Struct, frozen=True):
+    """A worker to read from cannot be reached, or is lost. `peer` is None where it was never up."""
+
+    address: PeerAddress
+    peer: Incarnation | None
+    why: str
+
+
+class FromPeer(msgspec.Struct, frozen=True):
+    """A worker to read from said something."""
+
+    peer: Incarnation
+    message: Offer | FirstToken | PrefillFailed
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Command: send a record to the router on stream `link`, in this step's frame. Dropped where the stream is gone."""
+
+    link: int
+    record: DecodeRecord
+
+
+class ConnectPeer(msgspec.Struct, frozen=True):
+    """Command: reach this worker, to read from it; answered by PeerUp or PeerDown."""
+
+    address: PeerAddress

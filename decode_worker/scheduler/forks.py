@@ -1,0 +1,99 @@
+"""Samples of one prompt that share its blocks: who waits for whose prompt, and what becomes of them. Pure.
+
+    FORKING --the parent's prompt is here--> LOCAL, which computes the prompt's last token again
+    FORKING --the parent is gone before--> the first of them takes its place, and room; the others wait for it
+
+A fork is taken with the promise of room that it will not share, and holds no blocks while it waits. It goes on beside
+its parent out of its promise, or alone in the room of a parent that is gone; where that is too little, it is preempted
+(`decode_worker.scheduler.preemption`).
+"""
+
+from decode_worker.scheduler.request import Request, State
+from engine.kv.manager import KVCacheManager, Lease
+from engine.types import RequestRecord
+
+
+class Forks:
+    """Mutable state, all of it: `_waiting`, the forks in the order of their arrival by parent. Owner: the scheduler."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.forked = 0
+        """Requests that began with another one's blocks."""
+        self.inherited = 0
+        """Requests that took the place of one that was gone before it had its prompt."""
+        self._kv = kv
+        self._waiting: dict[Request, list[Request]] = {}
+
+    def parent(self, record: RequestRecord, other: Request) -> Request | None:
+        """Whom a fork of `other` waits for; None where the two cannot share, and `record` is a request like any."""
+        other = next((p for p, forks in self._waiting.items() if other in forks), other)
+        if other.record.namespace != record.namespace:
+            return None
+        theirs, prompt = other.record, record.prompt_tokens
+        same = theirs.prompt_tokens == prompt and theirs.tokens[:prompt] == record.tokens[:prompt]
+        return other if same and record.max_tokens <= theirs.max_tokens else None
+
+    def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
+        """Room for what a fork will not share of `room_tokens` tokens, and `spare` blocks left to others; None if there
+        is none."""
+        whole = shared_tokens(record) // self._kv.block_size
+        wanted = self._kv.blocks_for(room_tokens) - whole
+        return self._kv.promise(record.namespace, wanted, spare)
+
+    def waiting(self, parent: Request) -> list[Request]:
+        """Those that wait for the prompt of `parent`."""
+        return list(self._waiting.get(parent, ()))
+
+    def wait(self, fork: Request, parent: Request) -> None:
+        """`fork` begins as soon as the prompt of `parent` is here."""
+        fork.state = State.FORKING
+        self._waiting.setdefault(parent, []).append(fork)
+
+    def leave(self, fork: Request) -> None:
+        """It is over before it began."""
+        for parent, forks in list(self._waiting.items()):
+            if fork in forks:
+                forks.remove(fork)
+                if not forks:
+                    del self._waiting[parent]
+
+    def fork(self, parent: Request) -> list[Request]:
+        """Those that wait for `parent` get the head of its lease, if all of the prompt is in it; returns them."""
+        waiting = self._waiting.get(parent)
+        if not waiting or parent.known < max(shared_tokens(fork.record) for fork in waiting):
+            return []
+        del self._waiting[parent]
+        self.forked += len(waiting)
+        # A fork holds the nodes of what it shares: they must be there before it takes them over.
+        self._kv.commit(parent.lease, parent.tokens[: parent.known])
+        for fork in waiting:
+            tokens = shared_tokens(fork.record)
+            self._kv.fork(parent.lease, fork.lease, tokens)
+            fork.known, fork.have_blocks, fork.arrived = tokens, tokens // self._kv.block_size, True
+            if fork.output_tokens == 0:
+                fork.prefill_cached_tokens = tokens
+        return waiting
+
+    def heir(self, parent: Request) -> Request | None:
+        """`parent` is gone: the first of those that wait for it, for which the others wait from now on."""
+        waiting = self._waiting.pop(parent, None)
+        if not waiting:
+            return None
+        self.inherited += 1
+        heir, *others = waiting
+        if others:
+            self._waiting[heir] = others
+        return heir
+
+    def check(self, forking: set[Request]) -> None:
+        """Recompute the invariants: `forking` are all requests in that state."""
+        waiting = [fork for forks in self._waiting.values() for fork in forks]
+        assert len(waiting) == len(forking) and set(waiting) == forking
+        for parent, forks in self._waiting.items():
+            assert forks and parent not in forking and not parent.lease.released, parent
+            assert all(not fork.lease.blocks for fork in forks)
+
+
+def shared_tokens(record: RequestRecord) -> int:
+    """How many tokens of a fork are its parent's: its prompt. The token after the last is computed from the last."""
+    return min(record.prompt_tokens, len(record.tokens) - 1)

@@ -1,0 +1,150 @@
+"""Whose request is this? Which routers are attached, and what is kept for the one that comes after a lost one. Pure.
+
+A resumable request whose router's stream has ended is an orphan: it runs on until the next router is told of it, or its
+time is over. One that ended while its router lived is remembered as long, without blocks, since its router may
+die before the client has read the end. A router that comes back as the same incarnation gets none that it had placed
+here: it never lost its side, and has placed them again. What it was handed over it is told once more, since it may not
+have heard; it refuses what it knows.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from decode_worker.scheduler.request import NO_ROUTER, Request
+from engine.messages import Ended, Orphan
+from engine.types import Incarnation, RequestId
+
+NOBODY = 0
+"""The `link` of an orphan; streams are numbered from 1."""
+MAX_REMEMBERED = 4096
+MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+TOKEN_BYTES = 52
+"""What a token id is taken to cost: an int, and its place in the record, the request and the output."""
+MAX_HANDOVERS = 3
+"""Routers that are told of one request after its first; what kills routers is not handed on for ever."""
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A request that has ended: what a router is told of it, and whose it is."""
+
+    request: Request
+    ended: Ended
+    tokens: list[int]
+    until: float
+
+    @property
+    def size(self) -> int:
+        return TOKEN_BYTES * len(self.request.tokens) + len(self.request.record.context)
+
+
+class Orphans:
+    """Mutable state: `_routers` (incarnation by stream, oldest stream first), `_ended` (oldest first) with its size in
+    bytes, and the fields `router`, `handovers` and `orphan_until` of requests. Owner: the scheduler."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._routers: dict[int, Incarnation] = {}
+        self._ended: OrderedDict[RequestId, Remembered] = OrderedDict()
+        self._bytes = 0
+        self.expired = 0
+        """Orphans that nobody took in time."""
+
+    def __len__(self) -> int:
+        """Ended requests that are remembered."""
+        return len(self._ended)
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether ended requests are remembered for a router that is yet to come."""
+        attached = set(self._routers.values())
+        return any(one.request.router not in attached for one in self._ended.values())
+
+    def joined(self, link: int, router: Incarnation) -> None:
+        """A router has said who it is."""
+        self._routers[link] = router
+
+    def left(self, link: int) -> int:
+        """The stream has ended. Returns the newest one that remains; NOBODY without any, or if it was no router's."""
+        was = self._routers.pop(link, None)
+        return NOBODY if was is None else next(reversed(self._routers), NOBODY)
+
+    def router(self, link: int) -> Incarnation:
+        """Whose stream this is."""
+        return self._routers.get(link, NO_ROUTER)
+
+    def is_alone(self, link: int) -> bool:
+        """Whether no other router is attached, so that nothing more can be left by one."""
+        return set(self._routers.values()) == {self._routers[link]}
+
+    def leave(self, request: Request, now: float) -> None:
+        """The request's router is gone."""
+        request.link = NOBODY
+        request.orphan_until = now + self._keep_s
+
+    def remember(self, request: Request, ended: Ended, tokens: list[int], now: float) -> None:
+        """It has ended with these output tokens."""
+        if not self._keep_s:
+            return
+        self.forget(request.record.request)
+        one = Remembered(request, ended, tokens, now + self._keep_s)
+        self._ended[request.record.request] = one
+        self._bytes += one.size
+        while len(self._ended) > MAX_REMEMBERED or self._bytes > MAX_REMEMBERED_BYTES:
+            self.forget(next(iter(self._ended)))
+
+    def forget(self, name: RequestId) -> None:
+        one = self._ended.pop(name, None)
+        if one is not None:
+            self._bytes -= one.size
+
+    def tick(self, now: float) -> None:
+        """Forget what ended too long ago."""
+        while self._ended:
+            name, oldest = next(iter(self._ended.items()))
+            if now < oldest.until:
+                return
+            self.forget(name)
+
+    def adopt(self, request: Request, link: int) -> bool:
+        """The router on `link` takes an orphan; False if it was handed on too often."""
+        router = self._routers[link]
+        if request.router != router:
+            if request.handovers >= MAX_HANDOVERS:
+                return False
+            request.handovers += 1
+        request.link, request.router = link, router
+        request.orphan_until = float("inf")
+        return True
+
+    def adopt_ended(self, link: int) -> list[Remembered]:
+        """What the router on `link` is to be told of requests that have ended: those of routers that are gone, and
+        those that it was told of on an earlier stream. Of that one's end this side may yet have to hear."""
+        router, attached = self._routers[link], set(self._routers.values())
+        told = [
+            one
+            for one in self._ended.values()
+            if one.request.router not in attached
+            or (one.request.handovers and one.request.router == router and one.request.link != link)
+        ]
+        return [one for one in told if self.adopt(one.request, link)]
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        assert self._bytes == sum(one.size for one in self._ended.values())
+        untils = [one.until for one in self._ended.values()]
+        assert untils == sorted(untils), "not the oldest first"
+
+
+def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
+    """What its next router is told, with all `tokens` of its output so far."""
+    remaining_s = None if request.record.remaining_s is None else max(0.0, request.deadline - now)
+    return Orphan(
+        record=request.record,
+        placement=request.placement,
+        prefill=request.prefill.name,
+        tokens=tokens,
+        age_s=now - request.accepted,
+        remaining_s=remaining_s,
+        losses=request.losses,
+    )

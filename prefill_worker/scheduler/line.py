@@ -1,0 +1,126 @@
+"""The prompts that wait and those that run: who runs next, and how a step's budget is shared. Pure.
+
+Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
+prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
+the cache what those before it have computed; one whose next tokens are on their way into the cache is held back for
+them (`prefill_worker.scheduler.arriving`). Running jobs share the step's token budget in the same order; one that is
+much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.scheduler.order` has the rules.
+"""
+
+from collections.abc import Iterator
+
+from engine.kv.fetches import Fetches
+from engine.kv.manager import KVCacheManager
+from engine.plan import share_budget
+from prefill_worker.config import PrefillConfig
+from prefill_worker.scheduler.arriving import Arriving
+from prefill_worker.scheduler.job import Job, JobState
+from prefill_worker.scheduler.order import Order
+
+MAX_CONSIDERED = 64
+"""How many of the longest-waiting jobs are compared at each step."""
+
+
+class Line:
+    """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, and what `order` has measured.
+    Owner: the scheduler."""
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        kv: KVCacheManager,
+        fetches: Fetches | None,
+        context_tokens: int,
+    ) -> None:
+        fairness = config.fairness_tokens_per_s
+        self.order = Order(None if fairness == "auto" else fairness, context_tokens)
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self._kv = kv
+        self._chunk_tokens = config.chunk_tokens
+        self._arriving = Arriving(fetches, kv.block_size)
+
+    def __iter__(self) -> Iterator[Job]:
+        """All that is not computed yet."""
+        return iter((*self.waiting, *self.running))
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens asked for and not computed; waiting prompts count in full."""
+        return sum(job.remaining for job in self)
+
+    def retire(self, job: Job) -> None:
+        """No more computing for this job; its lease stays."""
+        if job.state is JobState.WAITING:
+            self.waiting.remove(job)
+        elif job.state is JobState.RUNNING:
+            self.running.remove(job)
+        job.state = JobState.SENDING
+
+    def admit(self, now: float) -> Iterator[Job]:
+        """Those that run from now on, each with a lease for its whole prompt. What is in the cache for one is to be
+        offered before the next is asked for."""
+        matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
+        line = sorted(matched, key=lambda job: self.order.priority(matched[job], job, now), reverse=True)
+        self._arriving.look(line, [matched[job] for job in line], self.order.speed, now)
+        held: list[Job] = []
+        while matched:
+            if sum(job.remaining for job in self.running) < self._chunk_tokens:
+                job = max(matched, key=lambda job: self.order.priority(matched[job], job, now))
+            else:
+                shorter = self._slips_in(matched, now)
+                if shorter is None:
+                    break
+                job = shorter
+            if not self.order.is_in_time(job, [*held, job]):
+                break  # too late to overtake those who are held back
+            if self._arriving.is_held(job, matched[job], self.running, now):
+                held.append(job)
+                del matched[job]
+                continue
+            del matched[job]
+            if not self._start(job):
+                break
+            yield job
+
+    def _start(self, job: Job) -> bool:
+        """False: there is no room for it now."""
+        record, total = job.record, len(job.record.tokens)
+        lease = self._kv.acquire(
+            record.namespace, record.tokens, match_limit=total - 1, room_tokens=total
+        )
+        if lease is None:
+            return False
+        self.waiting.remove(job)
+        self.running.append(job)
+        job.state, job.lease = JobState.RUNNING, lease
+        job.cached_tokens = job.computed = lease.cached_tokens
+        job.offered_blocks = job.have_tokens // self._kv.block_size
+        return True
+
+    def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
+        """The prompt that may share the steps of the first in line, though the budget is full."""
+        in_time = [job for job in matched if self.order.is_in_time(job, self)]
+        if not in_time:
+            return None
+        shortest = min(in_time, key=lambda job: job.remaining - matched[job])
+        uncached = shortest.remaining - matched[shortest]
+        first = max(self.running, key=lambda job: self.order.priority(job.cached_tokens, job, now))
+        return shortest if self.order.is_much_shorter(uncached, first, self.running) else None
+
+    def _matched(self, job: Job) -> int:
+        record = job.record
+        return self._kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
+
+    def shares(self, now: float) -> list[tuple[Job, int]]:
+        """How many tokens of the next step each running job has, the first in order first; some have none."""
+        self.running.sort(
+            key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True
+        )
+        missing = [job.remaining for job in self.running]
+        return list(zip(self.running, share_budget(missing, self._chunk_tokens), strict=True))
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        assert all(job.state is JobState.WAITING for job in self.waiting)
+        assert all(job.state is JobState.RUNNING and job.lease for job in self.running)

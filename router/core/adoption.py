@@ -1,0 +1,124 @@
+"""Requests of a router that is gone, as decode workers report them to the one that comes after it. Pure.
+
+Two workers may report the same request: an older placement whose cancel was lost with the router, and the one that its
+client has read. Until the router has settled the higher placement wins, and nothing is handed out; afterwards what was
+adopted goes on, since a client may have read it. `Adoptions` says which reports to take, `Adopter` takes them.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Collection
+
+from engine.messages import Cancel, Orphan
+from engine.types import FinishReason, RequestId
+from router.core.beliefs import Beliefs
+from router.core.book import Book
+from router.core.call import State
+from router.core.events import Adopt, Command, Deliver, Dropped, SendCancel
+
+NEVER = sys.maxsize
+"""A placement that no report is above."""
+MAX_KNOWN = 16_384
+"""Adopted requests whose placement is known, the newest ones."""
+
+
+class Adoptions:
+    # Mutable state: since when it waits, who has told all, whether all have, and the placement adopted by request.
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._began_s: float | None = None
+        self._named: frozenset[str] | None = None
+        self._told: set[str] = set()
+        self._is_settled = False
+        self._placements: OrderedDict[RequestId, int] = OrderedDict()
+
+    def __repr__(self) -> str:
+        state = "settled" if self._is_settled else "waiting"
+        return f"Adoptions({state}, {len(self._placements)} adopted)"
+
+    def named(self, decode: Collection[str]) -> None:
+        """These are all decode workers."""
+        self._named = frozenset(decode)
+
+    def told(self, worker: str) -> None:
+        """It has reported everything that it kept."""
+        self._told.add(worker)
+
+    def is_settled(self, now: float) -> bool:
+        """Whether every decode worker has told all, or the time for it is over. Counts from the first question."""
+        if self._began_s is None:
+            self._began_s = now
+        if not self._is_settled:
+            all_told = self._named is not None and self._named <= self._told
+            self._is_settled = all_told or now - self._began_s >= self._settle_s
+        return self._is_settled
+
+    def knows(self, request: RequestId) -> bool:
+        """Whether it was adopted, and not long ago."""
+        return request in self._placements
+
+    def is_unsure(self, request: RequestId, now: float) -> bool:
+        """Whether a worker may yet tell of a higher placement of it: until then it stays with whoever has it."""
+        return self.knows(request) and not self.is_settled(now)
+
+    def close(self, request: RequestId) -> None:
+        """Nobody wants it any more: no report of it is taken."""
+        if request in self._placements:
+            self._placements[request] = NEVER
+
+    def takes(self, orphan: Orphan, now: float) -> bool:
+        """Whether this report is the one to go on with; if so it is, from now on."""
+        name = orphan.record.request
+        best = self._placements.get(name)
+        if best is not None and (orphan.placement <= best or self.is_settled(now)):
+            return False
+        self._placements[name] = orphan.placement
+        if len(self._placements) > MAX_KNOWN:
+            self._placements.popitem(last=False)
+        return True
+
+
+class Adopter:
+    """Goes on with what decode workers kept, or lets them drop it. No placement of a router before is above `life`."""
+
+    def __init__(self, adoptions: Adoptions, book: Book, beliefs: Beliefs, life: int) -> None:
+        self._adoptions = adoptions
+        self._book = book
+        self._beliefs = beliefs
+        self._life = life
+
+    def adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
+        """A decode worker holds this request for a router that is gone."""
+        request, home = orphan.record.request, self._beliefs.registry.get(worker)
+        known = self._book.calls.get(request)
+        if known is not None:
+            known.highest = max(known.highest, orphan.placement)
+        if home is None:
+            # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
+            out.append(Dropped("stale", len(orphan.tokens)))
+            return
+        is_mine = known is not None and not self._adoptions.knows(request)
+        if is_mine or not self._adoptions.takes(orphan, now):
+            cancel = Cancel(request, orphan.placement, FinishReason.CANCELLED)
+            out.append(SendCancel(worker, cancel))
+            return
+        highest = self._life
+        if known is not None:
+            highest = max(highest, known.highest, known.placement)
+            if known.state is not State.WAITING:
+                cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
+                out.append(SendCancel(known.decode, cancel))
+            self._book.forget(known, out)
+        left_s = orphan.remaining_s
+        deadline_s = None if left_s is None else now + left_s
+        call = self._book.open(orphan.record, deadline_s, State.RUNNING, orphan.placement)
+        call.losses, call.highest = orphan.losses, highest
+        call.decode, call.decode_life, call.key = worker, home.life, home.key
+        if len(orphan.record.tokens) > orphan.record.prompt_tokens:
+            call.cached_tokens_bound = 0
+        self._beliefs.adopted(call, orphan)
+        out.append(Adopt(orphan))
+        call.emitted.extend(orphan.tokens)
+        # One by one, as they came: a front that makes an event of each makes the same events again.
+        out.extend(Deliver(request, [token]) for token in orphan.tokens)

@@ -1,0 +1,94 @@
+"""What the router believes of its workers because of its own requests: written as they are placed, accepted and ended.
+
+Every placement adds to the load of its two workers until a report counts it; every acceptance and every end corrects
+what is believed to be cached. `registry` and `index` hold the beliefs; the core owns all three.
+"""
+
+from collections.abc import Mapping
+
+from engine import identity
+from engine.messages import Accepted, Orphan, PeerAddress, RequestStats
+from engine.types import RequestId
+from router.core.call import Call, State
+from router.core.placement import LOCAL
+from router.core.policy import PrefillView
+from router.core.prefix_index import PrefixIndex
+from router.core.registry import Registry
+
+
+class Beliefs:
+    def __init__(self, silent_s: float) -> None:
+        self.registry = Registry(silent_s)
+        self.index = PrefixIndex()
+
+    def use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
+        """Note who prefills `call`, and what is believed of it."""
+        call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
+        prefill = self.registry.get(choice.name)
+        if prefill is None:
+            call.prefill_life = None
+            return LOCAL
+        call.prefill_life, call.prefill_key = prefill.life, prefill.key
+        uncached = len(call.record.tokens) - choice.cached_tokens
+        self.registry.dispatched(choice.name, call.record.request, uncached, 0)
+        return prefill.peer
+
+    def replace_prefill(self, call: Call, choice: PrefillView | None) -> PeerAddress | None:
+        """A request that runs already has another prefill worker, or none."""
+        self.registry.released(call.prefill, call.record.request)
+        if choice is None:
+            call.prefill, call.prefill_life, call.believed_prefill_tokens = "", None, 0
+            return None
+        peer = self.use_prefill(call, choice)
+        self.registry.accepted(call.prefill, call.record.request)
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
+        return peer
+
+    def accepted(self, call: Call, record: Accepted) -> None:
+        """Both workers are about to hold the blocks of `call`; the decode worker says how many it has already."""
+        chain = call.chain(call.key)
+        actual_blocks = record.cached_tokens // call.key[1]
+        if actual_blocks < call.believed_decode_blocks:
+            self.index.correct(call.decode, chain, actual_blocks)
+        self.index.insert(call.decode, chain)
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
+
+    def adopted(self, call: Call, orphan: Orphan) -> None:
+        """A worker holds `call` since before this router knew either."""
+        prefill = self.registry.get(orphan.prefill)
+        call.prefill, call.prefill_life = orphan.prefill, prefill.life if prefill else None
+        self.registry.dispatched(call.decode, orphan.record.request, 0, 0)
+        self.registry.accepted(call.decode, orphan.record.request)
+        chain = call.chain(call.key)
+        self.index.insert(call.decode, chain)
+        self.index.insert(call.prefill, chain)
+
+    def ended(self, call: Call, stats: RequestStats) -> None:
+        """Both workers have committed their blocks: correct the trees, then extend them."""
+        chain = call.chain(call.key)
+        size = call.key[1]
+        if stats.prefill_cached_tokens < call.believed_prefill_tokens:
+            theirs = call.chain(call.prefill_key)
+            actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
+            self.index.correct(call.prefill, theirs, actual_blocks)
+            self.index.insert(call.prefill, theirs)
+        parent = chain[-1] if chain else identity.root(call.record.namespace, call.key[0])
+        written = call.tokens[len(chain) * size : -1]
+        self.index.insert(call.decode, chain + identity.chain(parent, written, size))
+
+    def release(self, call: Call) -> None:
+        """Its workers no longer hold `call`, for all the router knows."""
+        self.registry.released(call.prefill, call.record.request)
+        self.registry.released(call.decode, call.record.request)
+
+    def check(self, calls: Mapping[RequestId, Call]) -> None:
+        """Raise AssertionError if what workers are believed to hold is not what `calls` say."""
+        self.index.check()
+        for request, call in calls.items():
+            if call.state is not State.WAITING:
+                worker = self.registry.get(call.decode)
+                assert worker is not None and request in worker.own, f"{request} is nowhere"
+        for worker in self.registry:
+            for request in worker.own:
+                held = calls[request]
+                assert worker.name in (held.prefill, held.decode), f"{request} is misfiled"

@@ -1,0 +1,114 @@
+"""One request as the router core knows it: where it stands, what its client was given, whom it may blame.
+
+    WAITING ──offer──> OFFERED ──Accepted──> RUNNING ──stop string──> FINISHING
+       ^                  │ Refused, or lost  │  │                        │
+       ├──────────────────┘                   │  └─ cancel, deadline ─> CLOSING
+       └───────────────── lost, or yielded ───┘
+
+A request adopted from an earlier router begins as RUNNING.
+A request is forgotten when its worker says `Ended`, or is lost and nothing is left to do. CLOSING means that its client
+has been answered and its worker has not yet said that it let go.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from engine import identity
+from engine.messages import RequestStats
+from engine.types import RequestRecord
+from router.core.registry import Life, ModelKey
+
+
+class State(Enum):
+    WAITING = "waiting"
+    OFFERED = "offered"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    CLOSING = "closing"
+
+
+_MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.OFFERED}),
+    State.OFFERED: frozenset({State.WAITING, State.RUNNING, State.CLOSING}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHING, State.CLOSING}),
+    State.FINISHING: frozenset({State.CLOSING}),
+    State.CLOSING: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Call:
+    """`record` is what the next placement sends: prompt, and what was emitted before it. `emitted` is all that the
+    client was given. `prefill` is empty where the decode worker prefills by itself."""
+
+    record: RequestRecord
+    turn: int
+    deadline_s: float | None
+    state: State = State.WAITING
+    placement: int = 0
+    highest: int = 0
+    """The highest placement that some worker may know of it, besides `placement`."""
+    prefill: str = ""
+    decode: str = ""
+    prefill_life: Life | None = None
+    decode_life: Life | None = None
+    key: ModelKey = ("", 1)
+    """Of the decode worker."""
+    prefill_key: ModelKey = ("", 1)
+    believed_prefill_tokens: int = 0
+    believed_decode_blocks: int = 0
+    emitted: list[int] = field(default_factory=list)
+    losses: int = 0
+    """Placements that ended because the decode worker that had accepted them was lost."""
+    unheard: int = 0
+    """Placements whose worker was lost before it said anything to them."""
+    victims: set[Life] = field(default_factory=set)
+    """Workers that were lost while they held this request; one that turns out to live is taken out again."""
+    failed_prefills: set[Life] = field(default_factory=set)
+    """Prefill workers that this request's decode workers could not go on with; not chosen again for it."""
+    cached_tokens_bound: int | None = None
+    """After a loss: prompt tokens that may still be called cached, as all others were computed for this request."""
+    yielding: bool = False
+    """Its decode worker is leaving, and was asked to yield it."""
+    source: Life | None = None
+    """The decode worker that has yielded it, and keeps its KV until the next one has gone on."""
+    source_placement: int = 0
+    """Its placement there."""
+    earlier: RequestStats | None = None
+    """What it cost on decode workers that have yielded it."""
+    _chains: dict[ModelKey, list[bytes]] = field(default_factory=dict)
+
+    def move(self, state: State) -> None:
+        if state not in _MOVES[self.state]:
+            raise AssertionError(f"{self.record.request}: {self.state.name} -> {state.name}")
+        self.state = state
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and everything emitted."""
+        return self.record.tokens[: self.record.prompt_tokens] + self.emitted
+
+    def chain(self, key: ModelKey) -> list[bytes]:
+        """Identities of the full blocks of the record's tokens, computed once per kind of worker."""
+        chain = self._chains.get(key)
+        if chain is None:
+            root = identity.root(self.record.namespace, key[0])
+            chain = identity.chain(root, self.record.tokens, key[1])
+            self._chains[key] = chain
+        return chain
+
+    def rewrite(self) -> None:
+        """What was emitted becomes history of the record: the next placement goes on behind it."""
+        self.record = msgspec.structs.replace(self.record, tokens=self.tokens)
+        self._chains.clear()
+        bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens
+        believed = min(believed, self.record.prompt_tokens)
+        self.cached_tokens_bound = believed if bound is None else min(bound, believed)
+
+    def moved(self, stats: RequestStats) -> None:
+        """As `rewrite`, after a worker that has told what it all cost until then."""
+        self.believed_prefill_tokens = stats.prefill_cached_tokens
+        self.rewrite()
+        self.earlier = stats

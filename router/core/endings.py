@@ -1,0 +1,75 @@
+"""How a request ends for its client: from its worker's last word, or from what is known without one. Pure."""
+
+import msgspec
+
+from engine.messages import Ended, Fault, RequestStats
+from engine.types import FinishReason
+from router.core.call import Call, State
+from router.core.events import Complete, Fail
+from router.core.moves import together
+
+DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
+LEFT = Fault("CANCELLED", "the client left before the request ended")
+
+
+def ending(call: Call, record: Ended) -> Complete | Fail:
+    """What a worker's `Ended` means to the client, who has not been answered yet."""
+    request, reason, stats = record.request, record.reason, record.stats
+    if call.state is State.FINISHING:
+        return complete(call, reason, stats)
+    if record.fault is None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        problem = _contradiction(call, record)
+        if not problem:
+            end = complete(call, reason, stats)
+            return msgspec.structs.replace(end, beams=tuple(record.beams))
+        return Fail(request, Fault("INTERNAL", problem), FinishReason.ERROR)
+    if reason is FinishReason.DEADLINE:
+        return Fail(request, DEADLINE, reason)
+    unexplained = Fault("INTERNAL", f"worker {call.decode} ended it with {reason.value!r}")
+    return Fail(request, record.fault or unexplained, _outcome(reason))
+
+
+def complete(call: Call, reason: FinishReason, stats: RequestStats) -> Complete:
+    """The account of a request that ended well. After a loss its figures are those of the last placement, but what an
+    earlier one computed is not called cached."""
+    stats = together(call.earlier, stats)
+    if call.state is State.FINISHING:
+        reason = FinishReason.STOP
+        stats = msgspec.structs.replace(stats, output_tokens=len(call.emitted))
+    expected, bound = call.believed_prefill_tokens, call.cached_tokens_bound
+    if bound is not None:
+        expected = min(expected, bound)
+        cached = min(stats.prefill_cached_tokens, bound)
+        stats = msgspec.structs.replace(stats, prefill_cached_tokens=cached)
+    return Complete(call.record.request, reason, stats, expected)
+
+
+def unreported(call: Call) -> RequestStats:
+    """The account of a request whose worker was lost before it could give its own: no stages, no figures."""
+    return RequestStats(
+        prompt_tokens=call.record.prompt_tokens,
+        output_tokens=len(call.emitted),
+        prefill_worker=call.prefill,
+        decode_worker=call.decode,
+    )
+
+
+def _contradiction(call: Call, record: Ended) -> str:
+    """Why the worker's good end cannot be believed; empty if it can."""
+    if call.state is State.OFFERED:
+        return f"worker {call.decode} ended a request that it had not accepted"
+    wanted = 0 if call.record.beams is None else call.record.beams.answers
+    if len(record.beams) != wanted:
+        return f"worker {call.decode} found {len(record.beams)} answers of {wanted}"
+    if not wanted and record.stats.output_tokens != len(call.emitted):
+        return (
+            f"worker {call.decode} counts {record.stats.output_tokens} output tokens, "
+            f"{len(call.emitted)} arrived"
+        )
+    return ""
+
+
+def _outcome(reason: FinishReason) -> FinishReason:
+    """Stop and length are no outcomes of a request that failed."""
+    ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return FinishReason.ERROR if ended_well else reason

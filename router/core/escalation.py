@@ -1,0 +1,117 @@
+"""Which lives of workers are given up, so that the supervisor ends them. Pure: time is an argument.
+
+A worker is *condemned* when
+
+- another worker keeps blocks for it and cannot reach it (`Load.silent`), and the router has no stream to it either, or
+  no report over it for `escalate_s`;
+- its stream is open, kept alive by gRPC's own threads, and no report has come over it for `hung_s`: its engine hangs.
+
+A condemned life is lost to the router at once and for ever: it gets no request again, whatever becomes of it. A worker
+that only cannot be reached, for `hung_s`, is *missing*: named to the supervisor too, and forgiven if it comes back. One
+that this router has never reached, but was told of, is judged alike; an accuser is not believed before it has tried for
+`escalate_s`.
+Nobody here frees anything, and an innocent that is killed is one more death that requests recover from.
+"""
+
+import msgspec
+
+from engine.types import Incarnation
+from router.core.registry import Life, Registry
+
+AWAY_S = 1.0
+"""The router looks many times a second. If this long has passed since the last time, it was itself that slept."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """This life of a worker is given up, and why."""
+
+    name: str
+    incarnation: Incarnation
+    why: str
+
+
+class Judge:
+    # Mutable state: the condemned by life, since when others have been without a stream, and the last look.
+
+    def __init__(self, registry: Registry, escalate_s: float, hung_s: float) -> None:
+        self._registry = registry
+        self._escalate_s = escalate_s
+        self._hung_s = hung_s
+        self._condemned: dict[Life, Verdict] = {}
+        self._missing_since: dict[Life, float] = {}
+        self._looked_s: float | None = None
+        self.verdicts: tuple[Verdict, ...] = ()
+        """All condemned and missing lives. Replaced, never changed: any thread may read it."""
+
+    def __repr__(self) -> str:
+        return f"Judge({', '.join(v.name for v in self.verdicts) or 'nobody'})"
+
+    def is_condemned(self, life: Life) -> bool:
+        return life in self._condemned
+
+    def accused(self, accuser: str, silent: list[Incarnation], now: float) -> list[Verdict]:
+        """`accuser` keeps blocks for these lives and does not reach them; returns whom that condemns."""
+        if self._looked_s is not None and now - self._looked_s > AWAY_S:
+            return []  # what we have not heard meanwhile is our own fault; the next report says it again
+        found = []
+        for incarnation in silent:
+            life = self._registry.life(incarnation)
+            if life is None or life in self._condemned:
+                continue
+            worker = self._registry.get(life[0])
+            if worker is None:
+                tried_s = now - self._missing_since.get(life, now)
+                if not self._registry.has_met(life) and tried_s < self._escalate_s:
+                    continue
+                found.append(self._condemn(life, f"{accuser} and the router cannot reach it"))
+            elif now - worker.seen_s >= self._escalate_s:
+                quiet_s = now - worker.seen_s
+                why = f"{accuser} cannot reach it, and it has not reported for {quiet_s:.1f} s"
+                found.append(self._condemn(life, why))
+        return found
+
+    def look(self, now: float) -> list[Verdict]:
+        """Time has passed; returns whom that condemns."""
+        if self._looked_s is not None and now - self._looked_s > AWAY_S:
+            self._registry.forgive(now)
+            self._missing_since.clear()
+        self._looked_s = now
+        found = [
+            self._condemn(worker.life, f"connected, but without a report for {self._hung_s:.1f} s")
+            for worker in self._registry
+            if now - worker.seen_s >= self._hung_s
+        ]
+        self._miss(now)
+        return found
+
+    def forget(self, name: str) -> None:
+        """This worker was taken away."""
+        self._condemned = {life: v for life, v in self._condemned.items() if life[0] != name}
+        self._publish([])
+
+    def _miss(self, now: float) -> None:
+        """Note who has no stream, and who has had none for too long."""
+        absent = [
+            life
+            for life in self._registry.lives()
+            if not self._registry.is_connected(life) and life not in self._condemned
+        ]
+        self._missing_since = {life: self._missing_since.get(life, now) for life in absent}
+        why = f"the router has not reached it for {self._hung_s:.1f} s"
+        self._publish(
+            [
+                Verdict(*life, why)
+                for life, since in self._missing_since.items()
+                if now - since >= self._hung_s
+            ]
+        )
+
+    def _condemn(self, life: Life, why: str) -> Verdict:
+        verdict = self._condemned[life] = Verdict(*life, why)
+        self._publish([])
+        return verdict
+
+    def _publish(self, missing: list[Verdict]) -> None:
+        found = (*self._condemned.values(), *missing)
+        if found != self.verdicts:
+            self.verdicts = found

@@ -1,0 +1,212 @@
+"""What the router core is told, and what it wants done: typed, immutable, without behaviour."""
+
+import msgspec
+
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Fault,
+    Finish,
+    Load,
+    NeedPrefill,
+    Orphan,
+    OrphansTold,
+    PeerAddress,
+    Place,
+    Refused,
+    Release,
+    RequestStats,
+    Tokens,
+    UsePrefill,
+    WorkerInfo,
+    Yield,
+    Yielded,
+)
+from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord
+from router.core.escalation import Verdict
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """A validated request arrived. `deadline_s` is on the router's clock."""
+
+    record: RequestRecord
+    deadline_s: float | None = None
+
+
+class Named(msgspec.Struct, frozen=True):
+    """These are all decode workers, connected or not; and, where that is known, the lives of all workers."""
+
+    decode: tuple[str, ...]
+    lives: tuple[tuple[str, Incarnation], ...] = ()
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A worker is connected."""
+
+    peer: PeerAddress
+    info: WorkerInfo
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A connected worker sent a record."""
+
+    worker: str
+    record: Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The stream to a worker broke; `for_good` if the worker was taken away."""
+
+    worker: str
+    for_good: bool = False
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The client cancelled or disconnected."""
+
+    request: RequestId
+
+
+class StopFound(msgspec.Struct, frozen=True):
+    """The text of the first `tokens_kept` output tokens contains a stop string."""
+
+    request: RequestId
+    tokens_kept: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed."""
+
+
+Event = Submit | Named | Joined | Heard | Lost | Left | StopFound | Tick
+"""What happened."""
+
+
+class SendPlace(msgspec.Struct, frozen=True):
+    worker: str
+    place: Place
+    reason: str
+
+
+class SendCancel(msgspec.Struct, frozen=True):
+    worker: str
+    cancel: Cancel
+
+
+class SendFinish(msgspec.Struct, frozen=True):
+    worker: str
+    finish: Finish
+
+
+class SendUsePrefill(msgspec.Struct, frozen=True):
+    worker: str
+    answer: UsePrefill
+
+
+class SendYield(msgspec.Struct, frozen=True):
+    worker: str
+    order: Yield
+
+
+class SendRelease(msgspec.Struct, frozen=True):
+    worker: str
+    release: Release
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`
+    and `Moved`."""
+
+    request: RequestId
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    """A request of a router that is gone goes on here; its client will come back for all of its output. Said again
+    where a higher placement of it turns up."""
+
+    orphan: Orphan
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """The decode worker of a request was lost; the request goes on behind `emitted_tokens` as soon as one takes it."""
+
+    request: RequestId
+    worker: str
+    emitted_tokens: int
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """A leaving decode worker has yielded a request, which goes on as soon as another one takes it. `stages` are the
+    seconds that it spent there."""
+
+    request: RequestId
+    worker: str
+    stages: dict[str, float]
+
+
+class Poisonous(msgspec.Struct, frozen=True):
+    """A request is refused for good: these workers were lost while they held it."""
+
+    request: RequestId
+    workers: list[str]
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """The next output tokens of a request."""
+
+    request: RequestId
+    ids: list[int]
+
+
+class Complete(msgspec.Struct, frozen=True):
+    """A request ended well. `expected_tokens` is what the router believed to be cached."""
+
+    request: RequestId
+    reason: FinishReason
+    stats: RequestStats
+    expected_tokens: int
+    beams: tuple[Beam, ...] = ()
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """A request ended badly; `outcome` is its label in the metrics."""
+
+    request: RequestId
+    fault: Fault
+    outcome: FinishReason
+    retry_after_s: float | None = None
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """A worker's record was not acted on: "stale", "early", "duplicate", "gap" or "overrun"."""
+
+    kind: str
+    tokens: int
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
+
+    verdict: Verdict
+
+
+Command = (
+    SendPlace
+    | SendCancel
+    | SendFinish
+    | SendUsePrefill
+    | SendYield
+    | SendRelease
+    | Begin
+    | Adopt
+    | Interrupted
+    | Moved
+    | Poisonous
+    | Deliver
+    | Complete
+    | Fail
+    | Dropped
+    | GiveUp
+)
+"""What is to be done."""

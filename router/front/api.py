@@ -1,0 +1,106 @@
+"""What a caller asks of the router and what comes back, whatever front it came through (gRPC or HTTP)."""
+
+import msgspec
+
+from engine.messages import RequestStats
+from engine.types import EarlyStopping, FinishReason, SamplingParams
+from router.front.form import HttpForm
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One request for text. `prompt` is plain text, a chat, or token ids. None means: the server's default."""
+
+    prompt: str | list[ChatMessage] | list[int]
+    n: int = 1
+    """Samples of the answer, drawn side by side from one seed."""
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    sampling: SamplingParams = SamplingParams()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    request_id: str = ""
+    tenant: str = ""
+    timeout_s: float | None = None
+    priority: int = 0
+    beam_width: int | None = None
+    """Beam search in place of drawing: the `n` best answers of so many hypotheses."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    resumable: bool = False
+    """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
+    form: HttpForm | None = None
+    """How the answer is written, where the call came over HTTP."""
+    traceparent: str = ""
+    """The caller's W3C trace context; it travels as a header or as metadata."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A worker has taken the request; where it is resumable, all of its samples. A client whose connection broke comes
+    back with `resume_token`, a secret. `form` is the call's: how a stream that began over HTTP goes on there."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    resume_token: str = ""
+    form: HttpForm | None = None
+    samples: int = 1
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """New output. `text` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    sample: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a sample that ended well; of the request, with the last of them. `stats.stages` holds all nine stages
+    and `unattributed`, in seconds."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    stats: RequestStats
+    ttft_s: float
+    itl_mean_s: float
+    itl_p99_s: float
+    e2e_s: float
+    stop_matched: str = ""
+    sample: int = 0
+    beam_score: float | None = None
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What a client has of one sample: output tokens, and bytes of their text, since text may lag behind tokens."""
+
+    next_index: int = 0
+    text_bytes: int = 0
+
+
+GenerateEvent = Started | Delta | Finished
+
+NOBODY = "nobody answers"
+"""How a client's error begins where no server was reached at all."""
+
+
+class ApiError(Exception):
+    """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
+
+    def __init__(
+        self, code: str, message: str, field: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,121 @@
+"""One answer's samples: a stream each, and one reader that takes from all of them.
+
+A new reader takes the answer over; an old one that is still there, on a connection which only it believes in, is sent
+away.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.types import RequestId
+from router.core.events import Complete
+from router.front.api import ApiError, Delta, Finished, Position, Started
+from router.front.stream import Reader, Stream
+
+
+class Samples:
+    # Mutable state: the streams by sample index (None: not adopted), and the present reader.
+
+    def __init__(self, started: Started) -> None:
+        self.started = started
+        self.changed = asyncio.Event()
+        self.reader: SamplesReader | None = None
+        self._streams: list[Stream | None] = [None] * started.samples
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Those that there are."""
+        return [stream for stream in self._streams if stream is not None]
+
+    def put(self, index: int, stream: Stream) -> None:
+        self._streams[index] = stream
+
+    def read(self) -> "SamplesReader":
+        """From the beginning."""
+        readers = [stream.read() for stream in self.streams]
+        return self._read(SamplesReader(self, readers, bool(self.started.resume_token), False))
+
+    def read_on(self, positions: Sequence[Position]) -> "SamplesReader":
+        """Go on behind what the client has of each sample; of no positions, from the beginning. Raises ApiError for
+        positions that it cannot have reached, and where a sample was lost together with an earlier router."""
+        wanted = self.started.samples
+        positions = positions or [Position()] * wanted
+        if len(positions) != wanted:
+            message = f"positions: {len(positions)} are given, the answer has {wanted} samples"
+            raise ApiError("INVALID_ARGUMENT", message, "positions")
+        if len(self.streams) < wanted:
+            message = "a sample of this request was lost together with the router"
+            raise ApiError("UNAVAILABLE", message)
+        readers = [s.read_on(at) for s, at in zip(self.streams, positions, strict=True)]
+        return self._read(SamplesReader(self, readers, True, True))
+
+    def end_all(self, now: float, why: ApiError | None = None) -> list[RequestId]:
+        """Nobody will read on; `why` is what a reader that comes back is told. Returns the requests to be let go, the
+        last sample first: each of them may wait for one before it."""
+        streams = self.streams[::-1]
+        for stream in streams:
+            stream.left(now, why)
+        return [RequestId(stream.started.request_id) for stream in streams]
+
+    def _read(self, reader: "SamplesReader") -> "SamplesReader":
+        self.reader = reader
+        self.changed.set()
+        return reader
+
+
+class SamplesReader:
+    """Takes the events of all samples, each sample's in order. Only the newest reader of an answer gets any.
+
+    `is_resumable`: it begins when every sample can be found again, not with the first. `is_known`: its client has what
+    it needs to come back.
+    """
+
+    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples are over.
+
+    def __init__(
+        self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool
+    ) -> None:
+        self._samples = samples
+        self._readers = readers
+        self._is_resumable = is_resumable
+        self._turn = 0
+        self._over: set[int] = set()
+        self._has_started = False
+        self.is_known = is_known
+
+    async def next(self) -> Started | tuple[int, Delta | Complete] | None:
+        """`Started`, then events with their sample's index; the last of a sample is Complete, and None is the end.
+
+        Raises ApiError for a request of which a sample failed."""
+        while True:
+            if self._samples.reader is not self:
+                raise ApiError("CANCELLED", "another connection has resumed this stream")
+            if not self._has_started:
+                ready = [reader.is_ready() for reader in self._readers]
+                if all(ready) if self._is_resumable else any(ready):
+                    self._has_started = self.is_known = True
+                    return self._samples.started
+            elif len(self._over) == len(self._readers):
+                return None
+            elif (event := self._poll()) is not None:
+                return event
+            self._samples.changed.clear()
+            await self._samples.changed.wait()
+
+    def _poll(self) -> tuple[int, Delta | Complete] | None:
+        """In turns, so that no sample waits for a long one."""
+        count = len(self._readers)
+        for at in [(self._turn + step) % count for step in range(count)]:
+            event = None if at in self._over else self._readers[at].poll()
+            if isinstance(event, Complete):
+                self._over.add(at)
+            if event is not None:
+                self._turn = at + 1
+                return at, event
+        return None
+
+
+def of_sample(event: Delta | Finished, at: int) -> Delta | Finished:
+    return event if at == event.sample else msgspec.structs.replace(event, sample=at)

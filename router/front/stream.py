@@ -1,0 +1,259 @@
+"""The client's side of one sample: what it was given so far, and what is still to be read.
+
+The hub fills it as output arrives; one reader at a time takes events from it (`router.front.samples`). A resumable
+stream outlives its reader: it keeps what was given (never more than `max_tokens`), and the next reader says what it
+has. It gets the rest, once.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from engine.messages import Fault
+from engine.types import FinishReason
+from router.core.endings import LEFT
+from router.core.events import Complete
+from router.front.api import ApiError, Delta, Finished, Position, Started
+from router.front.output import Output
+from router.front.timing import Timeline
+from router.journal import Ending, Journal
+from router.observer import Observer
+
+DEADLINE_SLACK_S = 0.01
+"""gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""
+
+
+class Stream:
+    # Mutable state: the deltas given so far, how the request ended, and the present reader.
+
+    def __init__(
+        self,
+        started: Started,
+        output: Output,
+        timeline: Timeline,
+        observer: Observer,
+        changed: asyncio.Event,
+        *,
+        is_adopted: bool = False,
+        deadline_s: float = float("inf"),
+        journal: Journal | None = None,
+    ) -> None:
+        self.started = started
+        self.output = output
+        self.deltas: list[Delta] = []
+        self.end: Complete | ApiError | None = None
+        self.begun = is_adopted
+        self.reader: Reader | None = None
+        self.changed = changed
+        self._finished: Finished | None = None
+        self._timeline = timeline
+        self._observer = observer
+        self._journal = journal
+        self._is_adopted = is_adopted
+        self._deadline_s = deadline_s
+        self._counted = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    # ---- what the hub tells
+
+    def offered(self, now: float) -> None:
+        self._timeline.offered(now)
+
+    def accepted(self, now: float) -> None:
+        self._timeline.accepted(now)
+        self.begun = True
+        self.changed.set()
+
+    def interrupted(self, now: float) -> None:
+        self._timeline.interrupted(now)
+
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        self._timeline.moved(stages, now)
+
+    def tokens(self, ids: list[int], now: float) -> int | None:
+        text, kept = self.output.push(ids)
+        if kept:
+            self._timeline.tokens(len(kept), now)
+            self._show(text, kept)
+        stopped = self.output.stopped
+        return stopped.tokens_kept if stopped is not None else None
+
+    def completed(self, end: Complete, now: float) -> None:
+        self._timeline.ended_s = now
+        rest = self.output.flush()
+        if rest:
+            self._show(rest, [])
+        self.end = end
+        self.changed.set()
+
+    def failed(
+        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
+    ) -> None:
+        self._count(outcome, now, {})
+        self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
+        self.changed.set()
+
+    def left(self, now: float, why: ApiError | None = None) -> None:
+        """Its client is gone for good, whether or not it saw the end. A reader that still waits is told `why`."""
+        if isinstance(self.end, Complete):
+            if self._is_adopted and self.reader is None:
+                return  # its client has read it from the router before this one, which counted it
+            self.account(self.end, now)
+        elif self.end is None:
+            self.end = why or ApiError(LEFT.code, LEFT.message)
+            self.changed.set()
+        late = now >= self._deadline_s - DEADLINE_SLACK_S
+        self._count(FinishReason.DEADLINE if late else FinishReason.CANCELLED, now, {})
+
+    # ---- what a reader takes
+
+    def read(self) -> "Reader":
+        """From the beginning."""
+        self.reader = Reader(self, [], 0, is_first=True)
+        return self.reader
+
+    def read_on(self, at: Position) -> "Reader":
+        """Go on behind what the client has. Raises ApiError for a position that it cannot have reached; of an adopted
+        stream, the reader does so at the end, as an earlier router may have given more than has come here yet."""
+        if self.is_behind(at):
+            self.reader = Reader(self, [], 0, is_first=False, position=at)
+        else:
+            self.reader = Reader(self, self.since(at), len(self.deltas), is_first=False)
+        self.changed.set()
+        return self.reader
+
+    def is_behind(self, at: Position) -> bool:
+        """Whether a client may have more than has come here, and it may still come."""
+        if not self._is_adopted or self.end is not None:
+            return False
+        return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
+
+    def since(self, at: Position) -> list[Delta]:
+        """What came behind a position. Raises ApiError if there is no such position, or none any more."""
+        ids, text = self.ids, self.text.encode()
+        next_index, text_bytes = at.next_index, at.text_bytes
+        is_beyond = next_index > len(ids) or text_bytes > len(text)
+        if self._is_adopted and is_beyond and isinstance(self.end, ApiError):
+            raise self.end
+        if not 0 <= next_index <= len(ids):
+            raise _bad("next_index", f"must lie in 0 to {len(ids)}")
+        if not 0 <= text_bytes <= len(text):
+            raise _bad("text_bytes", f"must lie in 0 to {len(text)}")
+        try:
+            text[text_bytes:].decode()
+        except UnicodeDecodeError as error:
+            raise _bad("text_bytes", "lies inside a character") from error
+        return list(self._behind(next_index, text_bytes))
+
+    def _behind(self, next_index: int, text_bytes: int) -> Iterator[Delta]:
+        """What was given behind a position, delta by delta as it was given, so that a front which makes one event of
+        each makes the same events again."""
+        for delta in self.deltas:
+            data = delta.text.encode()
+            rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
+            text_bytes = max(text_bytes - len(data), 0)
+            next_index = max(next_index - len(delta.token_ids), 0)
+            if rest.text or rest.token_ids:
+                yield rest
+
+    def account(self, end: Complete, now: float) -> Finished:
+        """The account of a request that ended well; the same however often it is asked for."""
+        if self._finished is None:
+            stopped = self.output.stopped
+            reason = FinishReason.STOP if stopped is not None else end.reason
+            stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
+            matched = stopped.matched if stopped is not None else ""
+            finished = self._timeline.finished(reason, stats, matched, now)
+            score = end.beams[0].score if end.beams else None
+            self._finished = msgspec.structs.replace(finished, beam_score=score)
+            self._count(reason, now, self._finished.stats.stages)
+        return self._finished
+
+    def _show(self, text: str, ids: list[int]) -> None:
+        self.deltas.append(Delta(text, tuple(ids)))
+        self.changed.set()
+
+    def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        line = self._timeline
+        first_s = line.first_token_s
+        ttft_s = None if first_s is None else first_s - line.received_s
+        e2e_s = now - line.received_s
+        self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
+        if self._journal is not None:
+            self._journal.ended(
+                Ending(
+                    request=self.started.request_id,
+                    outcome=outcome,
+                    at_s=now,
+                    e2e_s=e2e_s,
+                    ttft_s=ttft_s,
+                    gaps_s=line.gaps_s,
+                    stages=stages,
+                    stats=self._finished.stats if self._finished is not None else None,
+                )
+            )
+
+
+class Reader:
+    """Takes a stream's events in order. Only the newest reader of a stream gets any.
+
+    `position` is what its client has; nothing is given before the stream is there.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        backlog: Sequence[Delta],
+        at: int,
+        *,
+        is_first: bool,
+        position: Position | None = None,
+    ) -> None:
+        self._stream = stream
+        self._backlog = deque(backlog)
+        self._at = at
+        self._is_first = is_first
+        self._position = position
+
+    def is_ready(self) -> bool:
+        """Whether the client can be told that its request has begun, or goes on. Raises ApiError for one that failed
+        before, and for a position that there is not."""
+        stream = self._stream
+        if self._position is not None and not stream.is_behind(self._position):
+            self._backlog = deque(stream.since(self._position))
+            self._at, self._position = len(stream.deltas), None
+        if self._is_first and not stream.begun:
+            if isinstance(stream.end, ApiError):
+                raise stream.end
+            return False
+        return self._position is None
+
+    def poll(self) -> Delta | Complete | None:
+        """The next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
+        stream = self._stream
+        if not self.is_ready():
+            return None
+        if self._backlog:
+            return self._backlog.popleft()
+        if self._at < len(stream.deltas):
+            self._at += 1
+            return stream.deltas[self._at - 1]
+        if isinstance(stream.end, ApiError):
+            raise stream.end
+        return stream.end
+
+
+def _bad(field: str, message: str) -> ApiError:
+    return ApiError("INVALID_ARGUMENT", f"{field}: {message}", field)

@@ -1,0 +1,249 @@
+"""From what a caller asks to a record that any worker may run: every field checked, defaults filled.
+
+All bad input stops here. Raises `FieldError` with the field's name, `TooLongError` for a prompt that
+the context cannot hold, `UnknownModelError` for a model that is not served.
+"""
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
+from engine.types import (
+    BeamParams,
+    FieldError,
+    RequestId,
+    RequestRecord,
+    SamplingParams,
+    TooLongError,
+)
+from router.config import RouterConfig
+from router.front.api import GenerateCall
+
+MAX_MESSAGES = 4096
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LABEL_CHARS = 128
+MAX_TIMEOUT_S = 24 * 3600.0
+MAX_COUNT = 2**31 - 1
+ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
+
+
+class UnknownModelError(FieldError):
+    """The caller named a model that this router does not serve."""
+
+
+class ModelLimits(Protocol):
+    """What is needed of a text model here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+
+def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> None:
+    """Everything that can be said of a call before its prompt is tokenized."""
+    if call.model is not None and call.model != model.name:
+        raise UnknownModelError(
+            "model", f"{_shown(call.model)} is not served here, {model.name!r} is"
+        )
+    _check_prompt(call.prompt, model, config)
+    _count("n", call.n, 1, config.max_samples)
+    check_sampling(call.sampling)
+    if call.max_tokens is not None:
+        _count("max_tokens", call.max_tokens, 1, MAX_COUNT)
+    _count("min_tokens", call.min_tokens, 0, MAX_COUNT)
+    if call.max_tokens is not None and call.min_tokens > call.max_tokens:
+        raise FieldError("min_tokens", f"must not exceed max_tokens, which is {call.max_tokens}")
+    if call.seed is not None:
+        _count("seed", call.seed, 0, 2**64 - 1)
+    _check_stop(call.stop)
+    if len(call.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise FieldError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
+    _check_ids("stop_token_ids", call.stop_token_ids, model.vocab_size)
+    for field, label in (("request_id", call.request_id), ("tenant", call.tenant)):
+        if len(label) > MAX_LABEL_CHARS:
+            raise FieldError(field, f"must have at most {MAX_LABEL_CHARS} characters")
+        _check_text(field, label)
+    _count("priority", call.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_search(call)
+    if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
+        raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+
+
+def _check_search(call: GenerateCall) -> None:
+    beams = _beams(call)
+    if beams is None:
+        return
+    check_beams(beams)
+    if call.resumable:
+        raise FieldError("resumable", "is not allowed with beam_width")
+    if call.stop:
+        raise FieldError("stop", "is not allowed with beam_width; stop_token_ids are")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(call.sampling, name):
+            raise FieldError(name, "is not allowed with beam_width")
+    if call.sampling.repetition_penalty != 1.0:
+        raise FieldError("repetition_penalty", "is not allowed with beam_width")
+
+
+def _beams(call: GenerateCall) -> BeamParams | None:
+    if call.beam_width is None:
+        return None
+    return BeamParams(
+        width=call.beam_width,
+        answers=call.n,
+        length_penalty=call.length_penalty,
+        early_stopping=call.early_stopping,
+    )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise FieldError unless every sampling value is finite and within its range."""
+    for name, (low, high) in SAMPLING_RANGES.items():
+        _number(name, getattr(sampling, name), low, high)
+    _count("top_k", sampling.top_k, 0, MAX_COUNT)
+
+
+def to_record(
+    call: GenerateCall,
+    tokens: list[int],
+    model: ModelLimits,
+    config: RouterConfig,
+    *,
+    request: RequestId,
+    seed: int,
+    context: bytes = b"",
+) -> RequestRecord:
+    """The record of a checked call whose prompt is `tokens`; `context` is that of `router.front.context`.
+
+    `seed` is used where the call has none. An absent max_tokens becomes the configured default or
+    what room the context leaves, whichever is less. Raises FieldError and TooLongError.
+    """
+    field = prompt_field(call.prompt)
+    if not tokens:
+        raise FieldError(field, "must not be empty")
+    room = model.context_tokens - len(tokens)
+    if room < 1:
+        raise TooLongError(
+            field,
+            f"has {len(tokens)} tokens; the context holds {model.context_tokens}, and at least "
+            "one is needed for the answer",
+        )
+    max_tokens = min(config.default_max_tokens, room)
+    if call.max_tokens is not None:
+        max_tokens = call.max_tokens
+        if max_tokens > room:
+            raise TooLongError(
+                "max_tokens",
+                f"{max_tokens} output tokens after {len(tokens)} prompt tokens exceed the "
+                f"context of {model.context_tokens}; at most {room} are possible",
+            )
+    return RequestRecord(
+        request=request,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        max_tokens=max_tokens,
+        seed=seed if call.seed is None else call.seed,
+        sampling=call.sampling,
+        priority=call.priority,
+        beams=_beams(call),
+        stop_token_ids=call.stop_token_ids,
+        min_tokens=min(call.min_tokens, max_tokens),
+        ignore_eos=call.ignore_eos,
+        namespace=namespace(call.tenant, config.namespace_key),
+        context=context,
+    )
+
+
+def namespace(tenant: str, key: str) -> bytes:
+    """The cache namespace of a tenant: keyed, so that no tenant can name another's blocks."""
+    if not tenant:
+        return b""
+    secret = blake2b(key.encode(), digest_size=32).digest()
+    return blake2b(tenant.encode(), key=secret, digest_size=16, person=b"headrace tenant").digest()
+
+
+def prompt_field(prompt: object) -> str:
+    """The name by which callers know this kind of prompt."""
+    if isinstance(prompt, str):
+        return "prompt"
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return "messages"
+    return "token_ids"
+
+
+def _check_prompt(prompt: object, model: ModelLimits, config: RouterConfig) -> None:
+    field = prompt_field(prompt)
+    if not prompt:
+        raise FieldError(field if isinstance(prompt, str) else "prompt", "must not be empty")
+    if isinstance(prompt, str):
+        texts = [(field, prompt)]
+    elif field == "messages":
+        assert isinstance(prompt, list)
+        if len(prompt) > MAX_MESSAGES:
+            raise FieldError("messages", f"at most {MAX_MESSAGES} are allowed, not {len(prompt)}")
+        texts = []
+        for index, message in enumerate(prompt):
+            if message.role not in ROLES:
+                known = ", ".join(sorted(ROLES))
+                raise FieldError(f"messages[{index}].role", f"must be one of {known}")
+            texts.append((f"messages[{index}].content", message.content))
+    else:
+        assert isinstance(prompt, list)
+        if len(prompt) >= model.context_tokens:
+            raise TooLongError(
+                field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}"
+            )
+        _check_ids(field, prompt, model.vocab_size)
+        return
+    size = sum(_check_text(name, text) for name, text in texts)
+    if size > config.max_prompt_bytes:
+        raise TooLongError(
+            field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted"
+        )
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise FieldError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed, not {len(stop)}")
+    for index, text in enumerate(stop):
+        if not text:
+            raise FieldError(f"stop[{index}]", "must not be empty")
+        if _check_text(f"stop[{index}]", text) > MAX_STOP_BYTES:
+            raise FieldError(f"stop[{index}]", f"must have at most {MAX_STOP_BYTES} bytes")
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        at = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise FieldError(f"{field}[{at}]", f"is {ids[at]}, must lie in 0 to {vocab_size - 1}")
+
+
+def _check_text(field: str, text: str) -> int:
+    """The size of `text` in bytes of UTF-8; raises FieldError for half a surrogate pair."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise FieldError(field, f"is not valid Unicode at character {error.start}") from error
+
+
+def _number(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise FieldError(field, f"is {value}, must be at least {low:g} and at most {high:g}")
+
+
+def _count(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise FieldError(field, f"is {value}, must lie in {low} to {high}")
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= MAX_LABEL_CHARS else name[:MAX_LABEL_CHARS] + "…")

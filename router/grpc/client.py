@@ -1,0 +1,231 @@
+"""A client of the gRPC API: calls and events are the types of `router.front.api`."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Generator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+import msgspec
+
+from protos import headrace_pb2 as pb
+from router.front.api import NOBODY, ApiError, GenerateCall, GenerateEvent
+from router.front.progress import Progress
+from router.grpc.convert import call_to_proto, event_from_proto, resume_to_proto
+
+_GENERATE = "/headrace.v1.Headrace/Generate"
+_RESUME = "/headrace.v1.Headrace/Resume"
+_CANCEL = "/headrace.v1.Headrace/Cancel"
+_MODELS = "/headrace.v1.Headrace/ListModels"
+_CANCEL_TIMEOUT_S = 2.0
+_UNANSWERED = re.compile(r"failed to connect to all addresses.* ipv[46]:(\S+): (.+)")
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Without all three a server that is silent, and not gone, is waited for without end.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class Client:
+    """Synchronous and asynchronous; each kind opens its channel when it is first used.
+
+    Leaving an iterator early, or closing it, cancels the request. Every failure is an `ApiError`. With `resume` a
+    broken connection is no failure: the client comes back, and goes on where it was, for up to half a minute.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel: grpc.Channel | None = None
+        self._aio_channel: grpc.aio.Channel | None = None
+
+    def generate(self, call: GenerateCall, resume: bool = False) -> Generator[GenerateEvent, None, None]:
+        """Events of one request, ending with Finished of its last sample. Raises ApiError."""
+        call, progress = _resumable(call, resume), Progress()
+        began_s = time.monotonic()
+        channel = self._sync()
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
+        try:
+            while not progress.is_over:
+                try:
+                    for data in stream:
+                        event = event_from_proto(pb.GenerateResponse.FromString(data))
+                        if progress.take(event):
+                            yield event
+                        if progress.is_over:
+                            return
+                    raise _ended_early()
+                except (grpc.RpcError, ApiError) as error:
+                    time.sleep(_pause_s(error, progress))
+                    stream = _again(channel, progress, _left_s(call, began_s))
+        finally:
+            stream.cancel()
+            if call.resumable and not progress.is_over and progress.token:
+                with suppress(grpc.RpcError, ValueError):
+                    channel.unary_unary(_CANCEL)(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
+
+    async def agenerate(
+        self, call: GenerateCall, resume: bool = False
+    ) -> AsyncIterator[GenerateEvent]:
+        """Like `generate`, on the running event loop; close it with `aclosing` to cancel."""
+        call, progress = _resumable(call, resume), Progress()
+        began_s = time.monotonic()
+        channel = self._aio()
+        stream = channel.unary_stream(_GENERATE)(
+            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
+        )
+        try:
+            while not progress.is_over:
+                try:
+                    async for data in stream:
+                        event = event_from_proto(pb.GenerateResponse.FromString(data))
+                        if progress.take(event):
+                            yield event
+                        if progress.is_over:
+                            return
+                    raise _ended_early()
+                except (grpc.RpcError, ApiError) as error:
+                    await asyncio.sleep(_pause_s(error, progress))
+                    stream = _again(channel, progress, _left_s(call, began_s))
+        finally:
+            stream.cancel()
+            if call.resumable and not progress.is_over and progress.token:
+                with suppress(grpc.RpcError, grpc.aio.UsageError):
+                    cancel = channel.unary_unary(_CANCEL)
+                    await cancel(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
+
+    def models(self, timeout_s: float = 10.0) -> dict[str, int]:
+        """Context length in tokens by model name. Raises ApiError."""
+        try:
+            data = self._sync().unary_unary(_MODELS)(b"", timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _api_error(error) from error
+        return {m.name: m.context_tokens for m in pb.ListModelsResponse.FromString(data).models}
+
+    def close(self) -> None:
+        """Close the synchronous channel; requests under way end."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    async def aclose(self) -> None:
+        """Close both channels."""
+        self.close()
+        if self._aio_channel is not None:
+            await self._aio_channel.close()
+            self._aio_channel = None
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _sync(self) -> grpc.Channel:
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self._address, _OPTIONS)
+        return self._channel
+
+    def _aio(self) -> grpc.aio.Channel:
+        if self._aio_channel is None:
+            self._aio_channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
+        return self._aio_channel
+
+
+def _again(channel: Any, progress: Progress, timeout_s: float | None) -> Any:
+    """The stream from where it was on. Raises ApiError if the client was closed meanwhile."""
+    request = resume_to_proto(progress.token, progress.positions).SerializeToString()
+    try:
+        return channel.unary_stream(_RESUME)(request, timeout=timeout_s)
+    except (ValueError, grpc.aio.UsageError) as error:
+        raise ApiError("CANCELLED", "the client was closed") from error
+
+
+def _encoded(call: GenerateCall) -> bytes:
+    try:
+        return call_to_proto(call).SerializeToString()
+    except (TypeError, ValueError) as error:
+        raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+
+
+def _metadata(call: GenerateCall) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", call.traceparent),) if call.traceparent else ()
+
+
+def _resumable(call: GenerateCall, resume: bool) -> GenerateCall:
+    return msgspec.structs.replace(call, resumable=True) if resume else call
+
+
+def _pause_s(error: grpc.RpcError | ApiError, progress: Progress) -> float:
+    """Before the next attempt to come back. Raises the ApiError to tell the caller if there is none."""
+    from_server = False
+    failure = error
+    if isinstance(error, grpc.RpcError):
+        failure = _api_error(error)
+        from_server = "headrace-ended" in dict(error.trailing_metadata() or ())
+    try:
+        return progress.pause_s(failure, from_server, time.monotonic())
+    except ApiError as told:
+        raise told from error
+
+
+def _cancel(progress: Progress) -> bytes:
+    return pb.CancelRequest(resume_token=progress.token).SerializeToString()
+
+
+def _left_s(call: GenerateCall, began_s: float) -> float | None:
+    if call.timeout_s is None:
+        return None
+    return max(call.timeout_s - (time.monotonic() - began_s), 1e-3)
+
+
+def _ended_early() -> ApiError:
+    return ApiError("UNAVAILABLE", "the stream ended without an end of its answer")
+
+
+def _api_error(error: grpc.RpcError) -> ApiError:
+    metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    retry_ms = metadata.get("retry-after-ms")
+    return ApiError(
+        error.code().name,
+        _plain(error.details() or ""),
+        metadata.get("headrace-field", ""),
+        int(retry_ms) / 1e3 if retry_ms else None,
+    )
+
+
+def _plain(details: str) -> str:
+    """Of a connection that failed: who does not answer, and why, without what the library says around it."""
+    found = _UNANSWERED.search(details)
+    if found is None:
+        return details
+    return f"{NOBODY} at {unquote(found[1])}: {found[2].rpartition(': ')[2]}"

@@ -1,0 +1,187 @@
+"""The public gRPC service: bytes to a call, events to bytes, errors to statuses. It decides nothing.
+
+`Generate` takes raw bytes, since gRPC answers what it cannot decode with UNKNOWN: a message that is
+no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import msgspec
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine.types import FieldError, host_port
+from protos import headrace_pb2 as pb
+from router.front.api import ApiError, GenerateCall, GenerateEvent
+from router.front.frontend import Frontend
+from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
+from telemetry import tracing
+from telemetry.tracing import sound
+
+SERVICE = "headrace.v1.Headrace"
+FIELD_KEY = "headrace-field"
+RETRY_KEY = "retry-after-ms"
+ENDED_KEY = "headrace-ended"
+"""On every status that we give, as opposed to those that gRPC makes of a broken connection."""
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """The gRPC server and its handlers; `ready` is asked for health."""
+
+    def __init__(self, frontend: Frontend, ready: Callable[[], bool]) -> None:
+        self._frontend = frontend
+        self._ready = ready
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str, port: int, max_message_bytes: int) -> int:
+        """Serve Generate, ListModels, health and reflection; returns the port.
+
+        Raises OSError if the address cannot be bound.
+        """
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),
+                # Clients of resumable streams ask every few seconds whether we are there.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+            ]
+        )
+        self._register(server)
+        try:
+            port = server.add_insecure_port(host_port(host, port))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests and give those under way `grace_s` seconds."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "Resume": grpc.unary_stream_rpc_method_handler(
+                self.resume, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "Cancel": grpc.unary_unary_rpc_method_handler(
+                self.cancel, response_serializer=pb.CancelResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models, response_serializer=pb.ListModelsResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def update_health(self) -> None:
+        """Tell watchers when readiness changed."""
+        ready = self._ready()
+        if ready == self._serving:
+            return
+        self._serving = ready
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    async def generate(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        def events() -> AsyncGenerator[GenerateEvent, None]:
+            call = _parse(data, context.time_remaining())
+            metadata = dict(context.invocation_metadata() or ())
+            trace = sound(str(metadata.get(tracing.HEADER, "")))
+            return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
+
+        async with aclosing(_answer(events, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def resume(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        def events() -> AsyncGenerator[GenerateEvent, None]:
+            request = _message(pb.ResumeRequest, data)
+            return self._frontend.resume(request.resume_token, positions_from_proto(request))
+
+        async with aclosing(_answer(events, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
+        try:
+            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token)
+        except ApiError as error:
+            await _abort(context, error)
+        return pb.CancelResponse()
+
+    async def list_models(
+        self, data: bytes, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        model = self._frontend.model
+        listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
+        return pb.ListModelsResponse(models=[listed])
+
+
+async def _answer(
+    events: Callable[[], AsyncGenerator[GenerateEvent, None]], context: grpc.aio.ServicerContext
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """What `events()` yields, as messages; what it raises, as a status."""
+    try:
+        async with aclosing(events()) as stream:
+            async for event in stream:
+                yield event_to_proto(event)
+    except ApiError as error:
+        await _abort(context, error)
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except Exception:
+        log.exception("a request failed")
+        await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+
+
+def _message(kind: Any, data: bytes) -> Any:
+    """A protobuf message of `kind`. Raises ApiError."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.name
+        message = f"request: is not a valid {name} (malformed, or invalid UTF-8): {error}"
+        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+
+
+def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:
+    """The call, with the earlier of its own and gRPC's deadline. Raises ApiError."""
+    try:
+        call = call_from_proto(_message(pb.GenerateRequest, data))
+    except FieldError as error:
+        raise ApiError("INVALID_ARGUMENT", str(error), error.field) from error
+    if remaining_s is None or (call.timeout_s is not None and not call.timeout_s > remaining_s):
+        return call
+    return msgspec.structs.replace(call, timeout_s=min(max(remaining_s, 1e-3), 86_400.0))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
+    metadata = [(ENDED_KEY, "1")]
+    if error.field:
+        metadata.append((FIELD_KEY, error.field))
+    if error.retry_after_s is not None:
+        metadata.append((RETRY_KEY, str(round(error.retry_after_s * 1e3))))
+    code = grpc.StatusCode[error.code]
+    await context.abort(code, error.message, tuple(metadata))

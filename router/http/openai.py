@@ -1,0 +1,309 @@
+"""The request bodies of OpenAI's two text routes, read into a `GenerateCall`. Pure: bytes in, call or `ApiError` out.
+
+Only syntax and shape are judged here; the ranges of values are judged behind the frontend, where both fronts meet.
+Three rules for fields (docs/http.md repeats them for users):
+
+- null means absent, and absent means the server's default;
+- a field that would change the answer and is not supported (`tools`, `logprobs`, …) is refused unless it holds a value
+  that asks for nothing, because an answer that silently ignored it would be wrong;
+- any other field is ignored, as clients send many that only matter elsewhere (`user`, `store`, `metadata`).
+
+A duplicate key counts once, with its last value, as in every common JSON reader.
+"""
+
+import math
+import re
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from engine.types import EarlyStopping, SamplingParams
+from router.front.api import ApiError, ChatMessage, GenerateCall
+
+# Integers wider than this cannot travel in a record; JSON itself has no limit.
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+_DEFAULTS = SamplingParams()
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_STOPPING = {
+    None: EarlyStopping.HEURISTIC,
+    False: EarlyStopping.HEURISTIC,
+    True: EarlyStopping.FULL,
+    "never": EarlyStopping.NEVER,
+}
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+}
+"""Unsupported fields and the values, beside null, with which they ask for nothing."""
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What both routes share."""
+
+    model: str | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    timeout: float | None = None
+    resumable: bool | None = None
+    priority: Int | None = None
+    tenant: str | None = None
+    beam_width: Int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    best_of: object = None
+    echo: object = None
+    suffix: object = None
+    logprobs: object = None
+    top_logprobs: object = None
+    prompt_logprobs: object = None
+    logit_bias: object = None
+    response_format: object = None
+    tools: object = None
+    tool_choice: object = None
+    functions: object = None
+    function_call: object = None
+    modalities: object = None
+    audio: object = None
+
+
+class ChatRequest(Request, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: Int | None = None
+
+
+class CompletionRequest(Request, kw_only=True):
+    prompt: str | list[str | Int | list[Int]]
+
+
+class Parsed(msgspec.Struct, frozen=True, kw_only=True):
+    """A request ready to run, and how its answer is to be written."""
+
+    call: GenerateCall
+    chat: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+
+
+def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None) -> Parsed:
+    """Read a `/v1/chat/completions` body. `label` and `timeout_s` come from headers; the shorter timeout counts.
+
+    Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
+    """
+    request = _decode(_chat, body)
+    if not request.messages:
+        raise invalid("messages", "at least one message is needed")
+    limit, other = request.max_tokens, request.max_completion_tokens
+    if limit is not None and other is not None and limit != other:
+        raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    return _parsed(
+        request, messages, other if limit is None else limit, label, timeout_s, chat=True
+    )
+
+
+def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None) -> Parsed:
+    """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
+    request = _decode(_completion, body)
+    return _parsed(
+        request, _prompt(request.prompt), request.max_tokens, label, timeout_s, chat=False
+    )
+
+
+def invalid(field: str, message: str) -> ApiError:
+    return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)
+
+
+def timeout_from(value: str, field: str) -> float:
+    """Seconds written as text, as in a header. Raises `ApiError` unless they are finite and above zero."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise invalid(field, "must be a number of seconds") from None
+    return _timeout(seconds, field)
+
+
+R = TypeVar("R", bound=Request)
+
+
+def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _located(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise invalid("", f"the body is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise invalid(
+            "", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string"
+        ) from error
+    except RecursionError as error:
+        raise invalid("", "the body is nested too deeply") from error
+
+
+def _located(text: str) -> ApiError:
+    """msgspec's message with its `$.path` turned into a field name."""
+    path = ""
+    if (match := _PATH.match(text)) is not None:
+        text, path = match["what"], match["path"]
+    if (match := _MISSING.search(text)) is not None:
+        return invalid(f"{path}.{match['name']}" if path else match["name"], "is required")
+    return invalid(path, text[:1].lower() + text[1:]) if path else invalid("", f"the body: {text}")
+
+
+def _parsed(
+    request: Request,
+    prompt: str | list[ChatMessage] | list[int],
+    max_tokens: int | None,
+    label: str,
+    header_timeout_s: float | None,
+    *,
+    chat: bool,
+) -> Parsed:
+    for name, neutral in _NEUTRAL.items():
+        value: object = getattr(request, name)
+        # `==` alone would let 1 pass for true and 0 for false.
+        if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
+            reason = "only 1 is supported" if name == "best_of" else "is not supported"
+            raise invalid(name, reason)
+    stream = bool(request.stream)
+    if request.stream_options is not None and not stream:
+        raise invalid("stream_options", "is allowed only with stream: true")
+    if request.resumable and not stream:
+        raise invalid("resumable", "is allowed only with stream: true")
+    if request.seed is not None and request.seed.bit_length() > 64:
+        raise invalid("seed", "must fit in 64 bits")
+    stop = request.stop
+    timeouts = [t for t in (header_timeout_s,) if t is not None]
+    if request.timeout is not None:
+        timeouts.append(_timeout(request.timeout, "timeout"))
+    call = GenerateCall(
+        prompt=prompt,
+        n=1 if request.n is None else request.n,
+        model=request.model,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        sampling=_sampling(request),
+        seed=request.seed,
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        request_id=label,
+        timeout_s=min(timeouts, default=None),
+        resumable=bool(request.resumable),
+        priority=request.priority or 0,
+        tenant=request.tenant or "",
+        beam_width=request.beam_width,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=_STOPPING[request.early_stopping],
+    )
+    return Parsed(
+        call=call,
+        chat=chat,
+        stream=stream,
+        include_usage=request.stream_options is not None
+        and bool(request.stream_options.include_usage),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def _sampling(request: Request) -> SamplingParams:
+    given = {
+        name: value
+        for name in SamplingParams.__struct_fields__
+        if (value := getattr(request, name)) is not None
+    }
+    return msgspec.structs.replace(_DEFAULTS, **given)
+
+
+def _message(message: Message, path: str) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+    content = message.content
+    if content is None:
+        raise invalid(f"{path}.content", "is required")
+    if isinstance(content, str):
+        return ChatMessage(role, content)
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise invalid(f"{path}.content[{i}].type", "only parts of type text are supported")
+        if part.text is None:
+            raise invalid(f"{path}.content[{i}].text", "is required")
+        texts.append(part.text)
+    return ChatMessage(role, "\n".join(texts))
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return prompt[0]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) != len(prompt):
+        raise invalid(
+            "prompt",
+            "must be one text or one list of token ids; send several prompts as several requests",
+        )
+    return ids
+
+
+def _timeout(seconds: float, field: str) -> float:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise invalid(field, "must be a finite number of seconds above zero")
+    return seconds

@@ -1,0 +1,114 @@
+"""A streamed answer of the two OpenAI routes, event by event, from its beginning or from where a client left. Pure.
+
+`usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its own with no choices. The
+`headrace` object (stages, migration, workers) is always there, in the last chunk; of several samples each has its own,
+beside its finish reason. Events of a resumable stream carry
+ids (`router.http.event_ids`); written again, behind any of them, the rest is the same to the byte.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.front.api import Delta, Finished, Started
+from router.front.form import HttpForm
+from router.http.event_ids import At, bad_id, event_id
+from router.http.openai_reply import ChatText, Choice, Headrace, Usage, Writer, last_choice, usage
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see traffic."""
+KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
+"""Without the empty line: OpenAI's Python client takes one after an id for an event, and fails on its lack of data."""
+
+
+class StreamWriter:
+    """Mutable state: the positions behind what was written, and the accounts of samples that are over."""
+
+    def __init__(self, started: Started, form: HttpForm, at: Sequence[At] = ()) -> None:
+        self._writer = Writer(started, form)
+        self._form = form
+        self._token = started.resume_token
+        self._at = list(at) or [At()] * started.samples
+        self._ends: dict[int, Finished] = {}
+
+    def delta(self, item: Delta) -> bytes:
+        """One event of new output, or nothing where the client asked for text and there is none yet.
+
+        Raises `ApiError` for a client that said it had seen the output end.
+        """
+        at = self._at[item.sample]
+        if at.closing:
+            raise bad_id("lies behind the end of the output")
+        is_first = not self._has_output(item.sample)
+        next_index = at.next_index + len(item.token_ids)
+        self._at[item.sample] = At(next_index, at.text_bytes + len(item.text.encode()))
+        if not item.text and not (self._form.return_token_ids and item.token_ids):
+            return b""
+        choice = Choice(index=item.sample)
+        if not self._form.chat:
+            choice.text = item.text
+        elif is_first:
+            choice.delta = ChatText(item.text)
+        else:
+            choice.delta = ChatText(item.text, role=msgspec.UNSET)
+        if self._form.return_token_ids:
+            choice.token_ids = item.token_ids
+        return self._event(self._chunk([choice], None, None))
+
+    def last(self, end: Finished) -> list[bytes]:
+        """The events that close a sample, and behind the last one the answer: the finish reason, the usage if asked
+        for, and the end mark.
+
+        Raises `ApiError` for a client that said it had more of them than there are.
+        """
+        self._ends[end.sample] = end
+        is_single = len(self._at) == 1
+        at = self._at[end.sample]
+        events = []
+        if not at.closing:
+            self._at[end.sample] = msgspec.structs.replace(at, closing=1)
+            figures = None if is_single and self._form.include_usage else self._writer.headrace(end)
+            events.append(self._event(self._chunk([self._finish(end)], None, figures)))
+        if len(self._ends) < len(self._at):
+            return events
+        bodies = [DONE]
+        if self._form.include_usage:
+            figures = self._writer.headrace(end) if is_single else None
+            bodies.insert(0, self._chunk([], usage(list(self._ends.values())), figures))
+        had = self._at[0].closing - 1
+        if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
+            raise bad_id("lies behind the end of the stream")
+        for closing, body in enumerate(bodies[had:], had + 2):
+            self._at[0] = msgspec.structs.replace(self._at[0], closing=closing)
+            events.append(self._event(body))
+        return events
+
+    def _finish(self, end: Finished) -> Choice:
+        choice = last_choice(end)
+        if not self._form.chat:
+            choice.text = ""
+        else:
+            choice.delta = {} if self._has_output(end.sample) else {"role": "assistant"}
+        return choice
+
+    def _has_output(self, sample: int) -> bool:
+        """Whether some event of its output was written."""
+        at = self._at[sample]
+        return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
+
+    def _chunk(self, choices: list[Choice], use: Usage | None, headrace: Headrace | None) -> bytes:
+        kind = "chat.completion.chunk" if self._form.chat else "text_completion"
+        shown = use if self._form.include_usage else msgspec.UNSET
+        return msgspec.json.encode(self._writer.reply(kind, choices, shown, headrace))
+
+    def _event(self, data: bytes) -> bytes:
+        if not self._token:
+            return event(data)
+        return f"id: {event_id(self._token, self._at)}\n".encode() + event(data)
+
+
+DONE = b"[DONE]"
+
+
+def event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

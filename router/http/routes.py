@@ -1,0 +1,189 @@
+"""The HTTP front: OpenAI's routes, health, readiness, metrics and discovery, over the frontend that gRPC uses too.
+
+Bodies are read under a limit before anything parses them. Every error, Starlette's own included, leaves in OpenAI's
+envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back.
+"""
+
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from router.core.roster import Target
+from router.front.api import ApiError
+from router.front.form import HttpForm
+from router.http.answer import error_response, json_response
+from router.http.generation import Generates, Streams, WholeAnswer, attended
+from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
+from router.http.openai_reply import envelope, error_reply
+from router.http.stream import StreamedAnswer
+from telemetry.tracing import HEADER, sound
+
+BODY_LIMIT_BYTES = 4 * 1024 * 1024
+LABEL_LIMIT_CHARS = 128
+RESUMABLE_HEADER = "x-headrace-resumable"
+
+
+class ServerState(Protocol):
+    """What the routes beside generation report."""
+
+    def ready(self) -> bool:
+        """Whether at least one prefill and one decode worker can take requests."""
+        ...
+
+    def models(self) -> list[str]: ...
+
+    async def metrics_text(self) -> bytes:
+        """All metric families in Prometheus' text format."""
+        ...
+
+    def targets(self, router_address: str) -> list[Target]:
+        """What Prometheus is to scrape; the router itself at `router_address`, host:port."""
+        ...
+
+
+def build_app(frontend: Generates, state: ServerState) -> Starlette:
+    """The ASGI application. `frontend` and `state` must live on the event loop that serves it."""
+    started = int(time.time())
+
+    def card(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
+
+    async def models(request: Request) -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in state.models()]})
+
+    async def model(request: Request) -> Response:
+        name: str = request.path_params["name"]
+        if name in state.models():
+            return json_response(card(name))
+        unknown = ApiError("NOT_FOUND", f"the model {name!r} is not served here", "model")
+        return error_response(error_reply(unknown))
+
+    async def health(request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        is_ready = state.ready()
+        return json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(await state.metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def discovery(request: Request) -> Response:
+        # Whoever asks has just reached the router there, whatever address it listens on.
+        return json_response(msgspec.to_builtins(state.targets(request.url.netloc)))
+
+    async def show_version(request: Request) -> Response:
+        return json_response({"version": _version()})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _Generate(frontend, parse_chat), methods=["POST"]),
+            Route("/v1/completions", _Generate(frontend, parse_completion), methods=["POST"]),
+            Route("/v1/streams/{token}", Streams(frontend), methods=["GET", "DELETE"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", metrics),
+            Route("/sd", discovery),
+            Route("/version", show_version),
+        ],
+        exception_handlers={HTTPException: _on_http_exception},
+    )
+
+
+class _Generate:
+    """The endpoint of a generating route: body and headers in, then an answer takes over the connection.
+
+    A plain ASGI callable, because a Starlette function endpoint cannot watch for the client's disconnect.
+    """
+
+    def __init__(self, frontend: Generates, parse: Callable[..., Parsed]) -> None:
+        self._frontend = frontend
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        label = _label(request.headers.get("x-request-id", ""))
+        try:
+            body = await _body(request)
+        except ClientDisconnect:
+            return
+        if body is None:
+            await _too_large(label)(scope, receive, send)
+            return
+        try:
+            header = request.headers.get("x-request-timeout-s")
+            timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
+            parsed = self._parse(body, label=label, timeout_s=timeout_s)
+        except ApiError as error:
+            await error_response(error_reply(error), label)(scope, receive, send)
+            return
+        form = HttpForm(
+            chat=parsed.chat,
+            include_usage=parsed.include_usage,
+            return_token_ids=parsed.return_token_ids,
+            created=int(time.time()),
+            label=label,
+        )
+        asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
+        resumable = parsed.call.resumable or asked
+        trace = sound(request.headers.get(HEADER, ""))
+        call = msgspec.structs.replace(
+            parsed.call, resumable=resumable, form=form, traceparent=trace
+        )
+        events = self._frontend.generate(call)
+        answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
+        await attended(answer, scope, receive, send)
+
+
+async def _body(request: Request) -> bytes | None:
+    """The whole body, or None as soon as it is known to be over the limit."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > BODY_LIMIT_BYTES:
+        return None
+    chunks = bytearray()
+    async for chunk in request.stream():
+        chunks += chunk
+        if len(chunks) > BODY_LIMIT_BYTES:
+            return None
+    return bytes(chunks)
+
+
+def _too_large(label: str) -> Response:
+    message = f"the body is larger than {BODY_LIMIT_BYTES} bytes"
+    body = envelope(message, "invalid_request_error", None, "request_too_large")
+    # The rest of the body is never read, so the connection cannot carry another request.
+    headers = {"connection": "close"} | ({"x-request-id": label} if label else {})
+    return json_response(body, 413, headers)
+
+
+def _label(value: str) -> str:
+    """The caller's name for a request, if it is one that can be logged and sent back."""
+    usable = len(value) <= LABEL_LIMIT_CHARS and value.isascii() and value.isprintable()
+    return value if usable else ""
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method) in the same envelope."""
+    assert isinstance(error, HTTPException)
+    code = error.detail.lower().replace(" ", "_")
+    body = envelope(error.detail, "invalid_request_error", None, code)
+    return json_response(body, error.status_code, dict(error.headers or {}))
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout that was never installed

@@ -1,0 +1,222 @@
+"""The device of a worker with an NVIDIA GPU: torch's memory and streams, CuPy's events, ids and IPC handles.
+
+Both libraries use the process's one CUDA context of the device, and the `libnccl` that CuPy has loaded is the one that
+`transfer.nccl.library` binds.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import cupy
+import msgspec
+import torch
+import torch.utils.dlpack
+from cupy.cuda import nccl, runtime
+from torch import Tensor
+
+from kernels.block_convert import convert_blocks
+from kernels.block_copy import copy_blocks
+from kernels.block_shape import BlockShape
+from kernels.configs import ConfigKey, config_for
+from kernels.pool import KVPool
+from transfer.gpu.device import DeviceMemory, Event, Stream
+from transfer.transport import TransferError
+
+_SUCCESS = 0
+
+
+class _CudaEvent:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.done)
+
+
+class CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._torch = torch.cuda.Stream(device)
+        self.handle = int(self._torch.cuda_stream)
+        with self.use():
+            self._cupy = cupy.cuda.Stream.from_external(self)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """By which CuPy takes a stream of torch's: version of the protocol, and handle."""
+        return 0, self.handle
+
+    def use(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._torch)
+
+    def record(self) -> _CudaEvent:
+        with self.use():
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(self._cupy)
+        return _CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        with self.use():
+            self._cupy.wait_event(event.event)
+
+
+class _CudaPeek(_CudaEvent):
+    def __init__(self, event: Any, host: Tensor) -> None:
+        super().__init__(event)
+        self._host = host
+
+    @property
+    def words(self) -> list[int]:
+        return [int(word) for word in self._host]
+
+
+class _Handle(msgspec.Struct):
+    """An allocation of another process, and where the pool begins in it."""
+
+    ipc: bytes
+    offset: int
+
+
+class CudaDevice:
+    """`transfer.gpu.device.Device`. Raises TransferError where `name`, such as `cuda:0`, is no device of this
+    process."""
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        try:
+            if self._device.index is None:
+                self._device = torch.device(name, torch.cuda.current_device())
+            properties = torch.cuda.get_device_properties(self._device)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise TransferError(f"no device {name}: {error}") from error
+        self.name = str(properties.uuid)
+        self._arch = 90 if properties.major >= 9 else 80
+        self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", self._arch))
+        self._mapped: dict[bytes, int] = {}
+
+    def stream(self) -> CudaStream:
+        return CudaStream(self._device)
+
+    @cached_property
+    def digest_stream(self) -> CudaStream:
+        return self.stream()
+
+    def words(self, count: int) -> Tensor:
+        # Of memory that only this thread's stream had before: the engine may have given some back that its kernels,
+        # on the stream that is current here, have yet to write.
+        with self.digest_stream.use():
+            return torch.empty(count, dtype=torch.int64, device=self._device)
+
+    def copy(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        shape: BlockShape,
+        tokens: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        numbers = [source_blocks, target_blocks, tokens or source_blocks]
+        rows = torch.tensor(numbers, dtype=torch.int32).to(self._device)
+        valid = None if tokens is None else rows[2]
+        return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
+
+    def convert(
+        self,
+        source: KVPool,
+        target: KVPool,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+    ) -> None:
+        numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
+        eight = source if source.scales is not None else target
+        dtype = str(eight.payload.dtype).removeprefix("torch.")
+        key = ConfigKey("convert_blocks", source.head_dim, 0, source.block_size, dtype, self._arch)
+        convert_blocks(source, target, numbers[0], numbers[1], config_for(key))
+
+    def view(self, address: int, nbytes: int) -> Tensor:
+        return self._bytes(address, nbytes).view(torch.int64)
+
+    def peek(self, words: Tensor, stream: Stream) -> _CudaPeek:
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        with stream.use():
+            host.copy_(words, non_blocking=True)
+        event = stream.record()
+        assert isinstance(event, _CudaEvent)
+        return _CudaPeek(event.event, host)
+
+    def _bytes(self, address: int, nbytes: int) -> Tensor:
+        """uint8 `[nbytes]`; whoever allocated it keeps it."""
+        with torch.cuda.device(self._device):
+            memory = cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+            array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+            return torch.utils.dlpack.from_dlpack(array)
+
+    def export(self, memory: DeviceMemory) -> bytes:
+        pointer = memory.memory.data_ptr()
+        base = _allocation(pointer)
+        with torch.cuda.device(self._device), _translated("export the pool"):
+            handle = _Handle(bytes(runtime.ipcGetMemHandle(base)), pointer - base)
+        return msgspec.msgpack.encode(handle)
+
+    def open(self, name: bytes, blocks: int, block_bytes: int) -> Tensor:
+        try:
+            handle = msgspec.msgpack.decode(name, type=_Handle)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"not a handle of device memory: {error}") from error
+        with torch.cuda.device(self._device), _translated("map the peer's pool"):
+            base = runtime.ipcOpenMemHandle(handle.ipc)
+            self._mapped[name] = base
+            found = self._bytes(base + handle.offset, blocks * block_bytes)
+            return found.view(blocks, block_bytes)
+
+    def shut(self, name: bytes) -> None:
+        base = self._mapped.pop(name, None)
+        if base is not None:
+            with torch.cuda.device(self._device), _translated("unmap the peer's pool"):
+                runtime.ipcCloseMemHandle(base)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def unique_id(self) -> bytes:
+        try:
+            return bytes(nccl.get_unique_id())
+        except nccl.NcclError as error:
+            raise TransferError(f"no id for a communicator: {error}") from error
+
+
+def loaded_nccl() -> Path:
+    """The libnccl that this process has loaded with CuPy. Raises TransferError if there is none."""
+    if not nccl.available:
+        raise TransferError("CuPy found no NCCL: install headrace[cuda12] or headrace[cuda13]")
+    nccl.get_version()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "/libnccl.so" in path:
+            return Path(path)
+    raise TransferError("no libnccl is loaded in this process")
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except runtime.CUDARuntimeError as error:
+        raise TransferError(f"cannot {what}: {error}") from error
+
+
+def _allocation(pointer: int) -> int:
+    """Where the allocation begins that `pointer` lies in: a handle names a whole one."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
+    )
+    if status != _SUCCESS:
+        raise TransferError(f"the pool is not in an allocation of CUDA's: error {status}")
+    return base.value

@@ -1,0 +1,185 @@
+"""Where received blocks go on a device: as `transfer.host.landing`, but with copies that a stream carries out.
+
+A transport calls `land` for some blocks once it may read where they are, and `landed` once that has ended on the
+stream; what either enqueues has ended before the receive is reported, or its cancel confirmed. Digests are made on the
+way of the copy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kv.layout import KVLayout
+from engine.messages import Handoff
+from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.gpu.device import Device, DeviceMemory, words_of
+from transfer.handoff.algorithms import digest_shape
+from transfer.handoff.commands import IncomingBlock, Rows
+from transfer.transport import Span
+
+
+class DeviceLanding(Protocol):
+    """Neither call raises, and neither waits. Both are made within the stream that carries out the copies."""
+
+    wrong: int
+
+    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
+        """Enqueue the copy of blocks `first ..` of the receive, which are `source[blocks]`: int64 `[.., words]` of what
+        travels of a block."""
+
+    def landed(self) -> None:
+        """The copies of the oldest `land` have ended. May enqueue more."""
+
+
+class Verifier:
+    """Compares digests made on the device with those that were offered."""
+
+    def __init__(self, handoff: Handoff, share: float, tally: Tally) -> None:
+        self._handoff = handoff
+        self._share = share
+        self._tally = tally
+
+    def wrong(self, blocks: Sequence[IncomingBlock], digests: Tensor) -> int:
+        """How many of `blocks` are not what was offered; `digests` is int64 `[n, heads]`."""
+        found = 0
+        for block, heads in zip(blocks, unsigned(digests), strict=True):
+            bound = binding(block.identity, block.generation, self._handoff)
+            if is_sampled(bound, self._share):
+                fits = combine(heads, block.tokens, bound) == block.digest
+                self._tally.verified += 1
+                self._tally.mismatched += not fits
+                found += not fits
+        return found
+
+
+class DeviceInPlace:
+    """Equal layouts: blocks land where they stay."""
+
+    def __init__(
+        self,
+        device: Device,
+        memory: DeviceMemory,
+        layout: KVLayout,
+        blocks: Sequence[IncomingBlock],
+        verifier: Verifier,
+    ) -> None:
+        self.wrong = 0
+        self._device = device
+        self._blocks = blocks
+        self._verifier = verifier
+        self._shape = digest_shape(layout)
+        self._heads = layout.kv_heads
+        every = Span(0, layout.block_bytes, layout.block_bytes)
+        self._pool = words_of(memory.memory, every).unflatten(1, (self._heads, -1))
+        self._pending: list[tuple[Sequence[IncomingBlock], Tensor]] = []
+
+    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
+        some = self._blocks[first : first + len(blocks)]
+        targets = [block.rows[0].target for block in some]
+        tokens = [block.tokens for block in some]
+        by_head = source.unflatten(1, (self._heads, -1))
+        digests = self._device.copy(by_head, self._pool, blocks, targets, self._shape, tokens)
+        assert digests is not None
+        self._pending.append((some, digests))
+
+    def landed(self) -> None:
+        self.wrong += self._verifier.wrong(*self._pending.pop(0))
+
+
+class DeviceConverted(ABC):
+    """Blocks come as `unit` and are stored as `layout`, where their digests fit. Raises ValueError if `unit` has heads
+    that `layout` has not."""
+
+    def __init__(
+        self,
+        device: Device,
+        memory: DeviceMemory,
+        layout: KVLayout,
+        unit: KVLayout,
+        blocks: Sequence[IncomingBlock],
+        verifier: Verifier,
+    ) -> None:
+        self.wrong = 0
+        self._device = device
+        self._memory = memory.memory
+        self._layout = layout
+        self._unit = unit
+        held_heads(unit, layout)
+        self._blocks = blocks
+        self._verifier = verifier
+        self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Sequence[int], Tensor]] = []
+
+    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
+        some = self._blocks[first : first + len(blocks)]
+        by_head = source.unflatten(1, (self._unit.kv_heads, -1))
+        buffer = self._buffer(by_head, len(some))
+        kept, places = (source, blocks) if buffer is None else (buffer, range(len(some)))
+        tokens = [block.tokens for block in some]
+        digests = self._device.copy(by_head, buffer, blocks, places, digest_shape(self._unit), tokens)
+        assert digests is not None
+        self._pending.append((some, kept, places, digests))
+
+    def landed(self) -> None:
+        some, kept, places, digests = self._pending.pop(0)
+        self.wrong += self._verifier.wrong(some, digests)
+        if not self.wrong:  # else the receive has failed: nothing more needs to be stored
+            self._store(some, kept, places)
+
+    @abstractmethod
+    def _buffer(self, by_head: Tensor, count: int) -> Tensor | None:
+        """Where `count` blocks are copied to while they are digested; None where they are digested only."""
+
+    @abstractmethod
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        """Enqueue what brings `words[places]`, the blocks as they came, into the pool."""
+
+
+class DeviceRepacked(DeviceConverted):
+    """Another size of blocks, or range of heads: into a private buffer, and then row by row into the pool."""
+
+    def _buffer(self, by_head: Tensor, count: int) -> Tensor:
+        return by_head.new_empty(count, *by_head.shape[1:])
+
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        for block, place in zip(blocks, places, strict=True):
+            sources = planes(words[place].view(torch.uint8), self._unit)
+            for rows in block.rows:
+                store(self._memory, self._layout, self._unit, rows, sources)
+
+
+def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
+    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
+    if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
+        raise ValueError(f"{unit} does not fit into {layout}")
+    first = unit.first_head - layout.first_head
+    return slice(first, first + unit.kv_heads)
+
+
+def store(
+    memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]
+) -> None:
+    """Enqueue the copy of `rows` of a block that came as `unit`, its planes `sources`, into a pool of `layout`."""
+    block = memory[rows.target].view(layout.kv_heads, -1)[held_heads(unit, layout)]
+    for source, target in zip(sources, planes(block, layout), strict=True):
+        mine = target[:, :, :, rows.at : rows.at + rows.count]
+        mine.copy_(source[:, :, :, rows.first : rows.first + rows.count], non_blocking=True)
+
+
+def planes(heads: Tensor, layout: KVLayout) -> list[Tensor]:
+    """Views `[heads, layers, 2, block_size, bytes]` of `heads`, uint8 `[heads, head_bytes]`: the rows and, behind them,
+    the scales of 8-bit ones."""
+    shape = (layout.layers, 2, layout.block_size)
+    rows = layout.layers * 2 * layout.block_size
+    return [
+        heads[:, plane.offset : plane.offset + rows * plane.row_bytes].unflatten(-1, (*shape, -1))
+        for plane in layout.planes
+    ]
+
+
+def unsigned(digests: Tensor) -> list[list[int]]:
+    """Digests of a device, int64 `[n, heads]`, as they are combined. Waits for what made them."""
+    return [[head % 2**64 for head in heads] for heads in digests.tolist()]
+

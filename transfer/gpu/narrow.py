@@ -1,0 +1,99 @@
+"""Blocks that travel in 8 bits, on a device: `transfer.host.narrow` by the kernel of `kernels.block_convert`, which
+reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.kv.layout import KVLayout
+from engine.kv.paged import pool_views
+from kernels.pool import KVPool
+from transfer.gpu.device import Device
+from transfer.gpu.landing import DeviceConverted, held_heads, planes, store, unsigned
+from transfer.handoff.algorithms import digest_shape
+from transfer.handoff.commands import IncomingBlock
+
+BLOCKS_PER_DIGEST = 32
+"""Converted at a time to make digests of what will be sent."""
+
+
+def as_pool(words: Tensor, form: KVLayout) -> KVPool:
+    """int64 `[blocks, words]`, contiguous, as blocks of `form`. Raises ValueError where kernels cannot read those."""
+    return KVPool(*pool_views(words.view(torch.uint8), form))
+
+
+def heads_of(memory: Tensor, layout: KVLayout, form: KVLayout) -> KVPool:
+    """The heads of `form` in blocks of `layout`, uint8 `[blocks, block_bytes]`. Raises ValueError where kernels cannot
+    read those."""
+    payload, _ = pool_views(memory, layout)
+    return KVPool(payload[:, held_heads(form, layout)])
+
+
+def warm_up(device: Device, like: Tensor, layout: KVLayout, sent: KVLayout, got: KVLayout) -> None:
+    """Have kernels compiled that else were when they are first called, while a request waits: those that convert to
+    `sent`, and from `got` where both workers have blocks of one size. `like` is memory of the device. Waits for it."""
+    block = like.new_zeros(1, layout.block_bytes)
+    for digests in DevicePacked(device, heads_of(block, layout, sent), sent, [0]).digests([0], [1]):
+        unsigned(digests)
+    if got.block_size == layout.block_size:
+        arrived = as_pool(like.new_zeros(1, got.block_bytes).view(torch.int64), got)
+        device.convert(arrived, heads_of(block, layout, got), [0], [0])
+
+
+class DevicePacked:
+    """What travels of the blocks of one send; converted when there is a place for it."""
+
+    def __init__(
+        self, device: Device, source: KVPool, form: KVLayout, blocks: Sequence[int]
+    ) -> None:
+        self._device = device
+        self._source = source
+        self._form = form
+        self._blocks = blocks
+
+    def pack(self, first: int, words: Tensor) -> None:
+        """Enqueue the conversion of blocks `first ..` into int64 `[blocks, words]`, on the current stream."""
+        some = self._blocks[first : first + len(words)]
+        self._device.convert(self._source, as_pool(words, self._form), some, range(len(words)))
+
+    def digests(self, at: Sequence[int], tokens: Sequence[int]) -> list[Tensor]:
+        """int64 `[n, heads]` a piece: of what will be sent of the blocks numbered `at`, with their valid tokens."""
+        shape, found = digest_shape(self._form), []
+        for first in range(0, len(at), BLOCKS_PER_DIGEST):
+            numbers = at[first : first + BLOCKS_PER_DIGEST]
+            some = [self._blocks[number] for number in numbers]
+            words = torch.empty(
+                len(some), self._form.block_bytes // 8, dtype=torch.int64, device=self._source.payload.device
+            )
+            self._device.convert(self._source, as_pool(words, self._form), some, range(len(some)))
+            by_head = words.unflatten(1, (self._form.kv_heads, -1))
+            valid = tokens[first : first + BLOCKS_PER_DIGEST]
+            made = self._device.copy(by_head, None, range(len(some)), range(len(some)), shape, valid)
+            assert made is not None
+            found.append(made)
+        return found
+
+
+class DeviceWidened(DeviceConverted):
+    """Blocks that come in 8 bits: by one kernel where both have blocks of one size, by way of a private buffer
+    elsewhere. Raises ValueError where kernels cannot read the pool's."""
+
+    def _buffer(self, by_head: Tensor, count: int) -> None:
+        return None
+
+    def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
+        arrived = as_pool(words, self._unit)
+        if self._unit.block_size == self._layout.block_size:
+            targets = [block.rows[0].target for block in blocks]
+            target = heads_of(self._memory, self._layout, self._unit)
+            self._device.convert(arrived, target, places, targets)
+            return
+        wide = msgspec.structs.replace(self._unit, dtype=self._layout.dtype)
+        buffer = words.new_empty(len(blocks), wide.block_bytes // 8)
+        self._device.convert(arrived, as_pool(buffer, wide), places, range(len(blocks)))
+        for block, made in zip(blocks, buffer, strict=True):
+            sources = planes(made.view(torch.uint8).view(wide.kv_heads, -1), wide)
+            for rows in block.rows:
+                store(self._memory, self._layout, wide, rows, sources)

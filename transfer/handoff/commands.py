@@ -1,0 +1,243 @@
+"""What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
+
+Plain records, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover` carries out those of
+`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving`
+hears of those who read from this worker are `ReaderEvent`s.
+"""
+
+import msgspec
+
+from engine.messages import (
+    DecodeToPrefill,
+    Endpoint,
+    Handoff,
+    Landed,
+    PrefillToDecode,
+    StartPrefill,
+    Stop,
+)
+from engine.types import BlockId, Incarnation
+from transfer.handoff.negotiation import Agreement
+from transfer.transport import Move
+
+
+class Item(msgspec.Struct, frozen=True):
+    """Base: small immutable records that live in one process."""
+
+
+class OutgoingBlock(Item, frozen=True):
+    """A finished source block: the sender keeps it pinned until its handoff is settled."""
+
+    source: BlockId
+    generation: int
+    index: int
+    tokens: int
+    identity: bytes
+
+
+class Rows(Item, frozen=True):
+    """`count` rows of a sender's block, from row `first` on: they go to rows `at ..` of the block `target`."""
+
+    first: int
+    target: BlockId
+    at: int
+    count: int
+
+
+class ExpectedBlock(Item, frozen=True):
+    """What block `index` of the sequence, as the sender cuts it, must be, how many valid tokens it holds, and where its
+    rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
+
+    rows: tuple[Rows, ...]
+    identity: bytes
+    tokens: int
+
+
+class IncomingBlock(Item, frozen=True):
+    """An offered block that matches an expected one, with the digest its valid bytes must have."""
+
+    rows: tuple[Rows, ...]
+    generation: int
+    tokens: int
+    identity: bytes
+    digest: int
+
+
+# ---- to the transfer thread
+
+
+class Connect(Item, frozen=True):
+    peer: Incarnation
+    endpoint: Endpoint
+    agreement: Agreement
+
+
+class Disconnect(Item, frozen=True):
+    """Forget a peer; whatever is outstanding with it ends as failed."""
+
+    peer: Incarnation
+
+
+class PostSend(Item, frozen=True):
+    peer: Incarnation
+    move: Move
+    blocks: tuple[OutgoingBlock, ...]
+
+
+class PostRecv(Item, frozen=True):
+    peer: Incarnation
+    move: Move
+    blocks: tuple[IncomingBlock, ...]
+
+
+class PostScrap(Item, frozen=True):
+    """Bytes that nobody wants may be on their way: let them land nowhere."""
+
+    peer: Incarnation
+    move: Move
+
+
+class CancelRecv(Item, frozen=True):
+    handoff: Handoff
+    seq: int
+
+
+class CancelSend(Item, frozen=True):
+    """The receiver reads no more: do not wait for it to take the bytes. `Sent` follows, as cancelled."""
+
+    handoff: Handoff
+    seq: int
+
+
+MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRecv | CancelSend
+
+
+# ---- to the scheduler and its shell
+
+
+class Emit(Item, frozen=True):
+    """Say this to the peer."""
+
+    peer: Incarnation
+    record: DecodeToPrefill | PrefillToDecode
+
+
+class Settled(Item, frozen=True):
+    """Sender: nobody reads a source block of this handoff any more; every one of them may be unpinned."""
+
+    handoff: Handoff
+
+
+class Arrived(Item, frozen=True):
+    """Receiver: every expected block has landed and is verified; the handoff is over on this side."""
+
+    handoff: Handoff
+
+
+class Broken(Item, frozen=True):
+    """Either side: this attempt cannot succeed. Sender: report it and `close`. Receiver: `stop`, then try anew."""
+
+    handoff: Handoff
+    why: str
+
+
+class Fenced(Item, frozen=True):
+    """Receiver: after `stop`, nothing writes to a target block any more: all may be freed.
+
+    `landed` are the indices whose blocks did land and were verified: a new attempt may keep them.
+    """
+
+    handoff: Handoff
+    landed: tuple[int, ...]
+
+
+Command = MoverCommand | Emit | Settled | Arrived | Broken | Fenced
+
+
+# ---- from the transfer thread
+
+
+class Posted(Item, frozen=True):
+    """The source blocks are digested and their send is posted: they can be offered."""
+
+    handoff: Handoff
+    seq: int
+    digests: tuple[int, ...]
+
+
+class Sent(Item, frozen=True):
+    """A send has ended; with `error` set it failed, or could not be posted at all (then no `Posted` came before)."""
+
+    handoff: Handoff
+    seq: int
+    error: str
+    seconds: float
+
+
+class Received(Item, frozen=True):
+    """A receive has ended: nothing of it touches local memory any more. `error` is empty if it landed verified."""
+
+    handoff: Handoff
+    seq: int
+    error: str
+    seconds: float
+    nbytes: int
+
+
+class Unreachable(Item, frozen=True):
+    """A `Connect` failed, or the way that it made has broken: nothing can be read from `peer` until the next one."""
+
+    peer: Incarnation
+    error: str
+
+
+class MoverDied(Item, frozen=True):
+    """The transfer thread met an error it does not know and has ended; the worker must exit."""
+
+    error: str
+
+
+MoverEvent = Posted | Sent | Received | Unreachable | MoverDied
+
+
+# ---- from those who read: decode workers that ask this worker for KV
+
+
+class FromReader(Item, frozen=True):
+    """A reader said something."""
+
+    peer: Incarnation
+    message: StartPrefill | Landed | Stop
+
+
+class ReaderUp(Item, frozen=True):
+    """A reader has said hello. `reads_remotely`: it reads our memory itself (`transfer.transport`)."""
+
+    peer: Incarnation
+    reads_remotely: bool
+    unfinished: tuple[Handoff, ...] = ()
+    """The handoffs it still reads for: it has nothing to do with any other."""
+
+
+class ReaderLost(Item, frozen=True):
+    """The stream to a reader is gone; the process may still live, and read."""
+
+    peer: Incarnation
+
+
+class ReaderDead(Item, frozen=True):
+    """Proof that the process behind `peer` has ended: it reads nothing any more."""
+
+    peer: Incarnation
+
+
+ReaderEvent = FromReader | ReaderUp | ReaderLost | ReaderDead
+
+
+# ---- from whoever runs the worker
+
+
+class Leave(Item, frozen=True):
+    """Take nothing new, finish or hand over what is held, serve all reads, and end: at the latest after `grace_s`."""
+
+    grace_s: float

@@ -1,0 +1,114 @@
+"""Do the KV blocks of two workers fit, and in which form do they travel? Settled from their hellos, when they connect.
+
+Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
+difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
+the receiver (`transfer.host.landing`). Of both shares of blocks that shall have a digest, the larger holds. Blocks
+travel in 8 bits only where both ask for the same and store more. Both sides come to the same result.
+"""
+
+import msgspec
+
+from engine.kv.layout import DTYPE_BYTES, KVLayout
+from engine.messages import Hello
+from transfer.handoff.algorithms import ALGORITHMS, AS_STORED, WIRES, WP64, XXH3, digest_shape
+
+WIRED = ("nccl", "tcp")
+"""The transports on which blocks travel; on the others the receiver reads them where they lie."""
+
+
+class NegotiationError(Exception):
+    """The two workers do not fit; the message names what differs, with both values."""
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """What two workers have settled: the peer's layout, the share of blocks with a digest and its algorithm, and in
+    which form blocks travel where there is a wire."""
+
+    layout: KVLayout
+    digest_share: float = 1.0
+    digest: str = XXH3
+    wire: str = AS_STORED
+
+
+def negotiate(mine: Hello, theirs: Hello) -> Agreement:
+    """Raises NegotiationError if blocks cannot move between the two."""
+    _same("protocol", mine.protocol, theirs.protocol)
+    _same("model", mine.info.model, theirs.info.model)
+    _same("model fingerprint", mine.info.fingerprint, theirs.info.fingerprint)
+    here, there = _layout(mine), _layout(theirs)
+    _same("dtype", here.dtype, there.dtype)
+    _same("number of layers", here.layers, there.layers)
+    _same("number of KV heads", here.total_heads, there.total_heads)
+    _same("head size", here.head_dim, there.head_dim)
+    _same("digest", mine.digest, theirs.digest)
+    if mine.digest not in ALGORITHMS:
+        raise NegotiationError(f"there is no digest {mine.digest!r}")
+    if not common_heads(here, there):
+        raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
+    wire = _wire(mine, theirs, here)
+    try:
+        forms = [
+            unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}
+        ]
+    except ValueError as error:
+        raise NegotiationError(f"these blocks cannot travel as {wire}: {error}") from error
+    if mine.digest == WP64:
+        try:
+            for form in forms:
+                digest_shape(form)
+        except ValueError as error:
+            raise NegotiationError(f"these blocks have no {WP64} digest: {error}") from error
+    for hello in (mine, theirs):
+        if not 0.0 <= hello.digest_share <= 1.0:
+            raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
+    return Agreement(there, max(mine.digest_share, theirs.digest_share), mine.digest, wire)
+
+
+def common_heads(one: KVLayout, other: KVLayout) -> range:
+    """The model's KV heads that both hold."""
+    return range(max(one.heads.start, other.heads.start), min(one.heads.stop, other.heads.stop))
+
+
+def unit(sender: KVLayout, receiver: KVLayout, wire: str = AS_STORED) -> KVLayout:
+    """The form in which a block travels, and over which its digest is made: the sender's block, of the heads that both
+    hold. Raises ValueError if there are none, or they cannot be in that form."""
+    common = sender.restricted(common_heads(sender, receiver))
+    return common if wire == AS_STORED else msgspec.structs.replace(common, dtype=wire)
+
+
+def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:
+    """How many bytes travel for a block of `layout` in the form that was agreed on; 0 where all of its bytes do."""
+    if agreement.wire == AS_STORED or transport not in WIRED:
+        return 0
+    return msgspec.structs.replace(layout, dtype=agreement.wire).block_bytes
+
+
+def check_whole(sender: KVLayout, receiver: KVLayout) -> None:
+    """A handoff has one sender, which must hold every head that the receiver computes with. Raises NegotiationError."""
+    if common_heads(sender, receiver) != receiver.heads:
+        raise NegotiationError(
+            f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender"
+        )
+
+
+def _wire(mine: Hello, theirs: Hello, layout: KVLayout) -> str:
+    for hello in (mine, theirs):
+        if hello.wire not in WIRES:
+            raise NegotiationError(f"there is no form {hello.wire!r} to travel in")
+    return mine.wire if mine.wire == theirs.wire and layout.dtype in DTYPE_BYTES else AS_STORED
+
+
+def _layout(hello: Hello) -> KVLayout:
+    try:
+        return msgspec.convert(hello.layout, KVLayout)
+    except msgspec.ValidationError as error:
+        raise NegotiationError(f"{hello.layout} is not a KV layout: {error}") from error
+
+
+def _same(what: str, mine: object, theirs: object) -> None:
+    if mine != theirs:
+        raise NegotiationError(f"its {what} is {theirs}, this worker's is {mine}")
+
+
+def _heads(layout: KVLayout) -> str:
+    return f"KV heads {layout.heads.start} to {layout.heads.stop - 1} of {layout.total_heads}"

@@ -1,0 +1,89 @@
+"""Where received blocks go: straight into their targets, or row by row by way of a private buffer.
+
+Both kinds check a block's digest as soon as its bytes are there. A transport calls them while it works on a receive, in
+the transfer thread, and no more once the receive has ended or its cancel is confirmed: so the fence that holds for the
+transport's own writes holds for these. They keep what they find in `wrong`; `transfer.mover` turns it into the error of
+the receive.
+
+`Repacked` converts another block size, another range of KV heads, or 8 bits (`transfer.host.narrow`). It writes rows
+into the pool only after the whole block has come and its digest fits, only the rows that the handoff named, and never
+into a block that was cached before (`transfer.handoff.conversion`). Its buffer holds one block, however long the chunk
+is.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from engine.kv.layout import KVLayout
+from transfer.handoff.commands import IncomingBlock
+from transfer.host.narrow import convert
+from transfer.rows import block_rows
+from transfer.transport import KVMemory
+
+Check = Callable[[memoryview, IncomingBlock], bool]
+"""Does what has come of a block have the digest that was offered? True where none was agreed on."""
+
+
+class InPlace:
+    """Equal layouts: a block lands where it stays."""
+
+    def __init__(self, memory: KVMemory, blocks: Sequence[IncomingBlock], check: Check) -> None:
+        self.wrong = 0
+        self._memory = memory
+        self._blocks = blocks
+        self._check = check
+
+    def place(self, at: int) -> memoryview:
+        return self._memory.block(self._blocks[at].rows[0].target)
+
+    def landed(self, at: int) -> None:
+        self.wrong += not self._check(self.place(at), self._blocks[at])
+
+
+class Repacked:
+    """Blocks come as `unit` and are stored as `layout`. Raises ValueError if `unit` has heads that `layout` has not."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        blocks: Sequence[IncomingBlock],
+        check: Check,
+        unit: KVLayout,
+        layout: KVLayout,
+    ) -> None:
+        if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
+            raise ValueError(f"{unit} does not fit into {layout}")
+        self.wrong = 0
+        self._memory = memory
+        self._blocks = blocks
+        self._check = check
+        self._unit = unit
+        self._layout = layout
+        self._wide = msgspec.structs.replace(unit, dtype=layout.dtype)
+        self._first_head = unit.first_head - layout.first_head
+        self._buffer: memoryview | None = None
+
+    def place(self, at: int) -> memoryview:
+        if self._buffer is None:
+            self._buffer = np.empty(self._unit.block_bytes, dtype=np.uint8).data
+        return self._buffer
+
+    def landed(self, at: int) -> None:
+        assert self._buffer is not None
+        block = self._blocks[at]
+        if not self._check(self._buffer, block):
+            self.wrong += 1
+        if self.wrong:
+            return  # the receive has failed: nothing more needs to be stored
+        wide = self._buffer
+        if self._unit != self._wide:
+            wide = convert(self._buffer, self._unit, self._wide)
+        sources = block_rows(wide, self._wide)
+        heads = slice(self._first_head, self._first_head + self._unit.kv_heads)
+        for rows in block.rows:
+            targets = block_rows(self._memory.block(rows.target), self._layout)
+            for source, target in zip(sources, targets, strict=True):
+                mine = target[heads, :, :, rows.at : rows.at + rows.count]
+                np.copyto(mine, source[:, :, :, rows.first : rows.first + rows.count])

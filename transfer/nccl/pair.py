@@ -1,0 +1,202 @@
+"""The chunks that two workers owe each other, and which piece of which goes next. Pure: no sockets, no device.
+
+Chunks are numbered per direction in the order in which they are posted, which is the same at both ends. The follower
+says `Ready` for each of its own; the leader picks, among the chunks that are posted at both ends, the next piece, and
+both carry it out. Who does not want a chunk (any more) says `Gone`, and no more of it is launched; a piece that was
+launched is carried out to its end and lands nowhere.
+
+A chunk, at either end:
+
+    posted --(both ends have it)--> pieces launched in order --(all ended)--> done
+       |------ cancelled here, or Gone from the peer ------> over, when its last launched piece has ended
+"""
+
+from collections import OrderedDict
+
+from transfer.nccl.wire import Go, Gone, Ready, Said
+from transfer.transport import Outcome, Ticket, TransferError
+
+
+class Chunk:
+    """One send or receive. `busy` counts its pieces that may still touch the pool: launched, or packed ahead."""
+
+    __slots__ = ("blocks", "busy", "key", "launched", "number", "sends", "ticket", "verdict")
+
+    def __init__(self, sends: bool, number: int, ticket: Ticket, key: int, blocks: int) -> None:
+        self.sends = sends
+        self.number = number
+        self.ticket = ticket
+        self.key = key
+        self.blocks = blocks
+        self.launched = 0
+        self.busy = 0
+        self.verdict: tuple[Outcome, str] | None = None
+
+    def __repr__(self) -> str:
+        way = "send" if self.sends else "recv"
+        told = f" {self.verdict[0].value}" if self.verdict else ""
+        return f"{way} {self.number}({self.launched} of {self.blocks}, busy {self.busy}{told})"
+
+    @property
+    def is_over(self) -> bool:
+        return self.busy == 0 and (self.verdict is not None or self.launched == self.blocks)
+
+
+class Piece:
+    """Blocks `first .. first + count - 1` of a chunk, or of one that is gone (`chunk` is None)."""
+
+    __slots__ = ("chunk", "count", "first", "number", "sends")
+
+    def __init__(
+        self, sends: bool, number: int, chunk: Chunk | None, first: int, count: int
+    ) -> None:
+        self.sends = sends
+        self.number = number
+        self.chunk = chunk
+        self.first = first
+        self.count = count
+
+
+class _Line:
+    """One direction."""
+
+    def __init__(self) -> None:
+        self.posted = 0
+        self.chunks: OrderedDict[int, Chunk] = OrderedDict()
+        self.peer_ready: dict[int, int] = {}
+        self.peer_gone: set[int] = set()
+
+
+class Pair:
+    """One end. `leads`: it picks."""
+
+    # Mutable state: the two lines, and which of them was served last.
+
+    def __init__(self, leads: bool) -> None:
+        self.leads = leads
+        self._lines = {True: _Line(), False: _Line()}
+        self._served = False
+
+    def __repr__(self) -> str:
+        return f"Pair({', '.join(map(repr, self.chunks))})"
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for line in self._lines.values() for chunk in line.chunks.values()]
+
+    def post(self, sends: bool, ticket: Ticket, key: int, blocks: int) -> tuple[Chunk, list[Said]]:
+        """A send or a receive of `blocks` blocks. It may be over at once, if the peer has said that it is gone."""
+        line = self._lines[sends]
+        chunk = Chunk(sends, line.posted, ticket, key, blocks)
+        line.posted += 1
+        if chunk.number in line.peer_gone:
+            line.peer_gone.remove(chunk.number)
+            chunk.verdict = _verdict(sends)
+            return chunk, []
+        line.chunks[chunk.number] = chunk
+        return chunk, [] if self.leads else [Ready(sends, chunk.number, key)]
+
+    def skip(self) -> list[Said]:
+        """A receive that nobody wants: its number is used up, and nothing comes for it."""
+        line = self._lines[False]
+        number = line.posted
+        line.posted += 1
+        line.peer_ready.pop(number, None)
+        if number in line.peer_gone:
+            line.peer_gone.remove(number)
+            return []
+        return [Gone(False, number)]
+
+    def give_up(self, chunk: Chunk) -> list[Said]:
+        """This end wants no more of a chunk of its own."""
+        line = self._lines[chunk.sends]
+        if line.chunks.pop(chunk.number, None) is None:
+            return []
+        line.peer_ready.pop(chunk.number, None)
+        return [Gone(chunk.sends, chunk.number)]
+
+    def forget(self, chunk: Chunk) -> None:
+        """It is over."""
+        line = self._lines[chunk.sends]
+        line.chunks.pop(chunk.number, None)
+        line.peer_ready.pop(chunk.number, None)
+
+    def heard(self, said: Ready | Gone) -> Chunk | None:
+        """Returns the chunk of which the peer wants no more, if it is posted here. Raises TransferError."""
+        line = self._lines[not said.sends]
+        if isinstance(said, Gone):
+            chunk = line.chunks.get(said.number)
+            line.peer_ready.pop(said.number, None)
+            if chunk is None:
+                if said.number >= line.posted:
+                    line.peer_gone.add(said.number)
+                return None
+            chunk.verdict = chunk.verdict or _verdict(chunk.sends)
+            return chunk
+        if not self.leads:
+            raise TransferError("the leader of a pair says that it is ready")
+        if said.number >= line.posted or said.number in line.chunks:
+            line.peer_ready[said.number] = said.key
+        return None
+
+    def next_piece(self, most: dict[bool, int], may_receive: bool) -> Piece | None:
+        """Leader: what to launch now, `most[sends]` blocks at most; the directions take turns. Raises TransferError if
+        the two ends mean different chunks."""
+        for sends in (not self._served, self._served):
+            line = self._lines[sends]
+            if not sends and not may_receive:
+                continue
+            for chunk in line.chunks.values():
+                if chunk.verdict is not None or chunk.launched == chunk.blocks:
+                    continue
+                key = line.peer_ready.get(chunk.number)
+                if key is None:
+                    break
+                if key != chunk.key:
+                    raise TransferError("the peer's next chunk is not the one that is due")
+                self._served = sends
+                count = min(most[sends], chunk.blocks - chunk.launched)
+                return Piece(sends, chunk.number, chunk, chunk.launched, count)
+        return None
+
+    def next_send(self, most: int) -> Piece | None:
+        """What this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer is
+        ready for, a follower only what comes first."""
+        line = self._lines[True]
+        for chunk in line.chunks.values():
+            if chunk.verdict is None and chunk.launched < chunk.blocks:
+                if self.leads and line.peer_ready.get(chunk.number) != chunk.key:
+                    return None
+                count = min(most, chunk.blocks - chunk.launched)
+                return Piece(True, chunk.number, chunk, chunk.launched, count)
+        return None
+
+    def piece(self, go: Go, block_bytes: int) -> Piece:
+        """Follower: what the leader has launched. Raises TransferError if it cannot be."""
+        sends = not go.leader_sends
+        count, rest = divmod(go.nbytes, block_bytes)
+        chunk = self._lines[sends].chunks.get(go.number)
+        fits = chunk is None or (
+            go.first == chunk.launched and chunk.launched + count <= chunk.blocks
+        )
+        if rest or not count or not fits or go.number >= self._lines[sends].posted:
+            raise TransferError(f"{go} does not fit {chunk}")
+        return Piece(sends, go.number, chunk, go.first, count)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Leader: is there a chunk that both ends have posted?"""
+        return any(
+            number in line.peer_ready and chunk.verdict is None and chunk.launched < chunk.blocks
+            for line in self._lines.values()
+            for number, chunk in line.chunks.items()
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.chunks
+
+
+def _verdict(sends: bool) -> tuple[Outcome, str]:
+    """Of a chunk that is gone at the other end: what nobody wants counts as sent, what never comes has failed."""
+    return (Outcome.DONE, "") if sends else (Outcome.FAILED, "the sender withdrew the chunk")
