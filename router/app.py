@@ -14,7 +14,7 @@ from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
 from router.core.policy import make_policy
-from router.core.roster import Target
+from router.roster import Target
 from router.dispatch import Links
 from router.front.frontend import Frontend, TextModel
 from router.grpc.service import Service

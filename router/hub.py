@@ -50,7 +50,7 @@ from router.core.events import (
     Tick,
 )
 from router.core.registry import Life
-from router.core.roster import Roster, Target
+from router.roster import Roster, Target
 from router.journal import Journal
 from router.observer import Observer
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router.core.roster import Target
+from router.roster import Target
 from router.front.api import ApiError
 from router.front.form import HttpForm
 from router.http.answer import error_response, json_response

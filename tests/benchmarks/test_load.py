@@ -16,7 +16,7 @@ from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.grpc.service import Service
-from tests.router.http_fakes import FakeFrontend, serving
+from tests.router.http.fakes import FakeFrontend, serving
 
 
 class Counting:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import PeerAddress
-from router.core.roster import Target
+from router.roster import Target
 from router.hub import Hub
 from telemetry.router_metrics import RouterMetrics
 from tests.router.bench import Bench

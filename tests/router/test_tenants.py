@@ -9,7 +9,7 @@ from router.config import RouterConfig
 from router.front.api import GenerateCall
 from router.front.validate import to_record
 from router.http.openai import parse_chat, parse_completion
-from tests.router.test_http_fuzz import Model
+from tests.router.http.test_fuzz import Model
 
 
 def _record(tenant: str, key: str = "") -> RequestRecord:

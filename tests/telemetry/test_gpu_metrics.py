@@ -7,7 +7,7 @@ from engine.device_memory import device_memory
 from telemetry.gpu_metrics import DEVICE_MEMORY, GpuMetrics
 from telemetry.metrics import WorkerMetrics
 from tests.telemetry.pages import Samples, samples
-from tests.transfer.nccl_ends import Ends
+from tests.transfer.nccl.ends import Ends
 
 
 def bytes_by_state(seen: Samples) -> dict[str, float]:

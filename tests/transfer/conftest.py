@@ -16,7 +16,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.fake_device import ONE_SIDED_VARIABLE, count, fake
-from tests.transfer.nccl_ends import Ends
+from tests.transfer.nccl.ends import Ends
 from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
 from transfer.host.loopback import LoopbackHub
 from transfer.nccl.library import ONE_SIDED

@@ -1,4 +1,4 @@
-"""A device of host memory, and a libnccl for it (`fake_nccl.c`, built once): what the GPU transports run on in tests.
+"""A device of host memory, and a libnccl for it (`nccl/fake_nccl.c`, built once): what the GPU transports run on in tests.
 
 Streams and events are the C file's: operations run in their own thread, in order. Copies are the specification of the
 copy kernel, carried out at once, or, on a `LateDevice`, when their stream comes to them; so what these tests show is
@@ -36,7 +36,7 @@ from transfer.nccl.library import NcclLibrary
 from transfer.nccl.transport import NcclTransport
 from transfer.transport import TransferError, Transport
 
-SOURCE = Path(__file__).with_name("fake_nccl.c")
+SOURCE = Path(__file__).parent / "nccl" / "fake_nccl.c"
 FAIL, HANG, DIE, STALL, ASYNC = range(1, 6)
 CALL = ctypes.CFUNCTYPE(None)
 LIBRARY_VARIABLE = "FAKE_NCCL_LIBRARY"

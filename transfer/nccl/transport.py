@@ -4,9 +4,9 @@ Bytes never land in a pool by NCCL's hand. A piece of a chunk is packed out of t
 slot to slot, and is scattered into the receiver's pool by the receiver's own kernel once it is all there. So a receive
 can be cancelled at any time, and a peer that dies or freezes in the middle can spoil a slot and nothing else.
 
-The parts: `nccl_pair` and `nccl_wire` settle what goes next, `nccl_packing`, `nccl_dispatch` and `nccl_lane` carry it
-out, `nccl_room` says which pairs have a communicator (`nccl_communicator`, `nccl_library`), `nccl_meeting` and
-`nccl_peer` are how two ends find and hear each other. Communicators are made when two workers meet, as long as there is
+The parts: `pair` and `wire` settle what goes next, `packing`, `dispatch` and `lane` carry it
+out, `room` says which pairs have a communicator (`communicator`, `library`), `meeting` and
+`peer` are how two ends find and hear each other. Communicators are made when two workers meet, as long as there is
 room, and warmed up (the first operation of a pair takes most of a second); afterwards when they are needed. Every wait
 has a limit: the loss of the socket, an error of the library or a limit that has passed costs the pair, whose receives
 end as LOST, and nobody else.

@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall, GenerateEvent
 from router.front.validate import UnknownModelError, check_call, to_record
 from router.http.openai import ChatRequest, CompletionRequest
-from tests.router.http_fakes import ANSWER, ask
+from tests.router.http.fakes import ANSWER, ask
 
 ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 EXPECTED = {200, 400, 404, 413}

@@ -3,7 +3,7 @@
 import pytest
 
 from prefill_worker.scheduler.order import FIRST_SPEED, Order
-from tests.prefill_worker.test_scheduler import Bench, _tokens
+from tests.prefill_worker.scheduler.test_scheduler import Bench, _tokens
 
 CONTEXT_TOKENS = 8192
 """Of `Bench`."""

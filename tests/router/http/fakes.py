@@ -12,7 +12,7 @@ import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.core.roster import Target
+from router.roster import Target
 from router.front.api import (
     ApiError,
     Delta,

@@ -8,8 +8,8 @@ import pytest
 
 from tests.transfer.conftest import Process, Rig, RigFactory, end
 from tests.transfer.fake_device import ASYNC, FAIL, ONE_SIDED_VARIABLE, STALL, Fault, fake
-from tests.transfer.nccl_ends import LAYOUT, QUICK, End, Ends
-from tests.transfer.nccl_far import (
+from tests.transfer.nccl.ends import LAYOUT, QUICK, End, Ends
+from tests.transfer.nccl.far import (
     Pattern,
     begun,
     far_rig,

@@ -30,8 +30,8 @@ from router.core.events import (
     StopFound,
 )
 from tests.router.bench import A, B, Bench, ended
+from tests.router.core.test_recovery import running
 from tests.router.fake_cluster import load
-from tests.router.test_recovery import running
 
 C = RequestId("c")
 SPENT = RequestStats(

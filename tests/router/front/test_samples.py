@@ -16,7 +16,7 @@ from router.grpc.client import Client
 from router.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
-from tests.router.test_http_resume import FORMS, complete, go_on, last_id, parts, post
+from tests.router.http.test_resume import FORMS, complete, go_on, last_id, parts, post
 from tests.router.test_restart import ANSWER as TEXT
 from tests.router.test_restart import IDS, site
 

@@ -7,7 +7,7 @@ import pytest
 
 from router.front.api import ApiError, Delta
 from router.http import stream as http_stream
-from tests.router.http_fakes import ANSWER, FINISHED, STARTED, FakeFrontend, FakeState, ask, refusal
+from tests.router.http.fakes import ANSWER, FINISHED, STARTED, FakeFrontend, FakeState, ask, refusal
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

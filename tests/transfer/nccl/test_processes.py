@@ -6,7 +6,7 @@ import pytest
 
 from tests.transfer.conftest import RECEIVER, ProcessPeer, Rig, RigFactory
 from tests.transfer.fake_device import STALL, TESTS, count
-from tests.transfer.nccl_far import (
+from tests.transfer.nccl.far import (
     BLOCKS,
     FREED_S,
     Pattern,

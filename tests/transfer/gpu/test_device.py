@@ -10,8 +10,8 @@ from engine.types import Incarnation
 from kernels.block_copy import copy_blocks
 from kernels.configs import ConfigKey, config_for
 from tests.transfer.fake_device import FakeDevice
-from tests.transfer.nccl_ends import LAYOUT as ENDS_LAYOUT
-from tests.transfer.nccl_ends import Ends
+from tests.transfer.nccl.ends import LAYOUT as ENDS_LAYOUT
+from tests.transfer.nccl.ends import Ends
 from transfer.config import TransferConfig
 from transfer.digest import Tally
 from transfer.gpu.device import flat, words_of

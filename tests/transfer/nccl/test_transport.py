@@ -9,7 +9,7 @@ import pytest
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, RequestId
 from tests.transfer.fake_device import ASYNC, FAIL, HANG, STALL, Fault, count, fake
-from tests.transfer.nccl_ends import BLOCKS, LAYOUT, QUICK, Ends
+from tests.transfer.nccl.ends import BLOCKS, LAYOUT, QUICK, Ends
 from tests.transfer.wire import IntoDevice, whole
 from transfer.gpu.device import StuckStreamError
 from transfer.nccl.lane import DRAIN_S

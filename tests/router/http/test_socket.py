@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.front.api import Delta
-from tests.router.http_fakes import FINISHED, STARTED, FakeFrontend, serving, wait_for
+from tests.router.http.fakes import FINISHED, STARTED, FakeFrontend, serving, wait_for
 
 FOREVER_S = 3600.0
 

@@ -11,7 +11,7 @@ from router.front.api import ApiError, Finished, GenerateCall, Started
 from router.grpc.client import Client
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import FakeWorkers
-from tests.router.test_samples import ANSWER, by_sample, places, with_router
+from tests.router.front.test_samples import ANSWER, by_sample, places, with_router
 
 
 def test_the_answers_of_a_search_are_its_samples_over_grpc() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.transfer.fake_device import LateDevice, count, fake
-from tests.transfer.nccl_ends import LAYOUT, QUICK, End, Ends
+from tests.transfer.nccl.ends import LAYOUT, QUICK, End, Ends
 from transfer.config import NcclConfig
 from transfer.nccl.library import ONE_SIDED
 from transfer.nccl.packing import Packing

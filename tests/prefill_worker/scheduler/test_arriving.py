@@ -9,7 +9,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tier_cost import TierCost
 from engine.kv.tier_io import Load, Loaded
 from engine.kv.tiers import Tiers
-from tests.prefill_worker.test_scheduler import S_PER_TOKEN, Bench
+from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
 from transfer.handoff.sender import KVSender
 
 
