@@ -73,7 +73,7 @@ def _dump_config(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from cluster.doctor import examine, print_checks
+    from cluster.doctor.host import examine, print_checks
 
     checks = examine(resolve(arguments, os.environ).config, os.environ)
     if arguments.json:

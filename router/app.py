@@ -14,7 +14,6 @@ from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
 from router.core.policy import make_policy
-from router.roster import Target
 from router.dispatch import Links
 from router.front.frontend import Frontend, TextModel
 from router.grpc.service import Service
@@ -22,6 +21,7 @@ from router.hub import Hub
 from router.journal import Journal
 from router.observer import Observer
 from router.overview import Overview, overview
+from router.roster import Target
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0

@@ -50,9 +50,9 @@ from router.core.events import (
     Tick,
 )
 from router.core.registry import Life
-from router.roster import Roster, Target
 from router.journal import Journal
 from router.observer import Observer
+from router.roster import Roster, Target
 
 log = logging.getLogger(__name__)
 

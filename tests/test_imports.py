@@ -41,33 +41,53 @@ ALLOWED = {
     ),
 }
 
+# What decides: no torch, no sockets, no threads, no clocks, in any of their files or in what these import of ours.
+PURE_FOLDERS = (
+    "decode_worker/scheduler",
+    "prefill_worker/scheduler",
+    "router/core",
+    "transfer/handoff",
+)
+
+# The same, file by file, where a folder holds other things too.
+PURE_FILES = (
+    "cluster/events.py",
+    "cluster/planner.py",
+    "cluster/slots.py",
+    "cluster/supervisor.py",
+    "engine/kv/block_pool.py",
+    "engine/kv/disk_index.py",
+    "engine/kv/fetches.py",
+    "engine/kv/host_index.py",
+    "engine/kv/manager.py",
+    "engine/kv/radix_cache.py",
+    "engine/kv/sorted_keys.py",
+    "engine/kv/tier_cost.py",
+    "engine/kv/tier_counts.py",
+    "engine/kv/tier_io.py",
+    "engine/kv/tiers.py",
+    "engine/measure.py",
+    "engine/plan.py",
+)
+
+IMPURE = (
+    *("asyncio", "ctypes", "logging", "mmap", "multiprocessing", "os", "queue", "random", "select", "selectors"),
+    *("signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time"),
+    *("cupy", "grpc", "numpy", "ray", "starlette", "torch", "triton", "uvicorn"),
+)
+
 # These must work without torch, and therefore without anything of ours that imports it.
 TORCH_FREE = (
-    "prefill_worker/scheduler/scheduler.py",
-    "decode_worker/scheduler/scheduler.py",
-    "decode_worker/scheduler/events.py",
     "engine/types.py",
     "engine/messages.py",
     "engine/identity.py",
     "engine/plan.py",
     "engine/config.py",
-    "engine/kv/block_pool.py",
-    "engine/kv/radix_cache.py",
-    "engine/kv/sorted_keys.py",
-    "engine/kv/manager.py",
-    "engine/kv/tier_io.py",
-    "engine/kv/tier_cost.py",
-    "engine/kv/tier_counts.py",
-    "engine/kv/host_index.py",
-    "engine/kv/disk_index.py",
-    "engine/kv/tiers.py",
-    "engine/kv/fetches.py",
     "engine/kv/layout.py",
     "engine/model/cache.py",
     "engine/text/*.py",
-    "transfer/handoff/migration.py",
-    "transfer/transport.py",
     "router/*.py",
+    "router/*/*.py",
     "cluster/actors.py",
     "cluster/ask.py",
     "cluster/child.py",
@@ -98,58 +118,6 @@ CONFINED = {
     "triton": ("kernels/*.py",),
     "transformers": ("benchmarks/checkpoint.py",),
 }
-
-# Decisions take time as an argument and do no I/O.
-PURE = (
-    "prefill_worker/scheduler/scheduler.py",
-    "prefill_worker/scheduler/job.py",
-    "prefill_worker/scheduler/line.py",
-    "decode_worker/scheduler/scheduler.py",
-    "decode_worker/scheduler/admission.py",
-    "decode_worker/scheduler/batch.py",
-    "decode_worker/scheduler/beams.py",
-    "decode_worker/scheduler/costs.py",
-    "decode_worker/scheduler/departures.py",
-    "decode_worker/scheduler/drawing.py",
-    "decode_worker/scheduler/ending.py",
-    "decode_worker/scheduler/filling.py",
-    "decode_worker/scheduler/forks.py",
-    "decode_worker/scheduler/handoffs.py",
-    "decode_worker/scheduler/loading.py",
-    "decode_worker/scheduler/orphans.py",
-    "decode_worker/scheduler/preemption.py",
-    "decode_worker/scheduler/room.py",
-    "decode_worker/scheduler/routers.py",
-    "decode_worker/scheduler/swapping.py",
-    "decode_worker/scheduler/taking.py",
-    "engine/measure.py",
-    "engine/plan.py",
-    "engine/kv/block_pool.py",
-    "engine/kv/radix_cache.py",
-    "engine/kv/sorted_keys.py",
-    "engine/kv/manager.py",
-    "engine/kv/tier_io.py",
-    "engine/kv/tier_cost.py",
-    "engine/kv/tier_counts.py",
-    "engine/kv/host_index.py",
-    "engine/kv/disk_index.py",
-    "engine/kv/tiers.py",
-    "engine/kv/fetches.py",
-    "prefill_worker/scheduler/arriving.py",
-    "prefill_worker/scheduler/order.py",
-    "transfer/handoff/migration.py",
-    "router/core/adoption.py",
-    "router/core/book.py",
-    "router/core/core.py",
-    "router/core/losses.py",
-    "router/core/offers.py",
-    "router/core/policy.py",
-    "router/core/prefix_index.py",
-    "cluster/events.py",
-    "cluster/planner.py",
-    "cluster/slots.py",
-    "cluster/supervisor.py",
-)
 
 
 BENCHMARKS_WITH_PROCESSES = (
@@ -202,6 +170,35 @@ def matches(path: Path, patterns: tuple[str, ...]) -> bool:
     return any(Path(relative(path)).match(pattern) for pattern in patterns)
 
 
+def is_pure(path: Path) -> bool:
+    return matches(path, PURE_FILES) or relative(path).startswith(tuple(f"{folder}/" for folder in PURE_FOLDERS))
+
+
+def is_impure(name: str) -> bool:
+    return name != "random.Random" and any(under(name, module) for module in IMPURE)
+
+
+def ways_to(modules: tuple[str, ...], paths: list[Path]) -> dict[str, str]:
+    """Of `paths`, those that import one of `modules` as they are imported themselves, and through which files."""
+    reaches: dict[Path, str | None] = {}
+
+    def way(path: Path) -> str | None:
+        if path not in reaches:
+            reaches[path] = None
+            for _, name in statements(path, everywhere=False):
+                if name != "random.Random" and any(under(name, module) for module in modules):
+                    reaches[path] = name
+                    break
+                target = module_file(name) if name.split(".")[0] in OURS else None
+                further = way(target) if target is not None else None
+                if target is not None and further is not None:
+                    reaches[path] = f"{relative(target)} -> {further}"
+                    break
+        return reaches[path]
+
+    return {relative(path): found for path in paths if (found := way(path)) is not None}
+
+
 def module_file(name: str) -> Path | None:
     """The file of the longest prefix of a dotted name that is a module of ours."""
     parts = name.split(".")
@@ -245,43 +242,54 @@ def test_foreign_packages_stay_behind_their_border(foreign: str) -> None:
 def test_torch_free_modules_reach_no_torch() -> None:
     """Guards against a router or CLI that takes seconds and 200 MB to start because something far
     down its imports needs torch. Follows our own imports to the end."""
-    reaches: dict[Path, str | None] = {}
-
-    def torch_through(path: Path) -> str | None:
-        if path not in reaches:
-            reaches[path] = None
-            for _, name in statements(path, everywhere=False):
-                if under(name, "torch") or under(name, "triton"):
-                    reaches[path] = name
-                    break
-                target = module_file(name) if name.split(".")[0] in OURS else None
-                way = torch_through(target) if target is not None else None
-                if target is not None and way is not None:
-                    reaches[path] = f"{relative(target)} -> {way}"
-                    break
-        return reaches[path]
-
-    wrong = {
-        relative(path): way
-        for path in sources(*OURS)
-        if matches(path, TORCH_FREE)
-        for way in [torch_through(path)]
-        if way is not None
-    }
-    assert wrong == {}
+    wanted = [path for path in sources(*OURS) if matches(path, TORCH_FREE)]
+    assert ways_to(("torch", "triton"), wanted) == {}
 
 
 def test_decisions_import_no_clock_and_no_io() -> None:
-    """Guards against a scheduler that reads a clock or opens a socket, and so cannot be replayed."""
-    banned = ("time", "asyncio", "threading", "socket", "random", "os", "logging", "subprocess")
+    """Guards against a scheduler that reads a clock or opens a socket, and so cannot be replayed. Imports inside
+    functions count; of what is imported of ours, those that run on import."""
+    decide = [path for path in sources(*OURS) if is_pure(path)]
+    assert {folder for folder in PURE_FOLDERS if not (ROOT / folder).is_dir()} == set()
     wrong = [
         f"{relative(path)}:{line}: {name}"
-        for path in sources(*OURS)
-        if matches(path, PURE)
+        for path in decide
         for line, name in statements(path)
-        if any(under(name, module) for module in banned) and name != "random.Random"
+        if is_impure(name)
     ]
     assert wrong == []
+    folders = [path for path in decide if not matches(path, PURE_FILES)]
+    assert ways_to(IMPURE, folders) == {}
+
+
+def test_imports_make_no_circle() -> None:
+    """Guards against two files of which neither can be read, or imported, without the other: imports for types alone
+    and those inside functions count."""
+    edges = {
+        path: sorted(
+            {
+                target
+                for _, name in statements(path)
+                if name.split(".")[0] in OURS and (target := module_file(name)) is not None
+            }
+            - {path}
+        )
+        for path in sources(*OURS)
+    }
+    done: set[Path] = set()
+    circles: list[str] = []
+
+    def visit(path: Path, way: tuple[Path, ...]) -> None:
+        if path in way:
+            circles.append(" -> ".join(map(relative, (*way[way.index(path) :], path))))
+        elif path not in done:
+            for target in edges.get(path, ()):
+                visit(target, (*way, path))
+            done.add(path)
+
+    for path in edges:
+        visit(path, ())
+    assert circles == []
 
 
 def test_environment_is_read_in_one_place() -> None:

@@ -34,7 +34,8 @@ from transfer.handoff.commands import (
     Sent,
     Unreachable,
 )
-from transfer.route import Checked, Route, open_route
+from transfer.registry import open_route
+from transfer.route import Checked, Route
 from transfer.transport import (
     Completion,
     KVMemory,

@@ -13,8 +13,12 @@ from transfer.config import TransferConfig
 from transfer.transport import KVMemory, TransferError, Transport
 
 if TYPE_CHECKING:
+    from engine.kv.layout import KVLayout
+    from transfer.digest import Tally
     from transfer.gpu.device import DeviceMemory
+    from transfer.handoff.negotiation import Agreement
     from transfer.host.loopback import LoopbackHub
+    from transfer.route import Route
 
 AUTO = "auto"
 LOOPBACK = "127.0.0.1"
@@ -117,6 +121,23 @@ def choose(names: Collection[str], my_host: str, peer_host: str) -> str:
         return next(iter(names))
     within, beyond = next(way for way in WAYS.values() if set(way) == set(names))
     return within if my_host == peer_host else beyond
+
+
+def open_route(
+    transport: Transport,
+    memory: KVMemory,
+    layout: KVLayout,
+    agreement: Agreement,
+    tally: Tally,
+) -> Route:
+    """The route for the memory that `transport` moves. Raises ValueError, as `Route` does."""
+    if transport.device is None:
+        from transfer.route import Route
+
+        return Route(transport, memory, layout, agreement, tally)
+    from transfer.gpu.route import DeviceRoute
+
+    return DeviceRoute(transport, memory, layout, agreement, tally)
 
 
 def _known(name: str) -> str:

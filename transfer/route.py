@@ -105,18 +105,3 @@ def _span(form: KVLayout, layout: KVLayout) -> Span:
         return Span(0, form.block_bytes, layout.block_bytes)
     offset = (form.first_head - layout.first_head) * layout.head_bytes
     return Span(offset, form.block_bytes, layout.block_bytes)
-
-
-def open_route(
-    transport: Transport,
-    memory: KVMemory,
-    layout: KVLayout,
-    agreement: Agreement,
-    tally: Tally,
-) -> Route:
-    """The route for the memory that `transport` moves. Raises ValueError, as `Route` does."""
-    if transport.device is None:
-        return Route(transport, memory, layout, agreement, tally)
-    from transfer.gpu.route import DeviceRoute
-
-    return DeviceRoute(transport, memory, layout, agreement, tally)

@@ -7,19 +7,14 @@ retries and chunking live above it, in `transfer.handoff.migration`; digests in 
 drives it in `transfer.mover`. A transport is used by that one thread alone and owns no thread of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NewType, Protocol, TypeVar
+from typing import NewType, Protocol, TypeVar
 
 import msgspec
 
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation
-
-if TYPE_CHECKING:
-    from transfer.gpu.device import Device
 
 Ticket = NewType("Ticket", int)
 """Names one posted send or receive until `poll` reports its end."""
@@ -116,8 +111,8 @@ class Transport(Protocol[LandingT, PackedT]):
     name: str
 
     @property
-    def device(self) -> Device | None:
-        """Whose memory it moves; None stands for the host's."""
+    def device(self) -> object | None:
+        """Whose memory it moves, a `transfer.gpu.device.Device`; None stands for the host's."""
 
     reads_remotely: bool
     """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the

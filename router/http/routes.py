@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router.roster import Target
 from router.front.api import ApiError
 from router.front.form import HttpForm
 from router.http.answer import error_response, json_response
@@ -26,6 +25,7 @@ from router.http.generation import Generates, Streams, WholeAnswer, attended
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope, error_reply
 from router.http.stream import StreamedAnswer
+from router.roster import Target
 from telemetry.tracing import HEADER, sound
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster import doctor
 from cluster.config import ClusterConfig
-from cluster.doctor import Check, examine, print_checks
-from cluster.doctor_gpu import gpu_checks
+from cluster.doctor import host as doctor
+from cluster.doctor.check import Check
+from cluster.doctor.gpu import gpu_checks
+from cluster.doctor.host import examine, print_checks
 from cluster.environment import collect
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import Process, RunDir

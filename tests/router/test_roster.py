@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from engine.messages import PeerAddress
-from router.roster import Target
 from router.hub import Hub
+from router.roster import Target
 from telemetry.router_metrics import RouterMetrics
 from tests.router.bench import Bench
 from tests.router.fake_cluster import load, worker_info

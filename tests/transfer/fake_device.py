@@ -1,4 +1,4 @@
-"""A device of host memory, and a libnccl for it (`nccl/fake_nccl.c`, built once): what the GPU transports run on in tests.
+"""A device of host memory, and a libnccl for it (`nccl/fake_nccl.c`, built once): for tests of the GPU transports.
 
 Streams and events are the C file's: operations run in their own thread, in order. Copies are the specification of the
 copy kernel, carried out at once, or, on a `LateDevice`, when their stream comes to them; so what these tests show is

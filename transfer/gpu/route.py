@@ -4,7 +4,7 @@ from typing import cast
 
 from engine.kv.layout import KVLayout
 from transfer.digest import Tally, binding, combine, is_sampled
-from transfer.gpu.device import DeviceMemory, words_of
+from transfer.gpu.device import Device, DeviceMemory, words_of
 from transfer.gpu.landing import (
     DeviceInPlace,
     DeviceRepacked,
@@ -32,10 +32,9 @@ class DeviceRoute(Route):
         tally: Tally,
     ) -> None:
         super().__init__(transport, memory, layout, agreement, tally)
-        assert transport.device is not None
         if agreement.digest != WP64 and agreement.digest_share:
             raise ValueError(f"transfer.digest_algorithm is {agreement.digest}: on a device it must be {WP64}")
-        self._device = transport.device
+        self._device = cast(Device, transport.device)
         self._pool = cast(DeviceMemory, memory)
         self._stream = self._device.digest_stream
         self._shape = digest_shape(self.outgoing)

@@ -12,7 +12,6 @@ import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.roster import Target
 from router.front.api import (
     ApiError,
     Delta,
@@ -25,6 +24,7 @@ from router.front.api import (
 from router.front.resume import unknown_token
 from router.http.generation import Generates
 from router.http.routes import build_app
+from router.roster import Target
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(

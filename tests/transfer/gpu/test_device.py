@@ -18,8 +18,7 @@ from transfer.gpu.device import flat, words_of
 from transfer.gpu.pulse import Pulse
 from transfer.handoff.algorithms import WP64, digest_shape
 from transfer.handoff.negotiation import Agreement
-from transfer.registry import open_transport, open_transports
-from transfer.route import open_route
+from transfer.registry import open_route, open_transport, open_transports
 from transfer.transport import Span, TransferError
 
 LAYOUT = KVLayout(kv_heads=3, layers=2, block_size=4, head_dim=8, dtype="float16")

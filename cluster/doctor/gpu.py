@@ -5,7 +5,7 @@ from importlib import metadata
 from itertools import permutations
 from pathlib import Path
 
-from cluster.doctor import Check
+from cluster.doctor.check import Check
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x")
 

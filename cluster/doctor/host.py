@@ -13,19 +13,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from cluster.config import ClusterConfig, ConfigError
+from cluster.doctor.check import Check, Level
+from cluster.doctor.gpu import gpu_checks
 from cluster.memory import available_bytes
 from cluster.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
-
-Level = Literal["ok", "warn", "fail"]
 
 FILES = (1024, 8192)
 """Open files of a process: fewer than the first fail under load, fewer than the second may with many workers."""
@@ -37,19 +35,8 @@ NOISY_RAY = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_RUNTIME_ENV_HOOK", "RAY_LOCAL_
 DISK_BYTES = 2 << 30
 
 
-class Check(msgspec.Struct, frozen=True):
-    """`fix` is empty where nothing is to be done."""
-
-    name: str
-    level: Level
-    found: str
-    fix: str = ""
-
-
 def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
     """Every check, in the order in which a start would fail."""
-    from cluster.doctor_gpu import gpu_checks
-
     groups: list[Callable[[], Iterator[Check]]] = [
         _system,
         lambda: _ports(config, environ),
