@@ -249,3 +249,10 @@ def test_a_model_that_is_elsewhere_leaves_the_type_open(capsys: pytest.CaptureFi
     assert "decode.engine.dtype" in shown.out and '"auto"' in shown.out
     assert "engine.dtype is not known here: /models/elsewhere" in shown.err
     assert cli.main(["up", *GPUS, "--model", "/models/elsewhere"]) == 1
+
+
+def test_the_example_file_leaves_them_alone() -> None:
+    """Guards whoever copies it and puts `cuda` in: a CPU's numbers, written down there, would win."""
+    example = Path(__file__).parents[2] / "examples" / "headrace.toml"
+    found = values(resolved("--config", str(example), *ON_CUDA))
+    assert {key: found[key] for key in EVERY_GPU_DEFAULT} == EVERY_GPU_DEFAULT
