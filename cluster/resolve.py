@@ -1,9 +1,9 @@
 """From flags, variables, a file and defaults to one configuration that knows where each value came from.
 
-Precedence: flag, then `HEADRACE_*` variable, then file, then default. A key is dotted
-(`prefill.chunk_tokens`); as a variable it is `HEADRACE_PREFILL__CHUNK_TOKENS`, in the TOML file
-`chunk_tokens` under `[prefill]`, as a flag `--set prefill.chunk_tokens=64`. The most used settings
-have flags of their own.
+Precedence: flag, then `HEADRACE_*` variable, then file, then default, which may depend on the device
+(`cluster.defaults`). A key is dotted (`prefill.chunk_tokens`); as a variable it is
+`HEADRACE_PREFILL__CHUNK_TOKENS`, in the TOML file `chunk_tokens` under `[prefill]`, as a flag
+`--set prefill.chunk_tokens=64`. The most used settings have flags of their own.
 """
 
 import argparse
@@ -94,15 +94,14 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> No
 
 
 def resolve(
-    arguments: argparse.Namespace, environ: Mapping[str, str], device: str = "cpu"
+    arguments: argparse.Namespace, environ: Mapping[str, str], device: str = ""
 ) -> Resolved:
-    """Where nothing says on which device a pool computes, it is `device`. An `engine.dtype` of "auto" stays so on a
-    GPU, as nothing is read here but the file of settings: see `settled`.
+    """With `device`, both pools are on it, whatever the settings say. An `engine.dtype` of "auto" stays so on a GPU, as
+    nothing is read here but the file of settings: see `settled`.
 
     Raises ConfigError with one line that names the key and its origin."""
     known = {key: (kind, default) for key, kind, default in fields()}
     values = {key: default for key, (_, default) in known.items()}
-    values |= dict.fromkeys(DEVICE_KEYS, device)
     origins = dict.fromkeys(known, "default")
     file: Path | None = arguments.config
     sources = [
@@ -116,7 +115,8 @@ def resolve(
                 raise ConfigError(f"{origin}: unknown setting {key!r}{_suggestion(key, known)}")
             values[key] = _convert(key, raw, known[key][0], origin, is_text)
             origins[key] = origin
-    devices = {_pool(key): str(values[key]) for key in DEVICE_KEYS}
+    devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
+    values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
     for key, default in defaults_on(devices).items():
         if origins[key] == "default":
             values[key], origins[key] = default, "default for cuda"

@@ -112,6 +112,8 @@ def test_a_gpu_is_planned_as_its_workers_would_have_it(
         assert (found["dtype"], found["kv_dtype"], found["sizes"]["block_size"]) == (dtype, dtype, 64)
     asked = plan(capsys, "--model", model, "--gpu-memory", "1GiB", "--dtype", "float32")
     assert asked["weights_bytes"] == 2 * found["weights_bytes"]
+    cpu = [f"--set={pool}.engine.device=cpu" for pool in ("prefill", "decode")]
+    assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *cpu)["sizes"]["block_size"] == 64
     said = [f"--set={pool}.engine.dtype=float32" for pool in ("prefill", "decode")]
     assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *said)["dtype"] == "float32"
     if stored == "F32":
