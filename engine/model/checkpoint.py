@@ -40,18 +40,6 @@ class Checkpoint(Protocol):
 _TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def stored_dtype(path: Path) -> str:
-    """The type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16, or the
-    file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
-    if path.is_dir():
-        from engine.model import hf_model
-
-        return hf_model.stored_dtype(path)
-    from engine.model.gguf_reader import GGUFFile
-
-    return most_of(GGUFFile(path).bytes_by_type())
-
-
 def most_of(bytes_by_type: Mapping[str, int]) -> str:
     """The type of most bytes: norms are kept in 32 bits beside matrices of any other."""
     kind = max(bytes_by_type, key=bytes_by_type.__getitem__, default="F32")

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.model.cache import find_demo_model
-from engine.model.checkpoint import stored_dtype
 from engine.model.config import ModelError
+from engine.model.opening import stored_dtype
 from tests.engine.quantized import Kind, write_model
 
 
