@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.placement import RayConfig
-from cluster.processors import usable_cores
-from cluster.supervisor import RestartConfig
+from cluster.processes.placement import RayConfig
+from cluster.processes.processors import usable_cores
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES

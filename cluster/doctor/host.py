@@ -21,7 +21,7 @@ from cluster.config import ClusterConfig, ConfigError
 from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import gpu_checks
 from cluster.memory import available_bytes
-from cluster.processors import usable_cores
+from cluster.processes.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
 from engine.config import EngineConfig, TierConfig

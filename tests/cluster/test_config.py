@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cli
+from cluster.cli import __main__ as cli
 from cluster.config import ConfigError, default_threads, fields
 from cluster.memory import available_bytes
 from cluster.resolve import Resolved, add_flags, resolve

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from cluster import cli
+from cluster.cli import __main__ as cli
 from cluster.config import ClusterConfig, ConfigError, fields
 from cluster.defaults import (
     DECODE_ON_GPU,
@@ -18,9 +18,9 @@ from cluster.defaults import (
     device_share,
     gpu_dtype,
 )
-from cluster.launch import prepare_model, specs
-from cluster.placement import RayConfig
-from cluster.prepare import model_source
+from cluster.processes.launch import prepare_model, specs
+from cluster.processes.placement import RayConfig
+from cluster.processes.prepare import model_source
 from cluster.resolve import Resolved, settled
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig

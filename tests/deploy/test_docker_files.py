@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cli import main
+from cluster.cli.__main__ import main
 from tests.deploy.test_ray_files import DEPLOY
 
 BIN = Path(sys.prefix) / "bin"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from cluster.placement import gpus
+from cluster.processes.placement import gpus
 from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
@@ -169,7 +169,7 @@ def test_pools_by_label_and_workers_leave_before_their_pod() -> None:
         inside = group.template["spec"]
         (container,) = inside["containers"]
         *module, grace = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert module == ["python", "-m", "cluster.ray_leave", "--grace"]
+        assert module == ["python", "-m", "cluster.processes.ray_leave", "--grace"]
         assert float(grace) + 20 < inside["terminationGracePeriodSeconds"]
 
 

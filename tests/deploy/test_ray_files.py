@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.placement import gpus
+from cluster.processes.placement import gpus
 from cluster.resolve import add_flags, resolve
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cluster.leftovers import descendants, running
+from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
 from engine.model.cache import prepare
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
@@ -20,6 +19,7 @@ from engine.device import open_device
 from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from router.config import RouterConfig

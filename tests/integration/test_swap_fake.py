@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.colocated import LINK, Colocated
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.request import State
 from engine.kv.block_pool import BlockState
@@ -16,6 +15,7 @@ from engine.kv.tier_io import Store, Stored, TierLoad
 from engine.kv.tier_mover import TierMover
 from engine.messages import Cancel
 from engine.types import FinishReason
+from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (
     ASKED,
     CROWD,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.colocated import Colocated
 from engine.config import TierConfig
 from engine.kv.disk_index import header_bytes
 from engine.kv.layout import KVLayout
 from engine.kv.tier_io import TierSlot
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.crowd import record_of, tiering, wanted
 from tests.integration.fake_device import fake_device
