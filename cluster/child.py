@@ -3,8 +3,8 @@
 A line protocol on standard input and output, one JSON value a line:
 
     parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told
-                      for each Ask, which are answered in any order
+    child  -> parent  LoadProgress, as often as it likes; Started or Failed; then an Answer for each IsReady,
+                      Condemned for each WhoIsCondemned, and Told for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -57,6 +57,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
 
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of weights that are loaded, and of how many."""
+
+    done: int
+    total: int
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     ready: ChildReady
 
@@ -82,7 +89,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | Leave | Stop
-ToParent = Started | Failed | Answer | Condemned | Told
+ToParent = LoadProgress | Started | Failed | Answer | Condemned | Told
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -109,7 +116,7 @@ class ChildProcess:
         try:
             hosted = Hosted(spec)
             self._hosted = hosted
-            ready = hosted.start()
+            ready = hosted.start(lambda done, total: self._report(LoadProgress(done, total)))
             self._report(Started(ready))
             hosted.wait()
         except Exception as error:

@@ -36,8 +36,12 @@ def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
 
 def model_source(config: ClusterConfig) -> ModelSource:
     """The model as the configuration names it."""
+    engines = (config.prefill.engine, config.decode.engine)
     return ModelSource(
-        model=config.model, cache_dir=config.cache_dir, dtype=config.prefill.engine.dtype
+        model=config.model,
+        cache_dir=config.cache_dir,
+        dtype=config.prefill.engine.dtype,
+        mapped=any(engine.device == "cpu" for engine in engines),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from engine.messages import PeerAddress, WorkerInfo
+from engine.model.config import Progress
 from engine.types import Incarnation
 from router.config import RouterConfig
 from router.escalation import Verdict
@@ -26,7 +27,7 @@ class FakeWorker:
         self.host = host
         self.stopped = threading.Event()
 
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         print("a stray line on standard output")
         return WorkerInfo(
             name=self.name,
@@ -54,12 +55,12 @@ class FakeWorker:
 
 
 class FailingWorker(FakeWorker):
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         raise OSError("no such\nmodel file: /nowhere")
 
 
 class SlowWorker(FakeWorker):
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         time.sleep(60)
         return super().start()
 
