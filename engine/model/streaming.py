@@ -25,7 +25,7 @@ from engine.kv.paged import TORCH_DTYPES
 from engine.model.config import ModelError, Progress
 from engine.model.shards import Shard, ShardIndex, Stamp, check_stamp
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 PIECES = 4
 
 Read = Callable[[int, list[memoryview], int], int]
@@ -121,8 +121,9 @@ def stream(
             for piece in islice(pieces, 1):
                 ahead.append((piece, buffer, pool.submit(_fill, piece, buffer, is_free)))
 
+        size = min(piece_bytes, max((file.size_bytes for file in files), default=0))
         for _ in range(PIECES):
-            read_next(by.buffer(piece_bytes), _nothing)
+            read_next(by.buffer(size), _nothing)
         while ahead:
             (file, start, end), buffer, filled = ahead.popleft()
             filled.result()

@@ -21,7 +21,7 @@ from engine.model.pieces import ALIGN_BYTES, Index, load_index
 WEIGHTS_FILE = "weights.bin"
 INDEX_FILE = "weights.json"
 
-SLAB_VALUES = 1 << 22
+SLAB_VALUES = 1 << 20
 """What is rounded at once: rounding takes a few times its memory."""
 
 

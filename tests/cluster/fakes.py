@@ -54,6 +54,17 @@ class FakeWorker:
         self.stopped.set()
 
 
+class LoadingWorker(FakeWorker):
+    """Says that it loads 40 bytes, and takes half a second for each half."""
+
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
+        assert progress is not None
+        for done in (20, 40):
+            progress(done, 40)
+            time.sleep(0.5)
+        return super().start()
+
+
 class FailingWorker(FakeWorker):
     def start(self, progress: Progress | None = None) -> WorkerInfo:
         raise OSError("no such\nmodel file: /nowhere")
