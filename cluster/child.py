@@ -3,7 +3,7 @@
 A line protocol on standard input and output, one JSON value a line:
 
     parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
-    child  -> parent  LoadProgress, as often as it likes; Started or Failed; then an Answer for each IsReady,
+    child  -> parent  LoadProgress, at most a hundred; Started or Failed; then an Answer for each IsReady,
                       Condemned for each WhoIsCondemned, and Told for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
@@ -108,6 +108,7 @@ class ChildProcess:
         self._hosted: Hosted | None = None
         self._stopping = threading.Event()
         self._reporting = threading.Lock()
+        self._loaded_percent = 0
 
     def run(self) -> int:
         """Host what the first line names until it ends. Returns the exit status."""
@@ -116,7 +117,7 @@ class ChildProcess:
         try:
             hosted = Hosted(spec)
             self._hosted = hosted
-            ready = hosted.start(lambda done, total: self._report(LoadProgress(done, total)))
+            ready = hosted.start(self._report_load)
             self._report(Started(ready))
             hosted.wait()
         except Exception as error:
@@ -175,6 +176,13 @@ class ChildProcess:
         if self._hosted is None:
             os._exit(0)
         self._hosted.stop(grace_s)
+
+    def _report_load(self, done: int, total: int) -> None:
+        """At every hundredth."""
+        percent = 100 * done // max(1, total)
+        if percent > self._loaded_percent:
+            self._loaded_percent = percent
+            self._report(LoadProgress(done, total))
 
     def _report(self, record: ToParent) -> None:
         try:

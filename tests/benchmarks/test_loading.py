@@ -23,4 +23,4 @@ def test_every_way_is_told_beside_plain_reading(
     assert [line["way"] for line in lines] == [
         "readinto", "streamed and hashed", "streamed", "readinto, then hashed in a second pass",
     ]  # fmt: skip
-    assert lines[0]["of readinto"] == 1 and all(line["GB/s"] > 0 for line in lines)
+    assert lines[0]["of readinto's"] == 1 and all(line["best GB/s"] >= line["median GB/s"] > 0 for line in lines)

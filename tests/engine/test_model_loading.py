@@ -17,7 +17,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.loading import reshard
+from benchmarks.gpu.random_model import reshard
 from engine.model.cache import prepare
 from engine.model.config import ModelConfig, ModelError
 from engine.model.llama import load_model
