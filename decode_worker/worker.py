@@ -37,6 +37,7 @@ from engine.messages import (
     decode_router_frame,
     encode,
 )
+from engine.model.config import Progress
 from engine.tiering import open_tiers
 from engine.types import Incarnation, host_port
 from telemetry import tracing
@@ -95,10 +96,12 @@ class DecodeWorker:
         self._digesting: set[tuple[Handoff, int]] = set()
         self._journal = Journal(name, tracing.current())
 
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
-        device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
+        device = open_device(
+            config.engine, config.step_limits, config.tiers.host_bytes, progress
+        )
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = DecodeScheduler(

@@ -15,9 +15,9 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.kv.tiers import Tiers
 from engine.messages import MemoryUse
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
-from engine.model.weights import WeightIndex
+from engine.model.loading import loaded_bytes
 from engine.native_attention import NativeAttention, attends
 from engine.runner import ModelRunner, Runner
 from engine.text.files import TextFiles
@@ -52,9 +52,13 @@ class Device:
 
 
 def open_device(
-    config: EngineConfig, limits: StepLimits | None = None, host_tier_bytes: int = 0
+    config: EngineConfig,
+    limits: StepLimits | None = None,
+    host_tier_bytes: int = 0,
+    progress: Progress | None = None,
 ) -> Device:
-    """Map the prepared model and allocate the pool. Sets this process's compute threads.
+    """Load the prepared model and allocate the pool. Sets this process's compute threads. `progress` hears of weights
+    that are copied to a device, in bytes.
 
     `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
     for on a GPU; `host_tier_bytes` are left out of a pool that is sized by this host's memory. Raises ModelError for a
@@ -71,7 +75,9 @@ def open_device(
     if config.device != "cpu":
         torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
     native = _native(config)
-    model = load_model(model_dir, device=config.device, panels=native is not None)
+    model = load_model(
+        model_dir, device=config.device, panels=native is not None, progress=progress
+    )
     stable = (
         kernels != "triton"
         and config.deterministic != "off"
@@ -87,7 +93,7 @@ def open_device(
         head_dim=shape.head_dim,
         dtype=config.kv_dtype_of(config.dtype),
     )
-    weights_bytes = WeightIndex.load(model_dir).size_bytes + model.table_bytes
+    weights_bytes = loaded_bytes(model_dir) + model.table_bytes
     workspace_bytes = 0
     if config.profile_workspace or config.pool_bytes == "auto":
         if limits is None:

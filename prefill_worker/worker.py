@@ -27,6 +27,7 @@ from engine.messages import (
     WorkerInfo,
     encode,
 )
+from engine.model.config import Progress
 from engine.tiering import open_tiers
 from engine.types import Incarnation, host_port
 from prefill_worker.config import PrefillConfig
@@ -90,10 +91,12 @@ class PrefillWorker:
         self._tier_metrics: TierMetrics | None = None
         self._journal = Journal(name, tracing.current())
 
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
-        device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
+        device = open_device(
+            config.engine, config.step_limits, config.tiers.host_bytes, progress
+        )
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = PrefillScheduler(

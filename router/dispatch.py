@@ -85,10 +85,12 @@ class OtherModelError(Exception):
 class Links:
     """All streams to workers. Lives on the router's event loop."""
 
-    # Mutable state: the task of every wanted worker, the outbox of every attached one, and tasks that are ending.
+    # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, and as
+    # much as is known of the fingerprint.
 
     def __init__(self, hub: Hub, incarnation: Incarnation, fingerprint: str = "") -> None:
-        """`fingerprint` of the prepared model whose workers alone are wanted; empty: of any."""
+        """`fingerprint` of the prepared model whose workers alone are wanted; empty: of any. Where it is that of a
+        model whose weights this host has not read, the first worker that fits says the rest for all others."""
         self._hub = hub
         self._fingerprint = fingerprint
         self._hello = RouterHello(incarnation)
@@ -208,11 +210,13 @@ class Links:
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
         model = info.fingerprint.partition("/")[0]
-        if self._fingerprint and model != self._fingerprint:
+        if not model.startswith(self._fingerprint):
             raise OtherModelError(
                 f"it serves {info.model}, prepared as {model}; this router's tokenizer is of "
                 f"the model prepared as {self._fingerprint}"
             )
+        if self._fingerprint:
+            self._fingerprint = model
         return info, records[1:]
 
 

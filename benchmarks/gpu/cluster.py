@@ -97,7 +97,7 @@ def _over_all(
     answer_tokens = 4 if dry else 32
     dtype = "float32" if dry else "bfloat16"
     engine = EngineConfig(
-        model_dir=str(prepare(source, folder, dtype)),
+        model_dir=str(prepare(source, folder, dtype, mapped=dry)),
         dtype=dtype,
         device=str(card.device),
         # The kernels of a GPU, interpreted, where that takes seconds; those of the CPU for a whole model.

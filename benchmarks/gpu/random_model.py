@@ -4,11 +4,12 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -17,7 +18,7 @@ from benchmarks.gpu.card import Card
 from engine.kv.paged import TORCH_DTYPES
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, LLAMA, Weight, layer_key
-from engine.model.hf_model import model_config
+from engine.model.hf_model import INDEX, model_config
 from engine.model.llama import Llama
 
 GAIN = 1.25
@@ -88,6 +89,22 @@ def save_checkpoint(folder: Path, sizes: dict[str, int], seed: int) -> None:
         save_file(dict(pool.map(draw, range(len(pieces)))), str(folder / "model.safetensors"))
     words = {f"w{n}": n for n in range(shape.vocab)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def reshard(folder: Path, shards: int, seed: int) -> None:
+    """Split a directory's `model.safetensors` into shards, its tensors dealt out at random, and write their index."""
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    names = list(tensors)
+    Random(seed).shuffle(names)
+    where = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        dealt = names[number::shards]
+        save_file({name: tensors[name] for name in dealt}, str(folder / file))
+        where.update(dict.fromkeys(dealt, file))
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    whole.unlink()
 
 
 def _weights(shape: ModelConfig) -> list[tuple[str, Weight, int]]:

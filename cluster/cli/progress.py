@@ -34,12 +34,12 @@ class Bars:
         self.close()
 
     def report(self, what: str, done: int, total: int) -> None:
-        """`weights` are in bytes, everything else is counted."""
+        """`weights` and `loading` are in bytes, everything else is counted."""
         bars = self._bars
         if bars is None:
             return
         shown = f"{done}/{total}"
-        if what == "weights":
+        if what in ("weights", "loading"):
             shown = f"{format_size(done)} of {format_size(total)}"
         if what not in self._tasks:
             self._tasks[what] = bars.add_task(what, total=total, done=shown)

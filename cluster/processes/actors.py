@@ -12,6 +12,7 @@ class HostActor:
     def __init__(self, spec: ChildSpec) -> None:
         self._spec = spec
         self._hosted: Hosted | None = None
+        self._loading: tuple[int, int] | None = None
 
     def start(self) -> ChildReady | str:
         """Where it is reached, or why it could not start: in words, since any error type may be
@@ -22,9 +23,16 @@ class HostActor:
 
                 self._spec = moved(self._spec, ray.util.get_node_ip_address())
             self._hosted = Hosted(self._spec)
-            return self._hosted.start()
+            return self._hosted.start(self._load)
         except Exception as error:
             return one_line(error)
+
+    def loading(self) -> tuple[int, int] | None:
+        """Bytes of weights that are loaded, and of how many."""
+        return self._loading
+
+    def _load(self, done: int, total: int) -> None:
+        self._loading = (done, total)
 
     def node(self) -> str:
         """The id of the Ray node that this is on."""

@@ -3,8 +3,8 @@
 A line protocol on standard input and output, one JSON value a line:
 
     parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, ChildLeave, ChildStop
-    child  -> parent  ChildStarted or Failed; then a ChildAnswer for each IsReady, Condemned for each WhoIsCondemned,
-                      and Told for each Ask, which are answered in any order
+    child  -> parent  LoadProgress, at most a hundred; ChildStarted or Failed; then a ChildAnswer for each IsReady,
+                      Condemned for each WhoIsCondemned, and Told for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -57,6 +57,13 @@ class ChildStop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
 
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of weights that are loaded, and of how many."""
+
+    done: int
+    total: int
+
+
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     ready: ChildReady
 
@@ -82,7 +89,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
-ToParent = ChildStarted | Failed | ChildAnswer | Condemned | Told
+ToParent = LoadProgress | ChildStarted | Failed | ChildAnswer | Condemned | Told
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -101,6 +108,7 @@ class ChildProcess:
         self._hosted: Hosted | None = None
         self._stopping = threading.Event()
         self._reporting = threading.Lock()
+        self._loaded_percent = 0
 
     def run(self) -> int:
         """Host what the first line names until it ends. Returns the exit status."""
@@ -109,7 +117,7 @@ class ChildProcess:
         try:
             hosted = Hosted(spec)
             self._hosted = hosted
-            ready = hosted.start()
+            ready = hosted.start(self._report_load)
             self._report(ChildStarted(ready))
             hosted.wait()
         except Exception as error:
@@ -168,6 +176,13 @@ class ChildProcess:
         if self._hosted is None:
             os._exit(0)
         self._hosted.stop(grace_s)
+
+    def _report_load(self, done: int, total: int) -> None:
+        """At every hundredth."""
+        percent = 100 * done // max(1, total)
+        if percent > self._loaded_percent:
+            self._loaded_percent = percent
+            self._report(LoadProgress(done, total))
 
     def _report(self, record: ToParent) -> None:
         try:

@@ -44,10 +44,11 @@ class Hosted:
             else factory(spec.name, config, spec.host, spec.port)
         )
 
-    def start(self) -> ChildReady:
-        """Start it and return where it is reached. Raises whatever stops it from starting."""
-        up = self._server.start()
+    def start(self, report: Callable[[int, int], None] | None = None) -> ChildReady:
+        """Start it and return where it is reached. `report` hears of weights that it loads, in bytes. Raises whatever
+        stops it from starting."""
         if self._spec.kind == "router":
+            up = self._server.start()
             return ChildReady(
                 name=self._spec.name,
                 pid=os.getpid(),
@@ -55,6 +56,7 @@ class Hosted:
                 http=up.http,
                 host=host_id(),
             )
+        up = self._server.start(report)
         return ChildReady(
             name=up.name,
             pid=os.getpid(),
@@ -106,7 +108,7 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
     from engine.model.cache import prepare
 
     cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
-    return str(prepare(source.model or None, cache_dir, source.dtype, report))
+    return str(prepare(source.model or None, cache_dir, source.dtype, report, source.mapped))
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:

@@ -231,6 +231,7 @@ class Cluster:
         waiting = dict(self._children)
         while waiting:
             self._progress("processes", len(ready), len(self._children))
+            self._report_loading()
             for name, child in list(waiting.items()):
                 up = child.started_within(POLL_S)
                 if up is not None:
@@ -243,7 +244,16 @@ class Cluster:
                     f"{', '.join(waiting)}: not started in {self._config.start_timeout_s:.0f} s"
                 )
         self._progress("processes", len(ready), len(ready))
+        self._report_loading()
         return ready
+
+    def _report_loading(self) -> None:
+        """What all workers together have loaded; nothing where none loads."""
+        said = [child.loading() for child in self._children.values()]
+        loads = [load for load in said if load is not None]
+        if loads:
+            done, total = (sum(figures) for figures in zip(*loads, strict=True))
+            self._progress("loading", done, total)
 
     def _raise_failure(self) -> None:
         for name, child in self._children.items():

@@ -37,7 +37,13 @@ def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
 
 def model_source(config: ClusterConfig) -> ModelSource:
     """The model as the configuration names it. Raises as `model_dtype` does."""
-    return ModelSource(model=config.model, cache_dir=config.cache_dir, dtype=model_dtype(config))
+    engines = (config.prefill.engine, config.decode.engine)
+    return ModelSource(
+        model=config.model,
+        cache_dir=config.cache_dir,
+        dtype=model_dtype(config),
+        mapped=any(engine.device == "cpu" for engine in engines),
+    )
 
 
 def prepare_model(

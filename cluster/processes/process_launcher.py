@@ -18,6 +18,7 @@ from cluster.processes.child import (
     Condemned,
     Failed,
     IsReady,
+    LoadProgress,
     SetWorkers,
     ToChild,
     Told,
@@ -40,6 +41,7 @@ class ProcessChild:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self._failed = ""
+        self._loading: tuple[int, int] | None = None
         self._started: queue.Queue[ChildReady | None] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
         self._numbers = itertools.count()
@@ -70,6 +72,9 @@ class ProcessChild:
         if ready is None:
             raise LaunchError(f"{self.spec.name}: {self.failure()}")
         return ready
+
+    def loading(self) -> tuple[int, int] | None:
+        return self._loading
 
     def failure(self) -> str | None:
         status = self._process.poll()
@@ -164,7 +169,9 @@ class ProcessChild:
         pipe = self._process.stdout
         for line in pipe if pipe is not None else ():
             report = decode_report(line)
-            if isinstance(report, ChildStarted):
+            if isinstance(report, LoadProgress):
+                self._loading = (report.done, report.total)
+            elif isinstance(report, ChildStarted):
                 self._condemned = []
                 self._started.put(report.ready)
             elif isinstance(report, Failed):

@@ -59,6 +59,8 @@ class RayChild:
         self._start = self._actor.start.remote()
         self._wait: Any = None
         self._asked: Any = None
+        self._asked_loading: Any = None
+        self._loading: tuple[int, int] | None = None
 
     def started_within(self, timeout_s: float) -> ChildReady | None:
         done, _ = self._ray.wait([self._start], timeout=timeout_s)
@@ -71,6 +73,19 @@ class RayChild:
         ready: ChildReady = answer
         self._process.found(self._actor, ready.pid)
         return ready
+
+    def loading(self) -> tuple[int, int] | None:
+        if self._asked_loading is None:
+            self._asked_loading = self._actor.loading.remote()
+        done, _ = self._ray.wait([self._asked_loading], timeout=0)
+        if done:
+            try:
+                self._loading = self._ray.get(self._asked_loading)
+            except self._ray.exceptions.RayError as error:
+                # Its death is `failure`'s to tell.
+                logging.getLogger(__name__).debug("%s: %s", self.spec.name, cause_of(error))
+            self._asked_loading = None
+        return self._loading
 
     def failure(self) -> str | None:
         why = self._end()

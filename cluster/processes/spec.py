@@ -33,6 +33,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     cache_dir: str = ""
     dtype: str = "float32"
+    mapped: bool = True
+    """Whether any worker maps the weights, as those on a CPU do (`engine.model.cache.prepare`)."""
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,10 @@ class Child(Protocol):
 
         Raises LaunchError with the reason if it could not start. May be called again after None.
         """
+
+    def loading(self) -> tuple[int, int] | None:
+        """Worker only: bytes of weights that it has loaded, and of how many, as last heard; None where it has said
+        nothing of it. Never blocks."""
 
     def failure(self) -> str | None:
         """Why it ended, or None while it runs. Never blocks."""

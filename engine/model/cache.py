@@ -3,16 +3,15 @@
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
                               codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits
     <cache>/<key>.lock        held while the folder is made; the others wait
-    <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, time and inode
+    <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
 `key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
-whole or not there.
+whole or not there. Where workers need not map the weights, a folder may do without: `engine.model.reference`.
 """
 
 import hashlib
 import mmap
 import os
-import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,8 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
-from engine.model.once import locked
+from engine.model.once import make_folder_once
+from engine.model.shards import Stamp
 
 if TYPE_CHECKING:
     from engine.model.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ _BESIDE = (
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    stamp: list[tuple[str, int, int, int]]  # path, size, mtime_ns, inode
+    stamp: list[Stamp]
     digest: str
 
 
@@ -70,9 +70,11 @@ def prepare(
     cache_dir: Path | None = None,
     dtype: str = "float32",
     progress: Progress | None = None,
+    mapped: bool = True,
 ) -> Path:
     """The prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress` hears
-    how many bytes of weights have been written, and of how many, while they are converted.
+    how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False, for
+    workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -83,16 +85,19 @@ def prepare(
     parts = _source_files(path)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        if not mapped and path.is_dir():
+            from engine.model.reference import refer
+
+            if (referred := refer(path, parts, dtype, CONVERTER_VERSION, cache)) is not None:
+                return referred
         digest = _digest(path, parts, cache)
         fingerprint = hashlib.blake2b(
             f"{digest} {dtype} {CONVERTER_VERSION}".encode(), digest_size=16
         ).hexdigest()
         target = cache / fingerprint
-        if _whole(target):
-            return target
-        with locked(cache / f"{fingerprint}.lock"):
-            if not _whole(target):
-                _convert(path, dtype, fingerprint, target, progress)
+        make_folder_once(
+            target, _is_whole, lambda folder: _convert(path, dtype, fingerprint, folder, progress)
+        )
     except OSError as error:
         raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
     return target
@@ -114,7 +119,7 @@ def _source_files(path: Path) -> list[Path]:
 
 
 def _digest(path: Path, parts: list[Path], cache: Path) -> str:
-    stamp = [(str(part.resolve()), *_stat(part)) for part in parts]
+    stamp = [Stamp.of(part.resolve()) for part in parts]
     name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
     memory = cache / "seen" / f"{name}.json"
     try:
@@ -136,11 +141,6 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     return seen.digest
 
 
-def _stat(part: Path) -> tuple[int, int, int]:
-    found = part.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
-
-
 def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
     with part.open("rb") as file:
         if os.fstat(file.fileno()).st_size:
@@ -148,7 +148,7 @@ def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
                 digest.update(mapped)
 
 
-def _whole(target: Path) -> bool:
+def _is_whole(target: Path) -> bool:
     """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
     from engine.model.codes_file import CodesFile
     from engine.model.weights import WeightIndex
@@ -165,30 +165,19 @@ def _whole(target: Path) -> bool:
 
 
 def _convert(
-    path: Path, dtype: str, fingerprint: str, target: Path, progress: Progress | None
+    path: Path, dtype: str, fingerprint: str, folder: Path, progress: Progress | None
 ) -> None:
-    """Build the folder beside its place and move it there. The caller holds the lock, so what lies there is rubbish."""
     from engine.model.codes_file import write_codes
     from engine.model.weights import prepared_codes, write_weights
 
-    partial = target.with_name(f"{fingerprint}.partial")
-    for rubbish in (partial, target):
-        if rubbish.exists():
-            shutil.rmtree(rubbish)
-    partial.mkdir()
-    try:
-        source = _opened(path)
-        text = source.text()
-        write_weights(source, dtype, partial, progress)
-        if dtype == "float32":
-            write_codes(partial, prepared_codes(source))
-        config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
-        (partial / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
-        text.save(partial)
-        partial.rename(target)
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+    source = _opened(path)
+    text = source.text()
+    write_weights(source, dtype, folder, progress)
+    if dtype == "float32":
+        write_codes(folder, prepared_codes(source))
+    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+    text.save(folder)
 
 
 def _opened(path: Path) -> "Checkpoint":

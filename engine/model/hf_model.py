@@ -17,7 +17,7 @@ from engine.model.config import (
     RopeScaling,
 )
 from engine.model.families import FAMILIES, Family, Source
-from engine.model.safetensors_reader import SafetensorsFile
+from engine.model.safetensors_reader import SafetensorsFile, Stored
 from engine.text.files import TextFiles
 from engine.text.hf_text import text_files
 
@@ -35,18 +35,25 @@ class HFModel:
         self.family = _family(path / "config.json", raw)
         self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
         self._raw = raw
+        self.shards = [SafetensorsFile(shard) for shard in shards(path)]
         self._where: dict[str, SafetensorsFile] = {}
-        for shard in shards(path):
-            opened = SafetensorsFile(shard)
-            self._where.update(dict.fromkeys(opened.names(), opened))
+        for shard in self.shards:
+            self._where.update(dict.fromkeys(shard.names(), shard))
 
     def tensor_name(self, source: Source, layer: int) -> str:
         return source.hugging_face.format(layer=layer)
 
     def read(self, name: str) -> FloatArray:
+        return self._holder(name).read(name)
+
+    def stored(self, name: str) -> Stored:
+        """Where the tensor lies. Raises ModelError where it does not."""
+        return self._holder(name).stored(name)
+
+    def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._where:
             raise ModelError(self.path, f"tensor {name} is missing")
-        return self._where[name].read(name)
+        return self._where[name]
 
     def codes(self, name: str) -> Codes | None:
         return None

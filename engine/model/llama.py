@@ -17,11 +17,19 @@ from torch.nn.functional import rms_norm
 from engine.attention import AttentionBackend, HeadNorms, Rotation
 from engine.batch import ForwardBatch
 from engine.kv.paged import KVTensors
-from engine.model.config import FactorsRope, LinearRope, Llama3Rope, ModelConfig, ModelError
+from engine.model.config import (
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    ModelError,
+    Progress,
+)
 from engine.model.families import FAMILIES, layer_key
-from engine.model.mapped import map_weights
+from engine.model.loading import load_weights
 from engine.model.packed import packed_weights
 from engine.model.panels import panel_weights
+from engine.model.shards import fingerprint_of
 from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import Panels
@@ -122,10 +130,12 @@ def load_model(
     packed: bool = True,
     device: torch.device | str = "cpu",
     panels: bool = False,
+    progress: Progress | None = None,
 ) -> Llama:
-    """Map a prepared model's weights and build the model on them: no copy, pages shared by all workers of the host.
-    With `packed`, its matrices are those packed for this processor, made by the first process that needs them. Another
-    `device` than the CPU gets a copy of the plain ones. `panels`: matrices in panels instead, for the native kernels.
+    """Load a prepared model's weights and build the model on them. On the CPU they are mapped: no copy, pages shared by
+    all workers of the host. With `packed`, its matrices are those packed for this processor, made by the first process
+    that needs them. `panels`: matrices in panels instead, for the native kernels. Another `device` gets a copy of the
+    plain ones, streamed from their files; `progress` hears of it.
 
     Raises ModelError where the folder is not whole or its family is not one of this file's, ValueError for panels of
     a model in another dtype than float32.
@@ -133,14 +143,16 @@ def load_model(
     config = ModelConfig.load(model_dir)
     if config.family not in FAMILIES:
         raise ModelError(model_dir, f"unknown family {config.family!r}")
-    weights = map_weights(model_dir)
+    if panels and config.dtype != "float32":
+        raise ValueError(f"panels are for float32, not {config.dtype}")
+    device = torch.device(device)
+    weights, digests = load_weights(model_dir, device, progress)
+    config = msgspec.structs.replace(config, fingerprint=fingerprint_of(config.fingerprint, digests))
     if panels:
-        if config.dtype != "float32":
-            raise ValueError(f"panels are for float32, not {config.dtype}")
         return Llama(config, {**weights, **panel_weights(model_dir, weights)})
-    if torch.device(device).type != "cpu":
-        return Llama(config, {name: weight.to(device) for name, weight in weights.items()})
-    return Llama(config, weights | packed_weights(model_dir, weights) if packed else weights)
+    if packed and device.type == "cpu":
+        return Llama(config, weights | packed_weights(model_dir, weights))
+    return Llama(config, weights)
 
 
 def _plain(weight: Weight) -> Tensor:

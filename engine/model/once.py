@@ -1,6 +1,7 @@
 """What the first process of a host makes and all others map."""
 
 import fcntl
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,3 +30,26 @@ def make_once(path: Path, pieces: Callable[[], Iterable[Made]]) -> None:
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def make_folder_once(
+    target: Path, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
+) -> None:
+    """Have `fill` write a folder, unless a whole one is there. It appears by one rename. Raises OSError, and what
+    `fill` raises."""
+    if is_whole(target):
+        return
+    with locked(target.with_name(f"{target.name}.lock")):
+        if is_whole(target):
+            return
+        partial = target.with_name(f"{target.name}.partial")
+        for rubbish in (partial, target):  # nobody else is at work: we hold the lock
+            if rubbish.exists():
+                shutil.rmtree(rubbish)
+        partial.mkdir()
+        try:
+            fill(partial)
+            partial.rename(target)
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)

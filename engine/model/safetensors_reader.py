@@ -1,10 +1,11 @@
-"""Tensors of one safetensors file as 32-bit numpy arrays, mapped and not read.
+"""Tensors of one safetensors file: where they lie, or as 32-bit numpy arrays, mapped and not read.
 
 The `safetensors` package checks the header; its numpy side knows no bfloat16, so the bytes are taken from the map.
 """
 
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from engine.model.codes import FloatArray
 from engine.model.config import ModelError
 
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The engine's names of types that it computes in."""
+
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 
 
@@ -20,6 +24,16 @@ class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, whose type is named as the file does."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
 
 
 class SafetensorsFile:
@@ -52,6 +66,17 @@ class SafetensorsFile:
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + last - first
         return sizes
 
+    @property
+    def header(self) -> bytes:
+        """All before the first tensor's bytes."""
+        return self._bytes[: self._start].tobytes()
+
+    def stored(self, name: str) -> Stored:
+        """Where the tensor lies; KeyError if the file does not have it."""
+        entry = self._entries[name]
+        first, last = entry.data_offsets
+        return Stored(self.path, entry.dtype, entry.shape, self._start + first, last - first)
+
     def read(self, name: str) -> FloatArray:
         """The tensor in 32 bits; KeyError if the file does not have it."""
         entry = self._entries[name]
@@ -60,5 +85,7 @@ class SafetensorsFile:
         first, last = (self._start + offset for offset in entry.data_offsets)
         values = self._bytes[first:last].view(np.dtype(_DTYPES[entry.dtype]))
         if entry.dtype == "BF16":
-            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            wide = values.astype(np.uint32)
+            wide <<= np.uint32(16)  # in place: the tensor is not held twice in 32 bits
+            values = wide.view(np.float32)
         return np.ascontiguousarray(values, dtype=np.float32).reshape(entry.shape)

@@ -21,6 +21,9 @@ from engine.model.pieces import ALIGN_BYTES, Index, load_index
 WEIGHTS_FILE = "weights.bin"
 INDEX_FILE = "weights.json"
 
+SLAB_VALUES = 1 << 20
+"""What is rounded at once: rounding takes a few times its memory."""
+
 
 class Entry(msgspec.Struct, frozen=True):
     offset_bytes: int
@@ -43,7 +46,7 @@ def write_weights(
     """Convert every weight of `source` into `folder`. `progress` hears of the bytes written so far, and of all. Raises
     ModelError naming a missing or misshapen tensor."""
     config, tensors, offset = source.config, dict[str, Entry](), 0
-    weights = _weights(source)
+    weights = prepared_weights(source)
     width = 4 if dtype == "float32" else 2
     size = sum(prod(weight.shape(config)) * width for _, weight, _ in weights)
     with (folder / WEIGHTS_FILE).open("wb") as file:
@@ -55,16 +58,13 @@ def write_weights(
             for piece in weight.sources:
                 name = source.tensor_name(piece, layer)
                 values = source.read(name)
-                rows = int(getattr(config, piece.rows))
-                wanted = (rows, *weight.shape(config)[1:])
-                if values.shape != wanted:
-                    raise ModelError(
-                        source.path, f"tensor {name} has shape {values.shape}, expected {wanted}"
-                    )
+                check_shape(source, name, values.shape, weight, piece)
                 if source.rope_pairs and piece.rope_heads:
                     values = halves_from_pairs(values, int(getattr(config, piece.rope_heads)))
-                rounded = as_dtype(values, dtype, source.path, name)
-                offset += file.write(np.ascontiguousarray(rounded).data)
+                # By slabs of rows, so that no more than the one tensor is held in 32 bits.
+                for first in range(0, len(values), slab := slab_rows(values.shape)):
+                    rounded = as_dtype(values[first : first + slab], dtype, source.path, name)
+                    offset += file.write(np.ascontiguousarray(rounded).data)
         # A rename may reach the disk before the bytes do; zeros for weights would go unnoticed ever after.
         file.flush()
         os.fsync(file.fileno())
@@ -74,10 +74,24 @@ def write_weights(
     (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
+def check_shape(
+    source: Checkpoint, name: str, shape: tuple[int, ...], weight: Weight, piece: Source
+) -> None:
+    """Raises ModelError for a tensor of another shape than its part of a prepared weight has."""
+    wanted = (int(getattr(source.config, piece.rows)), *weight.shape(source.config)[1:])
+    if shape != wanted:
+        raise ModelError(source.path, f"tensor {name} has shape {shape}, expected {wanted}")
+
+
+def slab_rows(shape: tuple[int, ...]) -> int:
+    """How many rows are rounded at once."""
+    return max(1, SLAB_VALUES // max(1, prod(shape[1:])))
+
+
 def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
     """The codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
     `write_weights` writes in 32 bits, and has checked."""
-    for key, weight, layer in _weights(source):
+    for key, weight, layer in prepared_weights(source):
         found = [_codes(source, piece, layer) for piece in weight.sources]
         parts = [part for part in found if part is not None]
         if len(parts) == len(found) and (whole := stack(parts)) is not None:
@@ -97,7 +111,8 @@ def _codes(source: Checkpoint, piece: Source, layer: int) -> Codes | None:
     )
 
 
-def _weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
+def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
+    """What a prepared model has of this one: the name in its index, what it is, of which layer."""
     config: ModelConfig = source.config
     found = [(weight.name, weight, 0) for weight in source.family.weights if weight.present(config)]
     for layer in range(config.layers):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelConfig, ModelError
+from engine.model.shards import contents, fingerprint_of
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
@@ -18,8 +19,9 @@ from engine.types import FieldError
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Of the files that a prepared model was made from, weights and tokenizer. Raises ModelError."""
-    return ModelConfig.load(model_dir).fingerprint
+    """Of the files that a prepared model was made from, weights and tokenizer; as far as it is known before the first
+    load of weights that were left where they are. Raises ModelError."""
+    return fingerprint_of(ModelConfig.load(model_dir).fingerprint, contents(model_dir))
 
 
 class TextModel:

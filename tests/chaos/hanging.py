@@ -53,19 +53,19 @@ def _hang_engine(module: Any) -> None:
 
 
 class EngineHangsDecode(DecodeWorker):
-    def start(self):  # type: ignore[no-untyped-def]
+    def start(self, progress=None):  # type: ignore[no-untyped-def]
         _hang_engine(decode_worker.worker)
-        return super().start()
+        return super().start(progress)
 
 
 class EngineHangsPrefill(PrefillWorker):
-    def start(self):  # type: ignore[no-untyped-def]
+    def start(self, progress=None):  # type: ignore[no-untyped-def]
         _hang_engine(prefill_worker.worker)
-        return super().start()
+        return super().start(progress)
 
 
 class TransferHangs(DecodeWorker):
-    def start(self):  # type: ignore[no-untyped-def]
+    def start(self, progress=None):  # type: ignore[no-untyped-def]
         module: Any = decode_worker.worker
         real = module.open_transports
 
@@ -73,4 +73,4 @@ class TransferHangs(DecodeWorker):
             return {name: _Hanging(one, "recv") for name, one in real(*rest).items()}
 
         module.open_transports = opened
-        return super().start()
+        return super().start(progress)

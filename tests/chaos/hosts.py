@@ -67,7 +67,7 @@ def _spoiling(open_transports: Callable[..., dict[str, Transport]]) -> Callable[
 class SpoilingDecodeWorker(DecodeWorker):
     """Hosted in a process of its own, where the name it replaces has no other reader."""
 
-    def start(self):  # type: ignore[no-untyped-def]
+    def start(self, progress=None):  # type: ignore[no-untyped-def]
         worker = decode_worker.worker
         worker.open_transports = _spoiling(worker.open_transports)  # type: ignore[assignment]
-        return super().start()
+        return super().start(progress)

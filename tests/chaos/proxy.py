@@ -137,6 +137,9 @@ class _ProxiedChild:
         self._launcher.direct[up.name] = up
         return self._launcher.reached(up)
 
+    def loading(self) -> tuple[int, int] | None:
+        return self._child.loading()
+
     def failure(self) -> str | None:
         return self._child.failure()
 

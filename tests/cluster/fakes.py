@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from engine.messages import PeerAddress, WorkerInfo
+from engine.model.config import Progress
 from engine.types import Incarnation
 from router.config import RouterConfig
 from router.core.escalation import Verdict
@@ -26,7 +27,7 @@ class FakeWorker:
         self.host = host
         self.stopped = threading.Event()
 
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         print("a stray line on standard output")
         return WorkerInfo(
             name=self.name,
@@ -53,13 +54,24 @@ class FakeWorker:
         self.stopped.set()
 
 
+class LoadingWorker(FakeWorker):
+    """Says that it loads 40 bytes, and takes half a second for each half."""
+
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
+        assert progress is not None
+        for done in (20, 40):
+            progress(done, 40)
+            time.sleep(0.5)
+        return super().start()
+
+
 class FailingWorker(FakeWorker):
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         raise OSError("no such\nmodel file: /nowhere")
 
 
 class SlowWorker(FakeWorker):
-    def start(self) -> WorkerInfo:
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
         time.sleep(60)
         return super().start()
 

@@ -50,6 +50,36 @@ def test_it_is_refused_at_its_first_word_and_taken_when_it_is_another(
         asyncio.run(body())
 
 
+def test_the_first_that_fits_says_which_weights_are_meant(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a router on a host that has not loaded the weights: it knows all of the model but them, takes the first
+    worker that fits, and then none with other weights."""
+
+    async def body() -> None:
+        first, second = FakeWorkers(), FakeWorkers()
+        first.fingerprint, second.fingerprint = f"{OURS}-aa/float32", f"{OURS}-bb/float32"
+        app = RouterApp(
+            RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), fingerprint=OURS
+        )
+        try:
+            await app.start()
+            await first.start()
+            await app.set_workers(*first.peers)
+            await until(app.hub.ready)
+            await first.stop()
+            await second.start()
+            await app.set_workers(*second.peers)
+            await until(lambda: len(_refusals(caplog)) == 2)
+            assert not app.hub.ready()
+            assert all(f"prepared as {OURS}-bb" in r.getMessage() for r in _refusals(caplog))
+        finally:
+            await app.stop(0.0)
+            await first.stop()
+            await second.stop()
+
+    with caplog.at_level(logging.ERROR, "router.dispatch"):
+        asyncio.run(body())
+
+
 def _refusals(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "is refused" in record.getMessage()]
 

@@ -3,12 +3,22 @@
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from cluster.cli.progress import Bars
+from cluster.config import ClusterConfig
+from cluster.processes.hosting import prepared
 from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.prepare import model_source
+from cluster.processes.spec import ModelSource
+from decode_worker.config import DecodeConfig
+from engine.config import EngineConfig
 from engine.model.cache import prepare
-from tests.cluster.processes.test_launchers import CONFIG, FAKES
+from engine.model.shards import by_reference
+from prefill_worker.config import PrefillConfig
+from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS
+from tests.engine.test_model_families import reference, save_hf
 
 
 def test_bars_are_for_terminals_only() -> None:
@@ -17,9 +27,11 @@ def test_bars_are_for_terminals_only() -> None:
     for file in (plain, terminal):
         with Bars(Console(file=file, force_terminal=file is terminal, width=100)) as bars:
             bars.report("weights", 100 << 20, 400 << 20)
+            bars.report("loading", 3 << 30, 8 << 30)
             bars.report("processes", 3, 3)
     assert plain.getvalue() == ""
-    assert "100 MiB of 400 MiB" in terminal.getvalue() and "3/3" in terminal.getvalue()
+    assert "100 MiB of 400 MiB" in terminal.getvalue() and "3 GiB of 8 GiB" in terminal.getvalue()
+    assert "3/3" in terminal.getvalue()
 
 
 def test_a_start_reports_its_processes() -> None:
@@ -33,6 +45,38 @@ def test_a_start_reports_its_processes() -> None:
         cluster.start()
     assert told[0] == ("processes", 0, 3)
     assert ("processes", 3, 3) in told and told[-1] == ("router meets workers", 1, 1)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_start_reports_what_its_workers_load(launcher: str) -> None:
+    """Guards a minute in which nothing seems to happen, and, on Ray, an answer of the actor that nobody asks for."""
+    told: list[tuple[str, int, int]] = []
+    loading = {**FAKES, "decode": "tests.cluster.fakes:LoadingWorker", "prefill": "tests.cluster.fakes:LoadingWorker"}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what == "loading":
+            told.append((what, done, total))
+
+    with Cluster(CONFIG, make_launcher(launcher), loading, model_dir="x", progress=report) as cluster:
+        cluster.start()
+    loaded = [done for _, done, _ in told]
+    assert told[-1] == ("loading", 80, 80) and loaded == sorted(loaded) and {20, 40, 60} & {*loaded}
+
+
+def test_only_workers_on_gpus_leave_the_weights_where_they_are() -> None:
+    """Guards a CPU worker that would have to hold what it could map."""
+    cpu, gpu = EngineConfig(dtype="bfloat16"), EngineConfig(device="cuda", dtype="bfloat16")
+    for prefill, decode, mapped in ((cpu, cpu, True), (gpu, cpu, True), (cpu, gpu, True), (gpu, gpu, False)):
+        config = ClusterConfig(prefill=PrefillConfig(engine=prefill), decode=DecodeConfig(engine=decode))
+        assert model_source(config).mapped is mapped
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_the_source_says_how_a_host_prepares_it(mapped: bool, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    save_hf(reference().bfloat16(), source)
+    asked = ModelSource(model=str(source), cache_dir=str(tmp_path / "c"), dtype="bfloat16", mapped=mapped)
+    assert by_reference(Path(prepared(asked))) is not mapped
 
 
 def test_a_conversion_reports_every_byte_once(tmp_path: Path) -> None:
