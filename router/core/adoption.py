@@ -11,9 +11,9 @@ from collections.abc import Collection
 
 from engine.messages import Cancel, Orphan
 from engine.types import FinishReason, RequestId
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import State
+from router.core.call_table import Book
+from router.core.cluster_view import Beliefs
 from router.core.events import Adopt, Command, Deliver, Dropped, SendCancel
 
 NEVER = sys.maxsize

@@ -1,7 +1,7 @@
 """The router's decisions: which worker gets a request, and what of a worker's words is believed.
 
 Events in, commands out, time as an argument; no I/O, no clock, no torch. The states of a request are those of
-`router/core/call.py`; `router/core/book.py` keeps all of them, `router/core/offers.py` offers those that wait. A
+`router/core/call.py`; `router/core/call_table.py` keeps all of them, `router/core/waiting_queue.py` offers those that wait. A
 request whose decode worker was lost is back in line with its old turn, hence at its head, and goes on behind the tokens
 that its client has (`router/core/losses.py`). So is one that a leaving worker has yielded (`router/core/moves.py`),
 whose KV the next worker fetches there; one of an earlier router is taken over where it is (`router/core/adoption.py`).
@@ -32,9 +32,9 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId
 from router.config import RouterConfig
 from router.core.adoption import Adopter, Adoptions
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import Call, State
+from router.core.call_table import Book
+from router.core.cluster_view import Beliefs
 from router.core.endings import DEADLINE, LEFT, complete, ending
 from router.core.escalation import Verdict
 from router.core.events import (
@@ -63,10 +63,10 @@ from router.core.events import (
 )
 from router.core.losses import Losses, poisonous
 from router.core.moves import Moves, together
-from router.core.offers import Offers
 from router.core.placement import Placer
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
+from router.core.waiting_queue import Offers
 
 
 class Router:

@@ -7,9 +7,9 @@ broken streams one by one, and offers the same request to each in turn. What bec
 
 from engine.types import FinishReason, Incarnation
 from router.config import RouterConfig
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import Call, State
+from router.core.call_table import Book
+from router.core.cluster_view import Beliefs
 from router.core.endings import complete, unreported
 from router.core.escalation import Judge, Verdict
 from router.core.events import Command, Fail, GiveUp, Interrupted, Poisonous

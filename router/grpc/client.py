@@ -14,8 +14,8 @@ import msgspec
 
 from protos import headrace_pb2 as pb
 from router.front.api import NOBODY, ApiError, GenerateCall, GenerateEvent
-from router.front.progress import Progress
 from router.grpc.convert import call_to_proto, event_from_proto, resume_to_proto
+from router.grpc.progress import Progress
 
 _GENERATE = "/headrace.v1.Headrace/Generate"
 _RESUME = "/headrace.v1.Headrace/Resume"

@@ -18,9 +18,9 @@ from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEv
 from router.front.form import HttpForm
 from router.front.resume import unknown_token
 from router.http.answer import checked, error_response, first
+from router.http.answers import StreamedAnswer
 from router.http.event_ids import FIELD, positions
 from router.http.openai_reply import Writer, error_reply
-from router.http.stream import StreamedAnswer
 
 
 class Generates(Protocol):

@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 from router.front.api import ApiError
 from router.front.form import HttpForm
 from router.http.answer import error_response, json_response
+from router.http.answers import StreamedAnswer
 from router.http.generation import Generates, Streams, WholeAnswer, attended
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope, error_reply
-from router.http.stream import StreamedAnswer
 from router.roster import Target
 from telemetry.tracing import HEADER, sound
 

@@ -21,10 +21,10 @@ from router.front.api import (
     Started,
 )
 from router.front.output import Output
-from router.front.progress import RECONNECT_S, Progress
 from router.front.stream import Stream
 from router.front.timing import Timeline
 from router.grpc.client import Client
+from router.grpc.progress import RECONNECT_S, Progress
 from router.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until

@@ -15,8 +15,8 @@ from engine.messages import Cancel, Place
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
+from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.event_ids import At, event_id, positions
-from router.http.stream import RESUME_TOKEN_HEADER
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_resumed_here() -> None:
 def test_silence_between_ids_is_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards OpenAI's Python client, which makes an event without data of an empty line that follows an id and a
     comment, and fails on it."""
-    monkeypatch.setattr("router.http.stream.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 0.02)
 
     async def body(app: RouterApp, client: httpx.AsyncClient, workers: FakeWorkers) -> None:
         workers.slow_s = 0.1

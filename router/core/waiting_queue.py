@@ -10,9 +10,9 @@ import msgspec
 from engine.messages import Place
 from engine.types import FinishReason, RequestId
 from router.core.adoption import Adoptions
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import Call, State
+from router.core.call_table import Book
+from router.core.cluster_view import Beliefs
 from router.core.events import Command, Fail, SendPlace
 from router.core.placement import Placer
 from router.core.policy import Choice, Demand

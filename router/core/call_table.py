@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from engine.messages import Release
 from engine.types import RequestId, RequestRecord
-from router.core.beliefs import Beliefs
 from router.core.call import Call, State
+from router.core.cluster_view import Beliefs
 from router.core.events import Command, SendRelease
 from router.core.groups import Groups
 
