@@ -3,8 +3,8 @@
 A line protocol on standard input and output, one JSON value a line:
 
     parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told
-                      for each Ask, which are answered in any order
+    child  -> parent  ChildStarted or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned,
+                      and Told for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -57,7 +57,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     ready: ChildReady
 
 
@@ -82,7 +82,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | Leave | Stop
-ToParent = Started | Failed | Answer | Condemned | Told
+ToParent = ChildStarted | Failed | Answer | Condemned | Told
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -110,7 +110,7 @@ class ChildProcess:
             hosted = Hosted(spec)
             self._hosted = hosted
             ready = hosted.start()
-            self._report(Started(ready))
+            self._report(ChildStarted(ready))
             hosted.wait()
         except Exception as error:
             if self._stopping.is_set():

@@ -35,7 +35,7 @@ from cluster.events import (
 from cluster.orders import Orders
 from cluster.prepare import Addresses, make_launcher, model_source, prepare_model, specs
 from cluster.signals import check, shielded
-from cluster.slots import SlotView, State
+from cluster.slots import SlotState, SlotView
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Kind, Launcher, LaunchError
 from cluster.supervisor import Supervisor
 from engine.messages import PeerAddress
@@ -248,7 +248,7 @@ class Cluster:
         news: list[Event] = [*self._orders.take()]
         for name, child in list(self._children.items()):
             why = child.failure()
-            if why is None and supervisor.state(name) is State.STARTING:
+            if why is None and supervisor.state(name) is SlotState.STARTING:
                 try:
                     up = child.started_within(0.0)
                 except LaunchError as error:
@@ -259,7 +259,7 @@ class Cluster:
                         news.append(Up(up))
             if why is not None:
                 news.append(Ended(name, why, child.left()))
-            elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
+            elif self._specs[name].kind == "router" and supervisor.state(name) is SlotState.UP:
                 verdicts = child.condemned()
                 news.append(Asked(name, verdicts is not None))
                 news += [Accused(v.name, v.incarnation, v.why) for v in verdicts or ()]

@@ -12,12 +12,12 @@ import time
 from cluster.child import (
     Answer,
     Ask,
+    ChildStarted,
     Condemned,
     Failed,
     IsReady,
     Leave,
     SetWorkers,
-    Started,
     Stop,
     ToChild,
     Told,
@@ -164,7 +164,7 @@ class ProcessChild:
         pipe = self._process.stdout
         for line in pipe if pipe is not None else ():
             report = decode_report(line)
-            if isinstance(report, Started):
+            if isinstance(report, ChildStarted):
                 self._condemned = []
                 self._started.put(report.ready)
             elif isinstance(report, Failed):

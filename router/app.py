@@ -18,10 +18,10 @@ from router.dispatch import Links
 from router.front.frontend import Frontend, TextModel
 from router.grpc.service import Service
 from router.hub import Hub
-from router.journal import Journal
+from router.journal import RouterJournal
 from router.observer import Observer
 from router.overview import Overview, overview
-from router.roster import Target
+from router.roster import ScrapeTarget
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
@@ -56,7 +56,7 @@ class ServerState:
         # A page of some hundred lines: on the loop, every stream would wait for it.
         return await asyncio.to_thread(self._observer.render)
 
-    def targets(self, router_address: str) -> list[Target]:
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
         return self._hub.targets(router_address)
 
 
@@ -69,7 +69,7 @@ class RouterApp:
         text: TextModel,
         observer: Observer,
         app_factory: AppFactory | None = None,
-        journal: Journal | None = None,
+        journal: RouterJournal | None = None,
         fingerprint: str = "",
     ) -> None:
         """`fingerprint` is that of the model whose text side this is: workers of another one are refused."""

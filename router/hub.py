@@ -16,7 +16,9 @@ from engine.messages import (
     Orphan,
     OrphansTold,
     PeerAddress,
+    Place,
     RouterRecord,
+    UsePrefill,
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
@@ -26,33 +28,28 @@ from router.core.events import (
     Begin,
     Command,
     Complete,
+    Condemn,
+    Connected,
+    DecodeLost,
     Deliver,
-    Dropped,
     Event,
     Fail,
-    GiveUp,
     Heard,
-    Interrupted,
-    Joined,
+    Ignored,
     Left,
     Lost,
     Moved,
     Named,
     Poisonous,
-    SendCancel,
-    SendFinish,
-    SendPlace,
-    SendRelease,
-    SendUsePrefill,
-    SendYield,
     StopFound,
     Submit,
-    Tick,
+    TellWorker,
+    TimePassed,
 )
 from router.core.registry import Life
-from router.journal import Journal
+from router.journal import RouterJournal
 from router.observer import Observer
-from router.roster import Roster, Target
+from router.roster import Roster, ScrapeTarget
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +91,10 @@ class Hub:
         core: Router,
         clock: Callable[[], float],
         observer: Observer,
-        journal: Journal | None = None,
+        journal: RouterJournal | None = None,
     ) -> None:
         self._core = core
-        self.journal = journal or Journal()
+        self.journal = journal or RouterJournal()
         self._clock = clock
         self._observer = observer
         self._roster = Roster()
@@ -163,7 +160,7 @@ class Hub:
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
         if self._roster.joined(info):
             self._observer.joined(info.name, info.role)
-        self._handle(Joined(peer, info))
+        self._handle(Connected(peer, info))
         for other in self._core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
@@ -193,7 +190,7 @@ class Hub:
                     self._give_up(record.request)
 
     def tick(self) -> None:
-        self._handle(Tick())
+        self._handle(TimePassed())
 
     # ---- for those who watch
 
@@ -203,7 +200,7 @@ class Hub:
         workers = self._roster.views(core.registry, core.index, self._clock())
         self._observer.cluster(core.waiting, core.open - core.waiting, workers)
 
-    def targets(self, router_address: str) -> list[Target]:
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
         """What Prometheus is to scrape, for HTTP discovery."""
         return self._roster.targets(router_address)
 
@@ -232,23 +229,15 @@ class Hub:
         now = self._clock()
         self.journal.command(command, now)
         match command:
-            case SendPlace():
-                sink = self._sinks.get(command.place.record.request)
-                if sink is not None:
-                    sink.offered(now)
-                self._observer.placed(command.reason)
-                self._send(command.worker, command.place)
-            case SendCancel():
-                self._send(command.worker, command.cancel)
-            case SendFinish():
-                self._send(command.worker, command.finish)
-            case SendUsePrefill():
-                self._observer.continued("prefill_lost")
-                self._send(command.worker, command.answer)
-            case SendYield():
-                self._send(command.worker, command.order)
-            case SendRelease():
-                self._send(command.worker, command.release)
+            case TellWorker(worker, record, reason):
+                if isinstance(record, Place):
+                    sink = self._sinks.get(record.record.request)
+                    if sink is not None:
+                        sink.offered(now)
+                    self._observer.placed(reason)
+                elif isinstance(record, UsePrefill):
+                    self._observer.continued("prefill_lost")
+                self._send(worker, record)
             case Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
@@ -256,7 +245,7 @@ class Hub:
                     self._sinks[request].moved(stages, now)
             case Adopt():
                 self._adopt(command.orphan, now)
-            case Interrupted():
+            case DecodeLost():
                 self._interrupted(command, now)
             case Poisonous():
                 self._observer.poisonous()
@@ -276,9 +265,9 @@ class Hub:
                 sink = self._sinks.pop(command.request, None)
                 if sink is not None:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
-            case Dropped():
+            case Ignored():
                 self._observer.dropped(command.kind)
-            case GiveUp(verdict):
+            case Condemn(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
@@ -295,7 +284,7 @@ class Hub:
             self._sinks[request] = sink
             self._observer.continued("adopted")
 
-    def _interrupted(self, command: Interrupted, now: float) -> None:
+    def _interrupted(self, command: DecodeLost, now: float) -> None:
         self._observer.continued("decode_lost")
         log.warning(
             "lost its decode worker %s after %d tokens and goes on elsewhere",

@@ -12,7 +12,7 @@ from router.app import AppFactory, RouterAddresses, RouterApp
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from router.front.frontend import TextModel
-from router.journal import Journal
+from router.journal import RouterJournal
 from router.observer import Observer
 from router.overview import Overview
 from telemetry import tracing
@@ -54,7 +54,7 @@ class RouterServer:
         self._stopping: asyncio.Event | None = None
         self._app: RouterApp | None = None
         self._grace_s = 0.0
-        self._journal = Journal(tracing.current())
+        self._journal = RouterJournal(tracing.current())
 
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""

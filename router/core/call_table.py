@@ -1,8 +1,4 @@
-"""The requests that the router knows: by name, in groups of samples, in the waiting line, by their deadlines.
-
-The line is first come, first served. A request that is back in it has its old turn. One that is put aside waits outside
-of it until it is taken back. Pure.
-"""
+"""The requests that the router knows: by name, in groups of samples, by their deadlines. Pure."""
 
 import heapq
 from collections.abc import Iterator
@@ -10,22 +6,20 @@ from collections.abc import Iterator
 from engine.messages import Release
 from engine.types import RequestId, RequestRecord
 from router.core.call import Call, State
-from router.core.cluster_view import Beliefs
-from router.core.events import Command, SendRelease
-from router.core.groups import Groups
+from router.core.cluster_view import ClusterView
+from router.core.events import Command, TellWorker
 
 
-class Book:
-    """Owned by the router core, which alone changes a call's state otherwise."""
+class CallTable:
+    """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request and by group; line, aside and deadlines, whose stale entries are skipped.
+    # Mutable state: the calls by request, those of each group by sample index, and deadlines, whose stale entries are
+    # skipped.
 
-    def __init__(self, beliefs: Beliefs) -> None:
+    def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
-        self.groups = Groups()
-        self._beliefs = beliefs
-        self._line: list[tuple[int, RequestId]] = []
-        self._aside: list[tuple[int, RequestId]] = []
+        self._view = view
+        self._groups: dict[str, dict[int, Call]] = {}
         self._deadlines: list[tuple[float, RequestId]] = []
         self._turns = 0
 
@@ -40,66 +34,43 @@ class Book:
         state: State = State.WAITING,
         placement: int = 0,
     ) -> Call:
-        """A request that was not known: at the end of the line, or with a worker already."""
+        """Note a request that was not known. Its turn is behind all others'."""
         self._turns += 1
         call = Call(record, self._turns, deadline_s, state, placement)
         self.calls[record.request] = call
-        self.groups.add(call)
-        if state is State.WAITING:
-            heapq.heappush(self._line, (call.turn, record.request))
+        if record.group:
+            self._groups.setdefault(record.group, {})[record.sample_index] = call
         if deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline_s, record.request))
         return call
 
-    def head(self) -> Call | None:
-        """Whose turn it is."""
-        while self._line:
-            turn, request = self._line[0]
-            call = self.calls.get(request)
-            if call is not None and call.state is State.WAITING and call.turn == turn:
-                return call
-            heapq.heappop(self._line)
-        return None
-
-    def next(self) -> None:
-        """The one at the head has left the line."""
-        heapq.heappop(self._line)
-
-    @property
-    def has_aside(self) -> bool:
-        return bool(self._aside)
-
-    def put_aside(self) -> None:
-        """The one at the head waits outside of the line."""
-        self._aside.append(heapq.heappop(self._line))
-
-    def take_back(self) -> None:
-        """All that wait outside have their turns again."""
-        for entry in self._aside:
-            heapq.heappush(self._line, entry)
-        self._aside.clear()
-
-    def requeue(self, call: Call) -> None:
-        """Its decode worker has it no more: back in line."""
-        call.move(State.WAITING)
-        self._beliefs.release(call)
-        call.prefill = call.decode = ""
-        call.prefill_life = call.decode_life = None
-        call.yielding = False
-        heapq.heappush(self._line, (call.turn, call.record.request))
+    def hosts(self, call: Call) -> Iterator[Call]:
+        """Other samples of its prompt that a decode worker has, or is offered: the first one of each worker."""
+        seen: set[str] = set()
+        group = self._groups.get(call.record.group, {})
+        for index in sorted(group):
+            other = group[index]
+            here = other.state in (State.OFFERED, State.RUNNING) and not other.yielding
+            if other is not call and here and other.decode not in seen:
+                seen.add(other.decode)
+                yield other
 
     def release(self, call: Call, out: list[Command]) -> None:
         """The KV that a leaving worker keeps for `call` is not needed any more."""
         if call.source is not None:
-            release = Release(call.record.request, call.source_placement)
-            out.append(SendRelease(call.source[0], release))
+            out.append(TellWorker(call.source[0], Release(call.record.request, call.source_placement)))
             call.source = None
 
     def forget(self, call: Call, out: list[Command]) -> None:
         """No worker holds it, and nobody waits for it."""
-        del self.calls[call.record.request]
-        self.groups.remove(call)
-        self._beliefs.release(call)
+        record = call.record
+        del self.calls[record.request]
+        group = self._groups.get(record.group, {})
+        if group.get(record.sample_index) is call:
+            del group[record.sample_index]
+            if not group:
+                del self._groups[record.group]
+        self._view.release(call)
         self.release(call, out)
 
     def overdue(self, now: float) -> Iterator[RequestId]:
@@ -109,10 +80,8 @@ class Book:
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""
-        self._beliefs.check(self.calls)
-        self.groups.check(self.calls)
-        in_line = {request for turn, request in self._line + self._aside}
-        for request, call in self.calls.items():
-            if call.state is State.WAITING:
-                assert request in in_line, f"{request} waits outside the line"
-                assert not call.decode
+        self._view.check(self.calls)
+        known = [call for group in self._groups.values() for call in group.values()]
+        grouped = [call for call in self.calls.values() if call.record.group]
+        assert len(known) == len(grouped) and all(self._groups.values())
+        assert all(self.calls.get(call.record.request) is call for call in known)

@@ -11,7 +11,7 @@ import msgspec
 from engine.messages import RequestStats
 from router.core.call import Call, State
 from router.core.placement import Placer, demand
-from router.core.registry import Registry, Worker
+from router.core.registry import Registry, WorkerEntry
 
 
 class Moves:
@@ -43,16 +43,16 @@ class Moves:
                     free -= 1
         return due
 
-    def _has_room(self, call: Call, home: Worker, pending: list[Call], now: float) -> bool:
+    def _has_room(self, call: Call, home: WorkerEntry, pending: list[Call], now: float) -> bool:
         promised = sum(demand(other.record, home.info).blocks for other in pending)
         return self._placer.has_room_elsewhere(call.record, call.chain, home, promised, now)
 
 
-def _is_moving(call: Call, worker: Worker) -> bool:
+def _is_moving(call: Call, worker: WorkerEntry) -> bool:
     return call.source == worker.life or (call.yielding and call.decode == worker.name)
 
 
-def _is_worth_moving(call: Call, worker: Worker) -> bool:
+def _is_worth_moving(call: Call, worker: WorkerEntry) -> bool:
     """It runs there, its KV is complete, and more than one token is to come."""
     record = call.record
     came_here_with = len(record.tokens) - record.prompt_tokens

@@ -7,13 +7,13 @@ import msgspec
 from engine.messages import Fault
 from engine.types import FinishReason
 from router.core.events import Complete
-from router.front.stream import Stream
+from router.front.stream import SampleStream
 
 
 class BeamSink:
     """Fulfils `router.hub.Sink`. Nothing comes before the search is over; then all answers do, best first."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[SampleStream]) -> None:
         self._streams = streams
 
     def offered(self, now: float) -> None:

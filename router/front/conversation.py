@@ -35,7 +35,7 @@ class ChatText(Protocol):
     def encode_chat_text(self, rendered: str) -> list[int]: ...
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """A rendered and tokenized chat."""
 
     text: str
@@ -54,13 +54,13 @@ class Conversations:
     def __init__(self, text: ChatText, capacity_tokens: int) -> None:
         self._text = text
         self._capacity_tokens = capacity_tokens
-        self._known: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._known: OrderedDict[bytes, TokenizedPrompt] = OrderedDict()
         self._tokens = 0
 
     def __repr__(self) -> str:
         return f"Conversations({len(self._known)} chats, {self._tokens} tokens)"
 
-    def encode(self, messages: Messages, namespace: bytes) -> Prompt:
+    def encode(self, messages: Messages, namespace: bytes) -> TokenizedPrompt:
         """A chat as the model's prompt. Raises FieldError("messages") as the template does."""
         text = self._text.render_chat(messages)
         keys = _keys(messages, namespace)
@@ -70,14 +70,14 @@ class Conversations:
             known = self._known.get(keys[index])
             if known is not None and text.startswith(known.text):
                 rest = self._text.encode_chat_text(text[len(known.text) :])
-                return Prompt(text, known.ids + rest)
-        return Prompt(text, self._text.encode_chat_text(text))
+                return TokenizedPrompt(text, known.ids + rest)
+        return TokenizedPrompt(text, self._text.encode_chat_text(text))
 
     def remember(
         self,
         messages: Messages,
         namespace: bytes,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         answer: str,
         emitted: Sequence[int],
     ) -> None:
@@ -95,7 +95,7 @@ class Conversations:
         replaced = self._known.pop(key, None)
         if replaced is not None:
             self._tokens -= len(replaced.ids)
-        self._known[key] = Prompt(text, ids)
+        self._known[key] = TokenizedPrompt(text, ids)
         self._tokens += len(ids)
         while self._tokens > self._capacity_tokens:
             _, oldest = self._known.popitem(last=False)

@@ -22,11 +22,11 @@ from router.config import RouterConfig
 from router.front.api import ApiError, Delta, GenerateCall, GenerateEvent, Position, Started
 from router.front.beams import BeamSink
 from router.front.context import Context, pack, unpack
-from router.front.conversation import Conversations, Prompt
+from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.output import Detokenizer, Output
 from router.front.resume import Kept, Resumables, unknown_token
 from router.front.samples import Samples, SamplesReader, of_sample
-from router.front.stream import Stream
+from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.front.validate import UnknownModelError, check_call, namespace, to_record
 from router.hub import Hub
@@ -176,7 +176,7 @@ class Frontend:
         self._abandon(kept)
         return True
 
-    def revive(self, orphan: Orphan, now: float) -> Stream | None:
+    def revive(self, orphan: Orphan, now: float) -> SampleStream | None:
         """The stream of an earlier router's request, kept for its client as if it had just lost its connection.
 
         None if that router wrote another kind of context, or served another model, or the client has cancelled it."""
@@ -199,9 +199,9 @@ class Frontend:
     def _revived(self, context: Context, record: RequestRecord) -> Kept:
         chat = list(context.chat)
 
-        def remember(stream: Stream) -> None:
+        def remember(stream: SampleStream) -> None:
             if chat:
-                prompt = Prompt(self._text.render_chat(chat), record.tokens[: record.prompt_tokens])
+                prompt = TokenizedPrompt(self._text.render_chat(chat), record.tokens[: record.prompt_tokens])
                 self._remember(chat, record, prompt, stream)
 
         started = Started(
@@ -223,8 +223,8 @@ class Frontend:
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
-    ) -> Stream:
-        return Stream(
+    ) -> SampleStream:
+        return SampleStream(
             Started(record.request, self._text.name, record.prompt_tokens),
             Output(self._text.detokenizer(), stop),
             timeline,
@@ -296,7 +296,7 @@ class Frontend:
             )
         )
 
-    async def _tokenize(self, call: GenerateCall) -> Prompt:
+    async def _tokenize(self, call: GenerateCall) -> TokenizedPrompt:
         prompt = call.prompt
         if isinstance(prompt, str):
             size = len(prompt)
@@ -307,12 +307,12 @@ class Frontend:
             return await asyncio.to_thread(self._encode, call)
         return self._encode(call)
 
-    def _encode(self, call: GenerateCall) -> Prompt:
+    def _encode(self, call: GenerateCall) -> TokenizedPrompt:
         if isinstance(call.prompt, str):
-            return Prompt(call.prompt, self._text.encode(call.prompt, add_special=True))
+            return TokenizedPrompt(call.prompt, self._text.encode(call.prompt, add_special=True))
         chat = _chat(call)
         if not chat:
-            return Prompt("", [part for part in call.prompt if isinstance(part, int)])
+            return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
         space = namespace(call.tenant, self._config.namespace_key)
         return self._conversations.encode(chat, space)
 
@@ -320,8 +320,8 @@ class Frontend:
         self,
         chat: list[tuple[str, str]],
         record: RequestRecord,
-        prompt: Prompt,
-        stream: Stream,
+        prompt: TokenizedPrompt,
+        stream: SampleStream,
     ) -> None:
         if not chat or stream.output.stopped is not None:
             return

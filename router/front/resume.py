@@ -12,7 +12,7 @@ import msgspec
 
 from router.front.api import ApiError
 from router.front.samples import Samples
-from router.front.stream import Stream
+from router.front.stream import SampleStream
 
 MAX_UNREAD = 4096
 """Streams that wait for their clients; the longest waiting go first."""
@@ -26,7 +26,7 @@ class Kept(msgspec.Struct, frozen=True):
     """One answer's samples; `remember` notes a finished one for the chat's next turn."""
 
     samples: Samples
-    remember: Callable[[Stream], None]
+    remember: Callable[[SampleStream], None]
 
 
 class Resumables:

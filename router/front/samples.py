@@ -12,7 +12,7 @@ import msgspec
 from engine.types import RequestId
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started
-from router.front.stream import Reader, Stream
+from router.front.stream import Reader, SampleStream
 
 
 class Samples:
@@ -22,14 +22,14 @@ class Samples:
         self.started = started
         self.changed = asyncio.Event()
         self.reader: SamplesReader | None = None
-        self._streams: list[Stream | None] = [None] * started.samples
+        self._streams: list[SampleStream | None] = [None] * started.samples
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[SampleStream]:
         """Those that there are."""
         return [stream for stream in self._streams if stream is not None]
 
-    def put(self, index: int, stream: Stream) -> None:
+    def put(self, index: int, stream: SampleStream) -> None:
         self._streams[index] = stream
 
     def read(self) -> "SamplesReader":

@@ -13,7 +13,15 @@ import msgspec
 from router.front.api import Delta, Finished, Started
 from router.front.form import HttpForm
 from router.http.event_ids import At, bad_id, event_id
-from router.http.openai_reply import ChatText, Choice, Headrace, Usage, Writer, last_choice, usage
+from router.http.openai_reply import (
+    Headrace,
+    ReplyChoice,
+    ReplyText,
+    Usage,
+    Writer,
+    last_choice,
+    usage,
+)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
@@ -44,13 +52,13 @@ class StreamWriter:
         self._at[item.sample] = At(next_index, at.text_bytes + len(item.text.encode()))
         if not item.text and not (self._form.return_token_ids and item.token_ids):
             return b""
-        choice = Choice(index=item.sample)
+        choice = ReplyChoice(index=item.sample)
         if not self._form.chat:
             choice.text = item.text
         elif is_first:
-            choice.delta = ChatText(item.text)
+            choice.delta = ReplyText(item.text)
         else:
-            choice.delta = ChatText(item.text, role=msgspec.UNSET)
+            choice.delta = ReplyText(item.text, role=msgspec.UNSET)
         if self._form.return_token_ids:
             choice.token_ids = item.token_ids
         return self._event(self._chunk([choice], None, None))
@@ -83,7 +91,7 @@ class StreamWriter:
             events.append(self._event(body))
         return events
 
-    def _finish(self, end: Finished) -> Choice:
+    def _finish(self, end: Finished) -> ReplyChoice:
         choice = last_choice(end)
         if not self._form.chat:
             choice.text = ""
@@ -96,7 +104,7 @@ class StreamWriter:
         at = self._at[sample]
         return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
 
-    def _chunk(self, choices: list[Choice], use: Usage | None, headrace: Headrace | None) -> bytes:
+    def _chunk(self, choices: list[ReplyChoice], use: Usage | None, headrace: Headrace | None) -> bytes:
         kind = "chat.completion.chunk" if self._form.chat else "text_completion"
         shown = use if self._form.include_usage else msgspec.UNSET
         return msgspec.json.encode(self._writer.reply(kind, choices, shown, headrace))

@@ -25,7 +25,7 @@ from router.http.answers import StreamedAnswer
 from router.http.generation import Generates, Streams, WholeAnswer, attended
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope, error_reply
-from router.roster import Target
+from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
@@ -46,7 +46,7 @@ class ServerState(Protocol):
         """All metric families in Prometheus' text format."""
         ...
 
-    def targets(self, router_address: str) -> list[Target]:
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
         """What Prometheus is to scrape; the router itself at `router_address`, host:port."""
         ...
 

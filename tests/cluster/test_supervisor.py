@@ -30,7 +30,7 @@ from cluster.events import (
 )
 from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
-from cluster.slots import State
+from cluster.slots import SlotState
 from cluster.spec import ChildReady, Kind, LaunchError
 from cluster.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
 from engine.types import Incarnation
@@ -114,10 +114,10 @@ def test_one_that_keeps_dying_is_left_alone_while_another_serves() -> None:
     """Guards a whole cluster that is ended by its worst worker, and one that is never tried again."""
     one = pools(1, 2)
     now, commands = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
-    assert commands == [Discard("decode-1")] and one.state("decode-1") is State.FAILED
+    assert commands == [Discard("decode-1")] and one.state("decode-1") is SlotState.FAILED
     assert one.is_steady, "nothing is to happen: orders are not held up"
     view = {slot.name: (slot.state, slot.deaths, slot.why) for slot in one.view()}
-    assert view["decode-1"] == (State.FAILED, 4, "no memory")
+    assert view["decode-1"] == (SlotState.FAILED, 4, "no memory")
     quiet = [one.handle(Tick(), now + second) for second in range(int(POLICY.window_s))]
     assert not any(quiet)
     assert one.handle(Tick(), now + POLICY.window_s) == [Launch("decode-1")]
@@ -262,7 +262,7 @@ def test_a_start_that_hangs_is_a_death() -> None:
     assert one.handle(Tick(), 1.0) == [Launch("decode-0")]
     assert one.handle(Tick(), 20.9) == []
     assert one.handle(Tick(), 21.0) == [Discard("decode-0")]
-    assert one.state("decode-0") is State.PAUSING
+    assert one.state("decode-0") is SlotState.PAUSING
 
 
 def test_late_and_repeated_news_change_nothing() -> None:
@@ -373,7 +373,7 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
                 Accused(name, Incarnation(life), "silent"),
             ]
         )
-        if isinstance(event, Ended) and event.left and one.state(name) is State.LEAVING:
+        if isinstance(event, Ended) and event.left and one.state(name) is SlotState.LEAVING:
             excused.add(name)
         for command in one.handle(event, now):
             one.check()
@@ -393,7 +393,7 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
                 if command.name in excused:
                     excused.remove(command.name)
                     continue
-                assert sum(s.state is State.STARTING for s in one.view()) <= POLICY.at_once + 1
+                assert sum(s.state is SlotState.STARTING for s in one.view()) <= POLICY.at_once + 1
                 starts.setdefault(command.name, []).append(now)
                 recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
                 assert len(recent) <= POLICY.limit + 1
@@ -422,7 +422,7 @@ def watched(cluster: Cluster) -> Iterator[list[str]]:
         thread.join(30)
 
 
-def state_of(cluster: Cluster, name: str) -> State:
+def state_of(cluster: Cluster, name: str) -> SlotState:
     return {slot.name: slot.state for slot in cluster.slots()}[name]
 
 
@@ -445,7 +445,7 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
                 assert eventually(replaced(cluster, "decode-1", pid), 30.0), ended
                 assert gone(pid) and not gone(cluster.workers["decode-1"].pid)
             os.kill(cluster.workers["decode-1"].pid, signal.SIGKILL)
-            assert eventually(lambda: state_of(cluster, "decode-1") is State.FAILED, 10.0)
+            assert eventually(lambda: state_of(cluster, "decode-1") is SlotState.FAILED, 10.0)
             assert {n: cluster.workers[n].pid for n in others} == others and not ended
             for _ in range(RESTARTS.limit):
                 pid = cluster.workers["decode-0"].pid

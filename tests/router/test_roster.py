@@ -7,13 +7,13 @@ import pytest
 
 from engine.messages import PeerAddress
 from router.hub import Hub
-from router.roster import Target
+from router.roster import ScrapeTarget
 from telemetry.router_metrics import RouterMetrics
 from tests.router.bench import Bench
 from tests.router.fake_cluster import load, worker_info
 from tests.telemetry.pages import Samples, samples
 
-ROUTER = Target(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
+ROUTER = ScrapeTarget(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
 
 
 class Watched:
@@ -56,7 +56,7 @@ def test_a_lost_worker_stays_listed_until_it_is_back() -> None:
     watched.hub.expect("d0", "decode")
     assert watched.state("d0") == "starting" and watched.hub.targets("r:80") == [ROUTER]
     watched.join("d0")
-    listed = Target(["d0:9001"], {"instance": "d0", "worker": "d0", "pool": "decode"})
+    listed = ScrapeTarget(["d0:9001"], {"instance": "d0", "worker": "d0", "pool": "decode"})
     assert watched.state("d0") == "ready" and watched.hub.targets("r:80") == [ROUTER, listed]
     watched.hub.lost("d0")
     assert watched.state("d0") == "lost" and watched.hub.targets("r:80") == [ROUTER, listed]
