@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from engine.messages import PeerAddress
-from router.app import AppFactory, RouterAddresses, RouterApp
+from router.app import RouterAddresses, RouterApp
 from router.config import RouterConfig
 from router.core.escalation import Verdict
-from router.front.frontend import TextModel
+from router.front.output import ServedModel
 from router.journal import RouterJournal
 from router.observer import Observer
 from router.overview import Overview
@@ -38,13 +38,11 @@ class RouterServer:
         self,
         config: RouterConfig,
         model_dir: str,
-        app_factory: AppFactory | None = None,
         observer: Observer | None = None,
-        text: TextModel | None = None,
+        text: ServedModel | None = None,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
-        self._app_factory = app_factory
         self._observer = observer
         self._text = text
         self._started: Future[RouterAddresses] = Future()
@@ -142,9 +140,7 @@ class RouterServer:
             slo_ttft_s=config.slo_ttft_s,
             slo_itl_s=config.slo_itl_s,
         )
-        app = self._app = RouterApp(
-            config, text, observer, self._app_factory, self._journal, model
-        )
+        app = self._app = RouterApp(config, text, observer, self._journal, model)
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)
@@ -152,9 +148,8 @@ class RouterServer:
             await app.stop(self._grace_s)
 
 
-def _load(model_dir: str) -> tuple[TextModel, str]:
+def _load(model_dir: str) -> tuple[ServedModel, str]:
     """The text side of a prepared model, and its fingerprint."""
-    from engine.text.bundle import TextModel as Bundle
-    from engine.text.bundle import fingerprint
+    from engine.text.bundle import TextModel, fingerprint
 
-    return Bundle.load(Path(model_dir)), fingerprint(Path(model_dir))
+    return TextModel.load(Path(model_dir)), fingerprint(Path(model_dir))

@@ -15,28 +15,17 @@ Such a chat is tokenized from its text, which is always right and only less ofte
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
+
+from engine.types import FieldError
+from router.front.output import ServedModel
 
 Messages = Sequence[tuple[str, str]]
 
 
-class ChatText(Protocol):
-    """What is needed of a text model."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
-    ) -> str: ...
-
-    def encode_chat_text(self, rendered: str) -> list[int]: ...
-
-
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A rendered and tokenized chat."""
+    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text."""
 
     text: str
     ids: list[int]
@@ -51,7 +40,7 @@ class Conversations:
 
     # Mutable state: digest of (namespace, messages) -> rendered text and ids; the ids' total.
 
-    def __init__(self, text: ChatText, capacity_tokens: int) -> None:
+    def __init__(self, text: ServedModel, capacity_tokens: int) -> None:
         self._text = text
         self._capacity_tokens = capacity_tokens
         self._known: OrderedDict[bytes, TokenizedPrompt] = OrderedDict()
@@ -83,8 +72,12 @@ class Conversations:
     ) -> None:
         """Keep a finished turn: `answer` is the text of all `emitted` ids."""
         whole = [*messages, ("assistant", answer)]
-        text = self._text.render_chat(whole, add_generation_prompt=False)
-        spoken = prompt.text + answer
+        try:
+            text = self._text.render_chat(whole, add_generation_prompt=False)
+            spoken = (prompt.text or self._text.render_chat(messages)) + answer
+        except FieldError:
+            # The template refuses the chat with its answer; then no follow-up can come either.
+            return
         if not text.startswith(spoken):
             return
         ids = list(emitted)

@@ -14,8 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.front.api import ApiError, Delta, Finished, GenerateEvent, Started
-from router.front.form import HttpForm
+from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.resume import unknown_token
 from router.http.answer import checked, error_response, first
 from router.http.event_ids import At

@@ -14,8 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Position
-from router.front.form import HttpForm
+from router.front.api import (
+    ApiError,
+    Delta,
+    Finished,
+    GenerateCall,
+    GenerateEvent,
+    HttpForm,
+    Position,
+)
 from router.front.resume import unknown_token
 from router.http.answer import checked, error_response, first
 from router.http.answers import StreamedAnswer

@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from router.front.api import ApiError, Delta, Finished, Started
-from router.front.form import HttpForm
+from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.front.api import Delta, Finished, Started
-from router.front.form import HttpForm
+from router.front.api import Delta, Finished, HttpForm, Started
 from router.http.event_ids import At, bad_id, event_id
 from router.http.openai_reply import (
     Headrace,

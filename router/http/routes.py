@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router.front.api import ApiError
-from router.front.form import HttpForm
+from router.front.api import ApiError, HttpForm
 from router.http.answer import error_response, json_response
 from router.http.answers import StreamedAnswer
 from router.http.generation import Generates, Streams, WholeAnswer, attended

@@ -141,7 +141,7 @@ def test_a_cut_anywhere_loses_and_repeats_nothing(form: str) -> None:
             ) as reply:
                 if reply.status_code == 200:
                     got += complete(await read(reply, 150))
-            was_running = bool(app._frontend._resumables.find(token).samples.streams[0].end is None)  # type: ignore[union-attr]
+            was_running = bool(app._frontend._resumables.find(token).streams[0].end is None)  # type: ignore[union-attr]
             if not got.endswith(b"[DONE]\n\n"):
                 got += await go_on(client, token, last_id(got))
             assert got == await go_on(client, token, ""), f"cut at {cut}"
@@ -163,7 +163,7 @@ def test_the_token_is_known_before_there_is_output() -> None:
         json_body = {"prompt": "x", "stream": True, "max_tokens": 2}
         async with client.stream("POST", TEXT[0], json=json_body, headers=headers) as reply:
             token = reply.headers[RESUME_TOKEN_HEADER]
-            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).samples.streams[0].ids  # type: ignore[union-attr]
+            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).streams[0].ids  # type: ignore[union-attr]
         async with client.stream("GET", f"/v1/streams/{token}") as reply:
             assert reply.headers["x-request-id"] == "mine"
             assert reply.headers["content-type"].startswith("text/event-stream")
