@@ -2,9 +2,9 @@
 
 A slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
 
-    STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
-    STARTING --Ended, or too slow--> PAUSING
-    UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
+    STARTING --Up--> UP --ProcessEnded--> PAUSING --pause over--> STARTING
+    STARTING --ProcessEnded, or too slow--> PAUSING
+    UP --LeaveWanted--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
     the same, and nobody else of its pool is up; or the router: the cluster ends
 
@@ -26,18 +26,18 @@ import msgspec
 from cluster.events import (
     Accused,
     Announce,
-    Asked,
     AskToLeave,
     Command,
     Discard,
-    Ended,
+    EndCluster,
     Event,
-    GiveUp,
-    Kill,
+    KillProcess,
     Launch,
-    Leave,
+    LeaveWanted,
+    ProcessEnded,
     Resize,
-    Tick,
+    RouterProbed,
+    TimePassed,
     Up,
 )
 from cluster.slots import Slot, SlotState, SlotView
@@ -95,18 +95,18 @@ class Supervisor:
         match event:
             case Up(ready):
                 return self._up(ready)
-            case Ended(name, why, left):
+            case ProcessEnded(name, why, left):
                 return self._ended(name, why, now, left)
-            case Leave(names, grace_s, again):
+            case LeaveWanted(names, grace_s, again):
                 self._to_leave.extend((name, grace_s, again) for name in names)
                 return []
             case Resize():
                 return self._resize(event)
             case Accused():
                 return self._accused(event)
-            case Asked(name, answered):
+            case RouterProbed(name, answered):
                 return self._asked(name, answered, now)
-            case Tick():
+            case TimePassed():
                 self._looked_s = now
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
@@ -184,7 +184,7 @@ class Supervisor:
         if slot.accused:
             return []
         slot.accused = event.why
-        return [Kill(event.name, event.why)]
+        return [KillProcess(event.name, event.why)]
 
     def _asked(self, name: str, answered: bool, now: float) -> list[Command]:
         """Kill a router that says nothing, once. A launcher that slept itself begins to wait anew."""
@@ -198,7 +198,7 @@ class Supervisor:
             slot.silent_since_s = now
         elif now - slot.silent_since_s >= self._config.router_hung_s:
             slot.accused = f"no answer for {self._config.router_hung_s:.1f} s"
-            return [Kill(name, slot.accused)]
+            return [KillProcess(name, slot.accused)]
         return []
 
     def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
@@ -219,7 +219,7 @@ class Supervisor:
                 slot.state, slot.due_s = SlotState.FAILED, now + config.window_s
                 return [Discard(name), *(self._tell() if was_up else [])]
             often = f" ({deaths} times in {config.window_s:.0f} s)" if deaths > 1 else ""
-            return [GiveUp(f"{name}: {why}{often}")]
+            return [EndCluster(f"{name}: {why}{often}")]
         pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
         slot.state, slot.due_s = SlotState.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *(self._tell() if was_up else [])]

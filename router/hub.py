@@ -44,7 +44,7 @@ from router.core.events import (
     StopFound,
     Submit,
     TellWorker,
-    TimePassed,
+    Tick,
 )
 from router.core.registry import Life
 from router.journal import RouterJournal
@@ -190,7 +190,7 @@ class Hub:
                     self._give_up(record.request)
 
     def tick(self) -> None:
-        self._handle(TimePassed())
+        self._handle(Tick())
 
     # ---- for those who watch
 

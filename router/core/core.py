@@ -53,7 +53,7 @@ from router.core.events import (
     StopFound,
     Submit,
     TellWorker,
-    TimePassed,
+    Tick,
 )
 from router.core.losses import Losses, poisonous
 from router.core.moves import Moves, together
@@ -145,7 +145,7 @@ class Router:
                     self._losses.detector.forget(event.worker)
                     self.index.forget(event.worker)
                 self._queue.advance(now, out)
-            case TimePassed():
+            case Tick():
                 self._tick(now, out)
         return out
 

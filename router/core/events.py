@@ -75,11 +75,11 @@ class StopFound(msgspec.Struct, frozen=True):
     tokens_kept: int
 
 
-class TimePassed(msgspec.Struct, frozen=True):
+class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | TimePassed
+Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
 """What happened."""
 
 

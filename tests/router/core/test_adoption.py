@@ -28,7 +28,7 @@ from router.core.events import (
     Named,
     StopFound,
     TellWorker,
-    TimePassed,
+    Tick,
 )
 from router.core.placement import LOCAL
 from router.hub import Hub
@@ -118,7 +118,7 @@ def test_its_deadline_goes_on() -> None:
     bench.now = 1.0
     bench.hear(orphan(5, remaining_s=2.0))
     bench.now = 3.0
-    failed, told = bench.do(TimePassed())
+    failed, told = bench.do(Tick())
     assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
     assert is_told(told, Cancel)
 

@@ -16,7 +16,7 @@ from router.core.events import (
     Left,
     Lost,
     StopFound,
-    TimePassed,
+    Tick,
 )
 from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
@@ -135,9 +135,9 @@ def test_full_line_and_no_workers() -> None:
     assert isinstance(failed, Fail) and failed.retry_after_s is not None
     assert failed.fault.code == "RESOURCE_EXHAUSTED"
     bench.do(Lost("d0"))
-    bench.do(TimePassed())
+    bench.do(Tick())
     bench.now = 20.0
-    failed_now = [c for c in bench.do(TimePassed()) if isinstance(c, Fail)]
+    failed_now = [c for c in bench.do(Tick()) if isinstance(c, Fail)]
     assert {c.fault.code for c in failed_now} == {"UNAVAILABLE"}
     assert all(c.retry_after_s is not None for c in failed_now)
     assert bench.router.open == 0
@@ -166,7 +166,7 @@ def test_every_end_in_every_state(state: str, end: str) -> None:
             assert is_told(finish, Finish) and finish.record.tokens_kept == 1
         if state == "closing":
             do(Left(A))
-    event: Event = {"cancel": Left(A), "deadline": TimePassed(), "lost": Lost("d0")}[end]
+    event: Event = {"cancel": Left(A), "deadline": Tick(), "lost": Lost("d0")}[end]
     bench.now = 6.0 if end == "deadline" else 1.0
     out = do(event)
     on_worker = state in ("offered", "running", "finishing")

@@ -50,7 +50,7 @@ from router.core.events import (
     StopFound,
     Submit,
     TellWorker,
-    TimePassed,
+    Tick,
 )
 from router.core.policy import LeastCost
 from tests.router.fake_cluster import load, worker_info
@@ -403,7 +403,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.now += seconds
         for name in PREFILLS:
             self.do(Heard(name, load()))
-        self.do(TimePassed())
+        self.do(Tick())
 
     @invariant()
     def sound(self) -> None:

@@ -14,7 +14,7 @@ from router.core.events import (
     Fail,
     Lost,
     Named,
-    TimePassed,
+    Tick,
 )
 from tests.router.bench import A, Bench, ended, is_told
 from tests.router.fake_cluster import load
@@ -38,7 +38,7 @@ class Court(Bench):
             self.now = min(self.now + 0.25, until)
             for name in reporting:
                 out += self.hear(load(), name)
-            out += self.do(TimePassed())
+            out += self.do(Tick())
         return out
 
     def accuse(self, *lives: int, by: str = "p0") -> list[Command]:
@@ -147,7 +147,7 @@ def test_a_missing_worker_is_named_and_forgiven_when_it_is_back() -> None:
     assert not given_up(court.pass_s(HUNG_S + 0.5, ("p0", "d1")))
     assert court.condemned() == ["d0"]
     assert not given_up(court.join("d0", "decode", 11))
-    court.do(TimePassed())
+    court.do(Tick())
     assert not court.condemned() and court.router.registry.get("d0") is not None
 
 
@@ -160,7 +160,7 @@ def test_a_worker_that_was_frozen_before_the_router_began_is_missing_too() -> No
     court.pass_s(1.0)
     assert court.condemned() == ["d2"]
     court.join("d2", "decode", 13)
-    court.do(TimePassed())
+    court.do(Tick())
     assert not court.condemned(), "it is back"
 
 
@@ -194,7 +194,7 @@ def test_a_router_that_slept_blames_nobody() -> None:
     court.do(Lost("d1"))
     court.now += 60.0
     assert not given_up(court.accuse(11))
-    assert not given_up(court.do(TimePassed())) and not court.condemned()
+    assert not given_up(court.do(Tick())) and not court.condemned()
     assert not given_up(court.pass_s(HUNG_S - 1.0, ("p0",)))
     assert sorted(given_up(court.pass_s(2.0, ("p0",)))) == ["d0"]
     assert sorted(court.condemned()) == ["d0", "d1"]

@@ -26,7 +26,7 @@ from router.core.events import (
     Poisonous,
     StopFound,
     TellWorker,
-    TimePassed,
+    Tick,
 )
 from router.core.placement import LOCAL
 from router.core.recovery import MAX_UNHEARD, RetryBudget
@@ -131,7 +131,7 @@ def test_a_deadline_ends_the_waiting_for_another_worker() -> None:
     home = running(bench, 5, deadline_s=3.0)
     bench.do(Lost(home))
     bench.now = 3.0
-    (failed,) = bench.do(TimePassed())
+    (failed,) = bench.do(Tick())
     assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
 
 
