@@ -61,9 +61,7 @@ class RouterServer:
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Name all workers; those no longer named are left."""
-        loop, app = self._loop, self._app
-        if loop is None or app is None:
-            raise RuntimeError("the router has not been started")
+        loop, app = self._running()
         change = app.set_workers(prefill, decode)
         asyncio.run_coroutine_threadsafe(change, loop).result(CALL_TIMEOUT_S)
 
@@ -89,9 +87,7 @@ class RouterServer:
 
     def overview(self, _: str = "") -> Overview:
         """For operators. Raises TimeoutError while the router's loop hangs."""
-        loop, app = self._loop, self._app
-        if loop is None or app is None:
-            raise RuntimeError("the router has not been started")
+        loop, app = self._running()
         return asyncio.run_coroutine_threadsafe(app.overview(), loop).result(OVERVIEW_TIMEOUT_S)
 
     def flights(self, request: str) -> list[Flight]:
@@ -115,6 +111,11 @@ class RouterServer:
                 log.debug("the router's loop has just closed")
         if self._thread.is_alive():
             self._thread.join(grace_s + CALL_TIMEOUT_S)
+
+    def _running(self) -> tuple[asyncio.AbstractEventLoop, RouterApp]:
+        if self._loop is None or self._app is None:
+            raise RuntimeError("the router has not been started")
+        return self._loop, self._app
 
     def _run(self) -> None:
         try:

@@ -56,7 +56,7 @@ from router.core.events import (
     Tick,
 )
 from router.core.losses import Losses, poisonous
-from router.core.moves import Moves, together
+from router.core.moves import due_moves, together
 from router.core.placement import Placer
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
@@ -85,7 +85,6 @@ class Router:
         self._table = table = CallTable(view)
         self._calls = table.calls
         self._placer = Placer(policy, view.registry, view.index)
-        self._moves = Moves(view.registry, self._placer, config.moves_at_once)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
@@ -292,7 +291,9 @@ class Router:
 
     def _move(self, now: float, out: list[Command]) -> None:
         """Ask leaving decode workers for requests that others could go on with."""
-        for call in self._moves.due(self._calls.values(), now):
+        leaving = [worker for worker in self.registry.role("decode") if worker.leaving]
+        at_once = self._config.moves_at_once
+        for call in due_moves(self._calls.values(), leaving, self._placer, at_once, now):
             if self._adoptions.is_unsure(call.record.request, now):
                 continue
             call.yielding = True

@@ -11,41 +11,33 @@ import msgspec
 from engine.messages import RequestStats
 from router.core.call import Call, State
 from router.core.placement import Placer, demand
-from router.core.registry import Registry, WorkerEntry
+from router.core.registry import WorkerEntry
 
 
-class Moves:
-    """Reads the registry's beliefs, and changes nothing."""
-
-    def __init__(self, registry: Registry, placer: Placer, at_once: int) -> None:
-        self._registry = registry
-        self._placer = placer
-        self._at_once = at_once
-
-    def due(self, calls: Iterable[Call], now: float) -> list[Call]:
-        """The calls whose workers are to yield them now, oldest first."""
-        leaving = [w for w in self._registry.role("decode") if w.leaving]
-        if not leaving:
-            return []
-        known = sorted(calls, key=lambda call: call.turn)
-        # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
-        waits = next((call.turn for call in known if call.state is State.WAITING), None)
-        pending = [call for call in known if call.yielding or call.state is State.WAITING]
-        due: list[Call] = []
-        for worker in leaving:
-            free = self._at_once - sum(_is_moving(call, worker) for call in known)
-            for call in known:
-                if free <= 0 or (waits is not None and waits < call.turn):
-                    break
-                if _is_worth_moving(call, worker) and self._has_room(call, worker, pending, now):
-                    due.append(call)
-                    pending.append(call)
-                    free -= 1
-        return due
-
-    def _has_room(self, call: Call, home: WorkerEntry, pending: list[Call], now: float) -> bool:
-        promised = sum(demand(other.record, home.info).blocks for other in pending)
-        return self._placer.has_room_elsewhere(call.record, call.chain, home, promised, now)
+def due_moves(
+    calls: Iterable[Call], leaving: list[WorkerEntry], placer: Placer, at_once: int, now: float
+) -> list[Call]:
+    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time."""
+    if not leaving:
+        return []
+    known = sorted(calls, key=lambda call: call.turn)
+    # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
+    waits = next((call.turn for call in known if call.state is State.WAITING), None)
+    pending = [call for call in known if call.yielding or call.state is State.WAITING]
+    due: list[Call] = []
+    for worker in leaving:
+        free = at_once - sum(_is_moving(call, worker) for call in known)
+        for call in known:
+            if free <= 0 or (waits is not None and waits < call.turn):
+                break
+            if not _is_worth_moving(call, worker):
+                continue
+            promised = sum(demand(other.record, worker.info).blocks for other in pending)
+            if placer.has_room_elsewhere(call.record, call.chain, worker, promised, now):
+                due.append(call)
+                pending.append(call)
+                free -= 1
+    return due
 
 
 def _is_moving(call: Call, worker: WorkerEntry) -> bool:

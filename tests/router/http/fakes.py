@@ -22,8 +22,7 @@ from router.front.api import (
     Started,
 )
 from router.front.resume import unknown_token
-from router.http.generation import Generates
-from router.http.routes import build_app
+from router.http.routes import Generates, build_app
 from router.roster import ScrapeTarget
 
 STARTED = Started("r1", "tiny", 5)

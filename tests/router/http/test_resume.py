@@ -16,7 +16,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
 from router.http.answers import RESUME_TOKEN_HEADER
-from router.http.event_ids import At, event_id, positions
+from router.http.openai_stream import EventPosition, event_id, positions
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
@@ -230,11 +230,11 @@ def test_what_cannot_be_resumed_here() -> None:
         (at,) = positions(last_id(data), token)
         bad = {
             "nonsense": "Last-Event-ID",
-            event_id("another", [At()]): "Last-Event-ID",
-            event_id(token, [At(10**6, 0, 0)]): "Last-Event-ID",
-            event_id(token, [At(0, 2, 0)]): "Last-Event-ID",
-            event_id(token, [At(1, 1, 1)]): "Last-Event-ID",
-            event_id(token, [At(at.next_index, at.text_bytes, at.closing + 1)]): "Last-Event-ID",
+            event_id("another", [EventPosition()]): "Last-Event-ID",
+            event_id(token, [EventPosition(10**6, 0, 0)]): "Last-Event-ID",
+            event_id(token, [EventPosition(0, 2, 0)]): "Last-Event-ID",
+            event_id(token, [EventPosition(1, 1, 1)]): "Last-Event-ID",
+            event_id(token, [EventPosition(at.next_index, at.text_bytes, at.closing + 1)]): "Last-Event-ID",
         }
         for value, param in bad.items():
             reply = await client.get(f"/v1/streams/{token}", headers={"Last-Event-ID": value})
@@ -269,8 +269,8 @@ a_position = st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.
 
 @given(st.lists(a_position, min_size=1, max_size=4))
 def test_ids_are_read_as_they_were_written(numbers: list[tuple[int, int, int]]) -> None:
-    assert positions(event_id("a-_9", [At(*n) for n in numbers]), "a-_9") == [
-        At(*n) for n in numbers
+    assert positions(event_id("a-_9", [EventPosition(*n) for n in numbers]), "a-_9") == [
+        EventPosition(*n) for n in numbers
     ]
 
 
