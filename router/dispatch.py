@@ -5,7 +5,7 @@ A stream begins with the worker's `WorkerInfo`, and to a decode worker with our 
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
 ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
-what is sent is collected and leaves as one frame per write.
+what is sent is collected and leaves as one frame per write. A request's way goes on in `decode_worker/service.py`.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
 """Carries the core's commands out: to the workers' streams on one side, to the clients' on the other.
 
+A new request goes on in the core (`router/core/core.py`); what the core wants told to workers leaves by
+`router/dispatch.py`, and the tokens that come back reach the client through its `Sink` (`router/front/stream.py`).
 Lives on the router's event loop and never waits: a client's side is a `Sink` that only takes notes,
 a worker's side is a function that only queues. Every record is handled inside its own error barrier,
 so that what goes wrong with one request stays with it.

@@ -1,7 +1,8 @@
-"""From a request to the views a policy compares: who is alive, who may have room, who holds what.
+"""From a request to the views that a policy compares: who is alive, who may have room, who holds what.
 
 Where no prefill worker is left that could read a prompt, its decode worker reads it alone: the choice then names
-`LOCAL` as its prefill worker.
+`LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way
+goes on.
 """
 
 from collections.abc import Callable, Container

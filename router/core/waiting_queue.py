@@ -2,8 +2,8 @@
 
 It is strictly first come, first served: a refused request keeps its turn, and small ones do not overtake it. A worker
 that refused is not asked again before its next report, so re-offers come at the rate of reports and never spin.
-A sample of a prompt is offered first to a worker that has another one. `router/core/placement.py` finds the workers.
-Pure: time is an argument.
+A sample of a prompt is offered first to a worker that has another one. `router/core/placement.py`, where the way goes
+on, finds the workers. Pure: time is an argument.
 """
 
 import heapq

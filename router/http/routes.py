@@ -1,7 +1,8 @@
 """The HTTP front: OpenAI's routes, health, readiness, metrics and discovery, over the frontend that gRPC uses too.
 
 Bodies are read under a limit before anything parses them. Every error, Starlette's own included, leaves in OpenAI's
-envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back.
+envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back. A
+generation goes on in `router/front/frontend.py`.
 """
 
 import asyncio
