@@ -1,4 +1,4 @@
-"""Everything of `router/` put together on the running event loop: fronts, core, links to workers."""
+"""Puts the router together on the running event loop: fronts, core, links to workers."""
 
 import asyncio
 import os

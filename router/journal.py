@@ -1,4 +1,4 @@
-"""What the router remembers of its latest requests: their flights, the figures of the last minute, and their spans.
+"""Remembers the latest requests of the router: their flights, the figures of the last minute, and their spans.
 
 Told of everything by the hub (commands of the core) and by the streams (how a request ended). Owner: the event loop.
 """
@@ -185,7 +185,7 @@ def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _quantile(values: list[float], percent: int) -> float | None:
-    """Of sorted values: the least one that `percent` of them do not exceed."""
+    """The least of the sorted values that `percent` of them do not exceed."""
     return values[-(-percent * len(values) // 100) - 1] if values else None
 
 

@@ -1,4 +1,4 @@
-"""What the router tells its metrics. `telemetry.router_metrics.RouterMetrics` fulfils it."""
+"""The interface through which the router reports to its metrics (`telemetry.router_metrics.RouterMetrics`)."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What a router tells an operator: its workers as it sees them, its line, and the figures of the last minute."""
+"""The router's report to an operator: its workers as it sees them, its queue, and the figures of the last minute."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Every worker that the router was told of: its pool, where its metrics are, and how it fares.
+"""Lists every worker that the router was told of: its pool, where its metrics are, and how it fares.
 
 A worker that is lost stays listed until it is back, so that whoever scrapes it sees that it is down. One that left as
 it was asked to, and is not named again, is taken off.

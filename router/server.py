@@ -1,4 +1,4 @@
-"""The router as others see it: synchronous from outside, one thread with one event loop inside."""
+"""Runs the router in a thread with an event loop of its own, behind synchronous calls."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Requests of a router that is gone, as decode workers report them to the one that comes after it. Pure.
+"""Takes over the requests of a router that is gone, as decode workers report them. Pure.
 
 Two workers may report the same request: an older placement whose cancel was lost with the router, and the one that its
 client has read. Until the router has settled the higher placement wins, and nothing is handed out; afterwards what was

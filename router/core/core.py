@@ -1,4 +1,4 @@
-"""The router's decisions: which worker gets a request, and what of a worker's words is believed.
+"""Decides which worker gets a request, and which of the workers' words are believed.
 
 Events in, commands out, time as an argument; no I/O, no clock, no torch. A new request's way goes on in
 `router/core/waiting_queue.py`, where it waits its turn. Its states are those of `router/core/call.py`; all requests are
@@ -64,7 +64,7 @@ from router.core.waiting_queue import WaitingQueue
 
 
 class Router:
-    """See the module. `handle` is the only way to change it; the router's event loop owns it."""
+    """Only `handle` changes it; the router's event loop owns it."""
 
     # Mutable state: the calls, the queue, what is believed of the workers, losses, adoptions, and since when there has
     # been no decode worker.

@@ -1,4 +1,4 @@
-"""Which lives of workers are given up, so that the supervisor ends them. Pure: time is an argument.
+"""Decides which lives of workers are given up, so that the supervisor ends them. Pure: time is an argument.
 
 A worker is *condemned* when
 

@@ -1,4 +1,4 @@
-"""What the router core is told, and what it wants done: typed, immutable, without behaviour."""
+"""The events that the router core is told, and the commands that it answers with."""
 
 import msgspec
 

@@ -1,8 +1,8 @@
-"""What the loss of a worker does to the requests that it held, and who is given up for silence.
+"""Handles the loss of a worker, for every request that it held, and gives up workers for silence.
 
-Nobody is taken to have died of a request that it never accepted: a router that was itself frozen hears of all its
-broken streams one by one, and offers the same request to each in turn. What becomes of a request is
-`router.core.recovery`'s to say, who is given up `router.core.escalation`'s. Pure: time is an argument.
+A request is not blamed for a worker that had not accepted it: a router that was itself frozen hears of all its broken
+streams one by one, and offers the same request to each in turn. `router.core.recovery` decides what becomes of a
+request, `router.core.escalation` who is given up. Pure: time is an argument.
 """
 
 from engine.types import FinishReason, Incarnation
@@ -21,7 +21,12 @@ class Losses:
     """Mutable state: the retry budget, and the failure detector's verdicts. The router core owns it."""
 
     def __init__(
-        self, config: RouterConfig, table: CallTable, queue: WaitingQueue, registry: Registry, stop_ids: frozenset[int]
+        self,
+        config: RouterConfig,
+        table: CallTable,
+        queue: WaitingQueue,
+        registry: Registry,
+        stop_ids: frozenset[int],
     ) -> None:
         self._config = config
         self._table = table

@@ -1,4 +1,4 @@
-"""Requests that move off a leaving decode worker: which of them, how many at once, and what their parts cost together.
+"""Chooses the requests that move off a leaving decode worker, and adds up what their parts cost.
 
 A move is no loss: the worker yields the request, and whoever goes on reads its KV there. While nobody else could hold a
 request, it stays and runs on: it may well end before there is room. Pure; time is an argument.

@@ -1,4 +1,4 @@
-"""From a request to the views that a policy compares: who is alive, who may have room, who holds what.
+"""Makes the views of workers that a policy compares: who is alive, who may have room, who holds what of a prompt.
 
 Where no prefill worker is left that could read a prompt, its decode worker reads it alone: the choice then names
 `LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way

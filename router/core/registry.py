@@ -1,4 +1,4 @@
-"""The workers the router knows, and what it believes of their load.
+"""The workers that the router knows, and their load as far as it knows.
 
 A report is a moment old when it arrives, and several requests may be sent before the next one. So
 each worker carries the router's own dispatches that no report can have counted yet on top of its

@@ -1,4 +1,4 @@
-"""Follow-up turns begin with the very token ids of the turn before.
+"""Lets a follow-up turn begin with the very token ids of the turn before.
 
 A model may write ids that its tokenizer would not choose for the same text, and then tokenizing the
 next turn's text again would miss the cache from there on. So the ids of finished chats are kept, by

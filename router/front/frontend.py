@@ -1,4 +1,4 @@
-"""One request from the caller's words to events: what the gRPC service and the HTTP front share.
+"""Answers a caller's request with events; the gRPC service and the HTTP front share it.
 
 `Frontend.generate` takes a call in (`router/front/intake.py`, where its way goes on), submits its record, and yields
 events until the end. Closing the iterator, in whatever state, cancels the request on its workers at once. A resumable

@@ -224,7 +224,7 @@ def _api_error(error: grpc.RpcError) -> ApiError:
 
 
 def _plain(details: str) -> str:
-    """Of a connection that failed: who does not answer, and why, without what the library says around it."""
+    """Say who does not answer and why, where a connection failed, without what the library writes around it."""
     found = _UNANSWERED.search(details)
     if found is None:
         return details

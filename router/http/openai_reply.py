@@ -1,4 +1,4 @@
-"""What the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
+"""Writes what the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -171,7 +171,7 @@ def last_choice(end: Finished) -> ReplyChoice:
 
 
 def usage(ends: Sequence[Finished]) -> Usage:
-    """Of all samples together: they share one prompt."""
+    """Sums up all samples: they share one prompt."""
     prompt = ends[0].prompt_tokens
     completion = sum(end.output_tokens for end in ends)
     cached = min(end.cached_tokens for end in ends)

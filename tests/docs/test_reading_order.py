@@ -2,6 +2,7 @@
 
 import ast
 import re
+from itertools import pairwise
 
 from tests.test_imports import ROOT, statements, under
 
@@ -32,7 +33,7 @@ def test_each_file_leads_to_the_next() -> None:
     assert order[0] == "router/grpc/service.py" and order[-1] == "engine/sampling.py"
     broken = [
         f"{path} -> {following}"
-        for path, following in zip(order, order[1:], strict=False)
+        for path, following in pairwise(order)
         if not leads_to(path, following)
     ]
     assert broken == []
