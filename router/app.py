@@ -94,7 +94,7 @@ class RouterApp:
         return await asyncio.to_thread(self._observer.render)
 
     def targets(self, router_address: str) -> list[ScrapeTarget]:
-        return self.hub.targets(router_address)
+        return self.hub.roster.targets(router_address)
 
     async def overview(self) -> Overview:
         return overview(self.hub, self._model, time.monotonic())

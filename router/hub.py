@@ -51,7 +51,7 @@ from router.core.events import (
 from router.core.registry import Life
 from router.journal import RouterJournal
 from router.observer import Observer
-from router.roster import Roster, ScrapeTarget
+from router.roster import Roster
 
 log = logging.getLogger(__name__)
 
@@ -95,22 +95,18 @@ class Hub:
         observer: Observer,
         journal: RouterJournal | None = None,
     ) -> None:
-        self._core = core
+        self.core = core
         self.journal = journal or RouterJournal()
         self._clock = clock
         self._observer = observer
-        self._roster = Roster()
+        self.roster = Roster()
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
         self._revive: Revive = _nobody
         self._sever: Sever = _stays
 
     def __repr__(self) -> str:
-        return f"Hub({len(self._sinks)} clients, {self._core!r})"
-
-    @property
-    def core(self) -> Router:
-        return self._core
+        return f"Hub({len(self._sinks)} clients, {self.core!r})"
 
     def connect(self, send: Send, sever: Sever | None = None) -> None:
         """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
@@ -123,12 +119,12 @@ class Hub:
 
     def is_settled(self) -> bool:
         """Whether requests of an earlier router that are not known by now will not be."""
-        return self._core.is_settled(self._clock())
+        return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
         """Whether a prefill and a decode worker are alive."""
         now = self._clock()
-        registry = self._core.registry
+        registry = self.core.registry
         return bool(registry.live("prefill", now) and registry.live("decode", now))
 
     # ---- from clients
@@ -137,7 +133,7 @@ class Hub:
         self._sinks[record.request] = sink
         begin_s = self._clock()
         self.journal.submitted(record, begin_s)
-        commands = self._core.handle(Submit(record, deadline_s), begin_s)
+        commands = self.core.handle(Submit(record, deadline_s), begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
@@ -156,14 +152,14 @@ class Hub:
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""
-        self._roster.named(worker, role)
+        self.roster.named(worker, role)
         self._observer.expected_worker(worker, role)
 
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
-        if self._roster.joined(info):
+        if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
         self._handle(Connected(peer, info))
-        for other in self._core.registry.computing_otherwise(info)[:1]:
+        for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
                 "from one to the other may go on with another of them",
@@ -171,10 +167,10 @@ class Hub:
             )
 
     def lost(self, worker: str, for_good: bool = False) -> None:
-        known = self._core.registry.get(worker)
+        known = self.core.registry.get(worker)
         self._gone(worker, "left" if known is not None and known.leaving else "lost")
         if for_good:
-            self._roster.unnamed(worker)
+            self.roster.unnamed(worker)
         self._handle(Lost(worker, for_good))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
@@ -198,22 +194,18 @@ class Hub:
 
     def observe(self) -> None:
         """Tell the observer how the cluster stands now."""
-        core = self._core
-        workers = self._roster.views(core.registry, core.index, self._clock())
+        core = self.core
+        workers = self.roster.views(core.registry, core.index, self._clock())
         self._observer.cluster(core.waiting, core.open - core.waiting, workers)
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]:
-        """What Prometheus is to scrape, for HTTP discovery."""
-        return self._roster.targets(router_address)
-
     def _gone(self, worker: str, how: str) -> None:
-        if self._roster.lost(worker, left=how == "left"):
-            self._observer.lost(worker, self._roster.role(worker), how)
+        if self.roster.lost(worker, left=how == "left"):
+            self._observer.lost(worker, self.roster.role(worker), how)
 
     # ---- the core's commands
 
     def _handle(self, event: Event) -> None:
-        self._apply(self._core.handle(event, self._clock()))
+        self._apply(self.core.handle(event, self._clock()))
 
     def _apply(self, commands: list[Command]) -> None:
         for command in commands:

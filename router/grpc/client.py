@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
 
@@ -131,23 +130,13 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "Client":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _sync(self) -> grpc.Channel:
