@@ -1,6 +1,6 @@
 """One answer's samples: a stream each, and one reader that takes from all of them. A beam search's are its answers.
 
-A new reader takes the answer over; an old one that is still there, on a connection which only it believes in, is sent
+A new reader takes the answer over; an old one that still waits, on a connection that its client has lost, is sent
 away.
 """
 
@@ -76,7 +76,7 @@ class SamplesReader:
     it needs to come back.
     """
 
-    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples are over.
+    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples have ended.
 
     def __init__(
         self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool
@@ -85,7 +85,7 @@ class SamplesReader:
         self._readers = readers
         self._is_resumable = is_resumable
         self._turn = 0
-        self._over: set[int] = set()
+        self._ended: set[int] = set()
         self._has_started = False
         self.is_known = is_known
 
@@ -101,7 +101,7 @@ class SamplesReader:
                 if all(ready) if self._is_resumable else any(ready):
                     self._has_started = self.is_known = True
                     return self._samples.started
-            elif len(self._over) == len(self._readers):
+            elif len(self._ended) == len(self._readers):
                 return None
             elif (event := self._poll()) is not None:
                 return event
@@ -112,9 +112,9 @@ class SamplesReader:
         """In turns, so that no sample waits for a long one."""
         count = len(self._readers)
         for at in [(self._turn + step) % count for step in range(count)]:
-            event = None if at in self._over else self._readers[at].poll()
+            event = None if at in self._ended else self._readers[at].poll()
             if isinstance(event, Complete):
-                self._over.add(at)
+                self._ended.add(at)
             if event is not None:
                 self._turn = at + 1
                 return at, event
