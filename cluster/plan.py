@@ -5,6 +5,7 @@ from fractions import Fraction
 import msgspec
 
 from cluster.config import ClusterConfig, ConfigError
+from cluster.defaults import gpu_dtype
 from cluster.plan_flags import Asked
 from cluster.planner import (
     Pool,
@@ -47,11 +48,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     """Raises ConfigError for flags that do not fit together, and ModelError for a model that cannot be read."""
     shape = _shape(asked, config.model)
-    own = not asked.shape and is_local(config.model)
+    own = is_own(asked, config)
     engine = config.decode.engine
-    dtype = asked.dtype or (engine.dtype if own else "bfloat16")
-    kept = engine.kv_dtype_of(dtype) if own else dtype
-    kv_dtype, ranks = asked.kv_dtype or kept, asked.tp or 1
+    configured = gpu_dtype(shape.stored) if engine.dtype == "auto" else engine.dtype
+    dtype = asked.dtype or configured
+    kv_dtype, ranks = asked.kv_dtype or engine.kv_dtype_of(dtype), asked.tp or 1
     sizes = token_sizes(shape, kv_dtype, asked.block_size or engine.block_size, ranks)
     context = asked.context or shape.context_tokens
     if not context:
@@ -77,6 +78,12 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
     return msgspec.structs.replace(plan, pools=_pools(plan, asked, config, own))
 
 
+def is_own(asked: Asked, config: ClusterConfig) -> bool:
+    """Is it a plan for the pools of this configuration? Any other is one for GPUs, and has their defaults."""
+    on_paper = asked.shape or asked.gpu_memory is not None or asked.kv_memory is not None
+    return not on_paper and is_local(config.model)
+
+
 def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[Pool, ...]:
     """The one pool of the given memory, or those that this configuration makes of its own model."""
     if asked.kv_memory is not None:
@@ -95,7 +102,6 @@ def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[
 
 
 def _gpu(plan: Plan, asked: Asked, config: ClusterConfig, memory: int) -> Pool:
-    """Attention kernels on a GPU read KV where it lies."""
     limits = StepLimits(
         chunk_tokens=config.prefill.chunk_tokens,
         batch=config.decode.max_batch,
@@ -109,7 +115,7 @@ def _gpu(plan: Plan, asked: Asked, config: ClusterConfig, memory: int) -> Pool:
         memory_bytes=memory,
         reserve_bytes=int(memory * reserve) if isinstance(reserve, Fraction) else reserve,
         weights=plan.weights_bytes,
-        workspace=_workspace(plan, asked, limits, plan.sizes.block_size, in_place=True),
+        workspace=_workspace(plan, asked, limits, plan.sizes.block_size, "cuda"),
         tail_share=asked.tail or Fraction(0),
     )
 
@@ -122,10 +128,15 @@ def _configured(
     limits: StepLimits,
     host_tier_bytes: int = 0,
 ) -> Pool:
-    """The pool that a worker of this configuration makes on this machine."""
+    """The pool that a worker of this configuration makes on this machine. Raises ConfigError where only a GPU knows."""
+    if engine.device != "cpu" and engine.pool_bytes == "auto":
+        raise ConfigError(
+            f"flag --gpu-memory: needed, since {role}.engine.pool_bytes is 'auto' on {engine.device}, and the card's "
+            "memory is not known here"
+        )
     block_size = asked.block_size or engine.block_size
     sizes = token_sizes(plan.model, plan.kv_dtype, block_size, plan.ranks)
-    workspace = _workspace(plan, asked, limits, block_size, in_place=False)
+    workspace = _workspace(plan, asked, limits, block_size, engine.device)
     return pool_of(
         role,
         sizes,
@@ -138,15 +149,17 @@ def _configured(
 
 
 def _workspace(
-    plan: Plan, asked: Asked, limits: StepLimits, block_size: int, in_place: bool
+    plan: Plan, asked: Asked, limits: StepLimits, block_size: int, device: str
 ) -> int | None:
-    """As given, or estimated where every size of the model is known."""
+    """As given, or estimated where every size of the model is known. Attention kernels on a GPU read KV where it
+    lies."""
     if asked.workspace is not None or plan.model.model is None:
         return asked.workspace
     # Imports torch, which the arithmetic does without.
     from engine.workspace import estimate_workspace
 
     shape = rank_shape(plan.model.model, plan.ranks)
+    in_place = device != "cpu"
     return estimate_workspace(shape, plan.dtype, block_size, limits, in_place, plan.kv_dtype)
 
 

@@ -70,7 +70,12 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("layers", "N", count, "layers, instead of the model's"),
     ("kv_heads", "N", count, "KV heads, instead of the model's"),
     ("head_dim", "N", count, "head size, instead of the model's"),
-    ("dtype", "TYPE", _one_of(DTYPE_BYTES), f"of weights: {', '.join(DTYPE_BYTES)}"),
+    (
+        "dtype",
+        "TYPE",
+        _one_of(DTYPE_BYTES),
+        f"of weights: {', '.join(DTYPE_BYTES)} (default: as a worker would have them)",
+    ),
     (
         "kv_dtype",
         "TYPE",

@@ -48,6 +48,8 @@ def _sizes(plan: Plan) -> Iterable[Row]:
         "model",
         f"{model.name}: {model.layers} layers x {model.kv_heads} KV heads of {model.head_dim}",
     )
+    if plan.weights_bytes is not None:
+        yield "weights", plan.dtype
     yield "KV", f"{plan.kv_dtype}, blocks of {sizes.block_size} tokens"
     if plan.ranks > 1:
         held = sizes.kv_heads_per_rank

@@ -43,6 +43,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     context_tokens: int = 0
     """The longest; 0 where unknown."""
+    stored: str = "bfloat16"
+    """How its weights are kept (`engine.model.opening.stored_dtype`)."""
     model: ModelConfig | None = None
 
 

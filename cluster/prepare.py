@@ -6,6 +6,7 @@ from functools import partial
 import msgspec
 
 from cluster.config import ClusterConfig, with_model_dir
+from cluster.defaults import model_dtype
 from cluster.hosting import prepared
 from cluster.placement import RayConfig
 from cluster.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
@@ -35,17 +36,15 @@ def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
 
 
 def model_source(config: ClusterConfig) -> ModelSource:
-    """The model as the configuration names it."""
-    return ModelSource(
-        model=config.model, cache_dir=config.cache_dir, dtype=config.prefill.engine.dtype
-    )
+    """The model as the configuration names it. Raises as `model_dtype` does."""
+    return ModelSource(model=config.model, cache_dir=config.cache_dir, dtype=model_dtype(config))
 
 
 def prepare_model(
     config: ClusterConfig, progress: Callable[[str, int, int], None] | None = None
 ) -> str:
     """Convert the model unless the cache has it; the prepared folder. `progress` hears of weights in bytes. Raises
-    engine's ModelError."""
+    engine's ModelError, and ConfigError for pools that cannot share a model."""
     report = None if progress is None else partial(progress, "weights")
     return prepared(model_source(config), report)
 

@@ -9,6 +9,7 @@ from cluster.config import ConfigError
 from cluster.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
+from engine.model.opening import stored_dtype
 
 _SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -91,7 +92,7 @@ def find_shape(named: str) -> Shape:
     """
     path = Path(named).expanduser()
     if not named or path.exists():
-        return shape_of(_read(path) if named else _demo())
+        return _read(path if named else _demo())
     name = named.rpartition("/")[2].lower().removesuffix("-instruct")
     if name in PUBLISHED:
         return shape_of(msgspec.structs.replace(PUBLISHED[name], name=name))
@@ -107,8 +108,10 @@ def is_local(named: str) -> bool:
     return not named or Path(named).expanduser().exists()
 
 
-def shape_of(model: ModelConfig) -> Shape:
+def shape_of(model: ModelConfig, stored: str = "bfloat16") -> Shape:
+    """`stored`: how its weights are kept; published models in 16 bits."""
     return Shape(
+        stored=stored,
         name=model.name or "model",
         layers=model.layers,
         kv_heads=model.kv_heads,
@@ -118,25 +121,27 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def _demo() -> ModelConfig:
+def _demo() -> Path:
     from engine.model.cache import find_demo_model
 
-    return _read(find_demo_model())
+    return find_demo_model()
 
 
-def _read(path: Path) -> ModelConfig:
-    """A GGUF file, a prepared model, a Hugging Face directory, or the config.json of either."""
+def _read(path: Path) -> Shape:
+    """Of a GGUF file, a prepared model, a Hugging Face directory, or the config.json of either."""
     if path.suffix == ".gguf":
         from engine.model.gguf_model import GGUFModel
 
-        return GGUFModel(path).config
+        return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
-    from engine.model.hf_model import read_json
+    from engine.model.hf_model import read_json, said_dtype
 
     raw = read_json(file)
     if "num_hidden_layers" not in raw:
-        return ModelConfig.load(file.parent)
-    return _hugging_face(file, raw)
+        prepared = ModelConfig.load(file.parent)
+        return shape_of(prepared, prepared.dtype)
+    model, said = _hugging_face(file, raw), said_dtype(raw)
+    return shape_of(model) if said is None else shape_of(model, said)
 
 
 def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:

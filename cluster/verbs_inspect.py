@@ -3,12 +3,14 @@
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 import msgspec
 
 from cluster.plan_flags import add_plan_flags, read_flags
-from cluster.resolve import add_flags, resolve
+from cluster.resolve import Resolved, add_flags, resolve, settled
+from engine.model.config import ModelError
 
 
 def add(verbs: Any) -> None:
@@ -36,11 +38,13 @@ def add(verbs: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from cluster.plan import make_plan
+    from cluster.plan import is_own, make_plan
     from cluster.plan_report import check_text, plan_text
 
-    config = resolve(arguments, os.environ).config
-    plan = make_plan(read_flags(arguments), config)
+    asked, config = read_flags(arguments), resolve(arguments, os.environ).config
+    if not is_own(asked, config):
+        config = resolve(arguments, os.environ, device="cuda").config
+    plan = make_plan(asked, config)
     if not arguments.check:
         print(msgspec.json.encode(plan).decode() if arguments.json else plan_text(plan))
         return 1 if any(pool.missing_bytes for pool in plan.pools) else 0
@@ -52,7 +56,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _dump_config(arguments: argparse.Namespace) -> int:
-    resolved = resolve(arguments, os.environ)
+    resolved = _settled(arguments)
     if arguments.running:
         from cluster.admin_client import AdminClient
         from cluster.rundir import RunDir
@@ -86,9 +90,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _collect_env(arguments: argparse.Namespace) -> int:
     from cluster.environment import collect, print_environment
 
-    found = collect(resolve(arguments, os.environ), os.environ)
+    found = collect(_settled(arguments), os.environ)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
         print_environment(found)
     return 0
+
+
+def _settled(arguments: argparse.Namespace) -> Resolved:
+    """Every setting as it would be; an `engine.dtype` stays "auto" where only a model says it that is not here."""
+    resolved = resolve(arguments, os.environ)
+    try:
+        return settled(resolved)
+    except ModelError as error:
+        print(f"headrace: engine.dtype is not known here: {error}", file=sys.stderr)
+        return resolved

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.numbers import port
-from cluster.resolve import FLAGS, add_flags, resolve
+from cluster.resolve import FLAGS, add_flags, resolve, settled
 
 
 def add(verbs: Any) -> None:
@@ -33,7 +33,7 @@ def add(verbs: Any) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     from cluster import serve
 
-    resolved = resolve(arguments, os.environ)
+    resolved = settled(resolve(arguments, os.environ))
     if arguments.detach:
         return serve.detach(resolved, os.environ, arguments.given)
     return serve.serve(resolved, os.environ)
@@ -42,12 +42,12 @@ def _up(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from cluster.demo import run_demo
 
-    return run_demo(resolve(arguments, os.environ), arguments.json_file)
+    return run_demo(settled(resolve(arguments, os.environ)), arguments.json_file)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
     from cluster.solo import run_worker
 
     name = arguments.name or f"{arguments.role}-0"
-    config = resolve(arguments, os.environ).config
+    config = settled(resolve(arguments, os.environ)).config
     return run_worker(config, arguments.role, name, arguments.port)

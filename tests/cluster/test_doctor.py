@@ -20,7 +20,7 @@ from cluster.doctor.host import examine, print_checks
 from cluster.environment import collect
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import ProcessIdentity, RunDir
-from engine.config import EngineConfig
+from engine.config import EngineConfig, TierConfig
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -64,6 +64,15 @@ def test_pools_that_do_not_fit_are_found(tmp_path: Path) -> None:
     huge = PrefillConfig(engine=EngineConfig(pool_bytes=1 << 50))
     check = found(config(tmp_path, prefill=huge))["memory"]
     assert check.level == "fail" and "pool_bytes" in check.fix
+
+
+def test_a_gpus_pool_is_not_the_hosts_memory(tmp_path: Path) -> None:
+    """Guards a large card in a small host, and the tier beside it, which is locked in the host's memory at start."""
+    huge = EngineConfig(device="cuda", pool_bytes=1 << 50)
+    assert found(config(tmp_path, prefill=PrefillConfig(engine=huge)))["memory"].level == "ok"
+    locked = PrefillConfig(engine=huge, tiers=TierConfig(host_bytes=1 << 50))
+    check = found(config(tmp_path, prefill=locked))["memory"]
+    assert check.level == "fail" and "tiers.host_bytes" in check.fix
 
 
 @contextmanager

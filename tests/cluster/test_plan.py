@@ -17,6 +17,7 @@ from cluster.shapes import find_shape
 from cluster.sizes import format_size, parse_share, parse_size
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig
+from tests.engine.quantized import Kind, write_model
 from tests.router.fake_cluster import worker_info
 
 SHAPE = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--context", "8192")
@@ -83,7 +84,7 @@ def test_a_gpu_is_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_is_said_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "llama-3-70b", "--gpu-memory", "80GiB", "--workspace", "1GiB"]
     assert cli.main(["plan", *flags]) == 1
-    assert "GPU: 60.42 GiB short of a single block" in capsys.readouterr().out
+    assert "GPU: 60.44 GiB short of a single block" in capsys.readouterr().out
 
 
 def test_the_configured_pools_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +97,59 @@ def test_the_configured_pools_are_the_default(capsys: pytest.CaptureFixture[str]
     left -= 128 << 20  # the host tier
     assert decode["blocks"] == left // (720 << 10)
     assert found["model"]["layers"] == 30 and found["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("F16", "float16"), ("Q4_K", "bfloat16"), ("F32", "bfloat16")]
+)
+def test_a_gpu_is_planned_as_its_workers_would_have_it(
+    stored: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a plan in 32 bits, and in a CPU's small blocks, chunks and batches, for a card."""
+    model = write_model(tmp_path / "model.gguf", lambda name: Kind[stored])
+    for memory in ("--gpu-memory", "--kv-memory"):
+        found = plan(capsys, "--model", model, memory, "1GiB")
+        assert (found["dtype"], found["kv_dtype"], found["sizes"]["block_size"]) == (dtype, dtype, 64)
+    asked = plan(capsys, "--model", model, "--gpu-memory", "1GiB", "--dtype", "float32")
+    assert asked["weights_bytes"] == 2 * found["weights_bytes"]
+    cpu = [f"--set={pool}.engine.device=cpu" for pool in ("prefill", "decode")]
+    assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *cpu)["sizes"]["block_size"] == 64
+    said = [f"--set={pool}.engine.dtype=float32" for pool in ("prefill", "decode")]
+    assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *said)["dtype"] == "float32"
+    if stored == "F32":
+        assert plan(capsys, "--model", model)["sizes"]["block_size"] == 16, "the pools of this CPU"
+
+
+def test_the_largest_step_of_a_gpu_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against KV memory that a worker's chunk of 4,096 and batch of 256 then take away."""
+    flags = ["--model", "llama-3.1-8b", "--context", "8192", "--gpu-memory", "80GiB"]
+    (large,) = plan(capsys, *flags)["pools"]
+    cpu = ["--set", "prefill.chunk_tokens=128", "--set", "decode.max_batch=32"]
+    (small,) = plan(capsys, *flags, *cpu)["pools"]
+    # Gate and up of 14,336 each, in 16 bits, for every token of the step; logits in 32 bits for every row.
+    assert large["workspace_bytes"] > (4096 + 256) * 2 * 14336 * 2 + 257 * 128256 * 4
+    assert small["workspace_bytes"] < 100 << 20
+
+
+def test_a_config_json_without_weights_says_its_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for said, dtype in (("float16", "float16"), ("float32", "bfloat16"), (None, "bfloat16")):
+        (tmp_path / CONFIG_FILE).write_text(json.dumps({**LLAMA, "torch_dtype": said}))
+        found = plan(capsys, "--model", str(tmp_path), "--gpu-memory", "80GiB", "--workspace", "1GiB")
+        assert found["dtype"] == dtype
+
+
+def test_the_configured_pools_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a card's pool that is sized by the host's memory."""
+    flags = [f"--set={pool}.engine.device=cuda" for pool in ("prefill", "decode")]
+    assert cli.main(["plan", *flags]) == 2
+    why = "flag --gpu-memory: needed, since prefill.engine.pool_bytes is 'auto' on cuda"
+    assert why in capsys.readouterr().err
+    flags += [f"--set={pool}.engine.pool_bytes=1000000000" for pool in ("prefill", "decode")]
+    found = plan(capsys, *flags)
+    assert found["dtype"] == "bfloat16", "the demo's file is quantized"
+    assert [pool["blocks"] for pool in found["pools"]] == [10**9 // (64 * 30 * 2 * 3 * 64 * 2)] * 2
 
 
 @pytest.mark.parametrize(

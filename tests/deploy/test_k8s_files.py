@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cluster.placement import gpus
-from tests.deploy.test_ray_files import DEPLOY, check_ray_start, resolved
+from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
 BUILT_IN = {"ConfigMap", "Deployment", "Service"}
@@ -199,6 +199,7 @@ def test_the_config_map_is_ours(tmp_path: Path) -> None:
     file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
     config = resolved(file)
     assert config.ray.address == "auto" and config.router.host == "0.0.0.0"
+    check_gpu_defaults(config, device_share=1.0)
 
 
 def gpus_by_group(spec: RayClusterSpec) -> dict[str, int]:
