@@ -11,11 +11,11 @@ import time
 from random import Random
 
 from engine.identity import chain, root
-from engine.messages import Accepted, Ended, Load, PeerAddress, RequestStats, WorkerInfo
+from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestStats, WorkerInfo
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.events import Heard, Joined, SendPlace, Submit
+from router.core.events import Connected, Heard, Submit, TellWorker
 from router.core.policy import LeastCost
 
 BLOCK_TOKENS = 16
@@ -41,7 +41,7 @@ def measure(workers: int, prompt_blocks: int, requests: int, seed: int = 0) -> d
             pid=0,
             host="",
         )
-        router.handle(Joined(PeerAddress(info.name, ""), info), 0.0)
+        router.handle(Connected(PeerAddress(info.name, ""), info), 0.0)
     load = Load(
         step=1,
         free_blocks=pool_blocks,
@@ -67,7 +67,7 @@ def measure(workers: int, prompt_blocks: int, requests: int, seed: int = 0) -> d
         begin_s = time.perf_counter()
         chain(root(b"", "f"), prompt, BLOCK_TOKENS)
         hashed_us.append((time.perf_counter() - begin_s) * 1e6)
-        assert isinstance(place, SendPlace)
+        assert isinstance(place, TellWorker) and isinstance(place.record, Place)
         end = Ended(request=request, placement=1, reason=FinishReason.STOP, stats=RequestStats())
         for answer in (Accepted(request, 1, 0), end, load):
             router.handle(Heard(place.worker, answer), 0.0)

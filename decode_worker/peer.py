@@ -2,7 +2,8 @@
 prefill worker, or another decode worker that yields its requests.
 
 A stream begins with a hello in either direction. A peer that does not fit (`transfer.handoff.negotiation`) is refused
-at once and by name; otherwise its memory is made known to the transfer thread and the peer is up.
+at once and by name; otherwise its memory is made known to the transfer thread and the peer is up. A prefill worker
+answers in `prefill_worker/service.py`.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""The decode worker's gRPC side: streams in, items for the engine's inbox out. No work per record."""
+"""The decode worker's gRPC side: streams in, items for the engine's inbox out. No work per record. The inbox is that of
+`decode_worker/worker.py`."""
 
 import itertools
 from collections.abc import Callable

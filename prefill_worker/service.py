@@ -1,4 +1,5 @@
-"""The prefill worker's gRPC side: streams in, items for the engine's inbox out. No work per record."""
+"""The prefill worker's gRPC side: streams in, items for the engine's inbox out. No work per record. The inbox
+is that of `prefill_worker/worker.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Everything of `router/` put together on the running event loop: fronts, core, links to workers."""
+"""Puts the router together on the running event loop: fronts, core, links to workers."""
 
 import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,19 +15,17 @@ from router.config import RouterConfig
 from router.core.core import Router
 from router.core.policy import make_policy
 from router.dispatch import Links
-from router.front.frontend import Frontend, TextModel
+from router.front.frontend import Frontend
+from router.front.output import ServedModel
 from router.grpc.service import Service
 from router.hub import Hub
-from router.journal import Journal
+from router.journal import RouterJournal
 from router.observer import Observer
 from router.overview import Overview, overview
-from router.roster import Target
+from router.roster import ScrapeTarget
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
-
-AppFactory = Callable[[Frontend, "ServerState"], Any]
-"""Makes the HTTP front, an ASGI application; `router.http.build_app` by default."""
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):
@@ -37,39 +35,16 @@ class RouterAddresses(msgspec.Struct, frozen=True):
     http: str
 
 
-class ServerState:
-    """What the HTTP front reports besides answers."""
-
-    def __init__(self, hub: Hub, text: TextModel, observer: Observer) -> None:
-        self._hub = hub
-        self._text = text
-        self._observer = observer
-
-    def ready(self) -> bool:
-        return self._hub.ready()
-
-    def models(self) -> list[str]:
-        return [self._text.name]
-
-    async def metrics_text(self) -> bytes:
-        self._hub.observe()
-        # A page of some hundred lines: on the loop, every stream would wait for it.
-        return await asyncio.to_thread(self._observer.render)
-
-    def targets(self, router_address: str) -> list[Target]:
-        return self._hub.targets(router_address)
-
-
 class RouterApp:
-    """Lives on one event loop: `start`, `set_workers`, and `stop`, which may follow a failed start."""
+    """Lives on one event loop: `start`, `set_workers`, and `stop`, which may follow a failed start. Fulfils
+    `router.http.routes.ServerState`."""
 
     def __init__(
         self,
         config: RouterConfig,
-        text: TextModel,
+        text: ServedModel,
         observer: Observer,
-        app_factory: AppFactory | None = None,
-        journal: Journal | None = None,
+        journal: RouterJournal | None = None,
         fingerprint: str = "",
     ) -> None:
         """`fingerprint` is that of the model whose text side this is: workers of another one are refused."""
@@ -84,8 +59,6 @@ class RouterApp:
         self._frontend = Frontend(text, self.hub, config, clock, observer)
         self._service = Service(self._frontend, self.hub.ready)
         self._observer = observer
-        self._state = ServerState(self.hub, text, observer)
-        self._app_factory = app_factory
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.ticked_s = clock()
@@ -95,7 +68,9 @@ class RouterApp:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""
         config = self._config
         if config.http_port >= 0:
-            self._http = _Http(config, self._make_app())
+            from router.http.routes import build_app
+
+            self._http = _Http(config, build_app(self._frontend, self))
         port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes)
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
         http = await self._http.start() if self._http is not None else ""
@@ -105,6 +80,21 @@ class RouterApp:
         self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
     ) -> None:
         await self._links.set_workers(prefill, decode)
+
+    def ready(self) -> bool:
+        """Whether a prefill and a decode worker are alive."""
+        return self.hub.ready()
+
+    def models(self) -> list[str]:
+        return [self._model]
+
+    async def metrics_text(self) -> bytes:
+        self.hub.observe()
+        # A page of some hundred lines: on the loop, every stream would wait for it.
+        return await asyncio.to_thread(self._observer.render)
+
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
+        return self.hub.roster.targets(router_address)
 
     async def overview(self) -> Overview:
         return overview(self.hub, self._model, time.monotonic())
@@ -127,13 +117,6 @@ class RouterApp:
         if self._ticking is not None:
             self._ticking.cancel()
         await self._links.close()
-
-    def _make_app(self) -> Any:
-        if self._app_factory is not None:
-            return self._app_factory(self._frontend, self._state)
-        from router.http.routes import build_app
-
-        return build_app(self._frontend, self._state)
 
     async def _tick(self) -> None:
         """Deadlines, resume windows and health; a broken invariant ends the router."""

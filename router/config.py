@@ -1,4 +1,4 @@
-"""What the router is told."""
+"""The router's settings."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "least-cost"
     """`least-cost` or `round-robin`."""
     seed: int = 0
-    """Of the generator that breaks ties between workers; it never touches sampling."""
+    """Seeds the generator that breaks ties between workers; it never touches sampling."""
     max_waiting: int = 256
     """Requests that may wait for room; the next one is refused with `retry_after_s`."""
     retry_after_s: float = 1.0

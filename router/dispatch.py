@@ -5,7 +5,7 @@ A stream begins with the worker's `WorkerInfo`, and to a decode worker with our 
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
 ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
-what is sent is collected and leaves as one frame per write.
+what is sent is collected and leaves as one frame per write. A request's way goes on in `decode_worker/service.py`.
 """
 
 import asyncio
@@ -140,12 +140,11 @@ class Links:
     async def _keep(self, role: str, peer: PeerAddress, after_s: float = 0.0) -> None:
         """Hold the stream to one worker open, for ever."""
         await asyncio.sleep(after_s)
-        attempt = self._attach if role == "decode" else self._watch
         pause_s, refused = PAUSE_S[0], ""
         while True:
             try:
                 async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
-                    async for _ in attempt(channel, peer):
+                    async for _ in self._listen(role, channel, peer):
                         pause_s = PAUSE_S[0]
                 log.warning("worker %s closed its stream", peer.name)
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
@@ -160,44 +159,36 @@ class Links:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
-    async def _attach(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
-        """One life of a decode worker's stream; yields once per frame."""
-        call = channel.stream_stream(ATTACH)()
+    async def _listen(
+        self, role: str, channel: grpc.aio.Channel, peer: PeerAddress
+    ) -> AsyncIterator[None]:
+        """One life of a worker's stream; yields once per frame."""
+        call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall
+        decode: Decode
+        if role == "decode":
+            call, decode = channel.stream_stream(ATTACH)(), decode_decode_frame
+        else:
+            call, decode = channel.unary_stream(WATCH)(b""), decode_report_frame
         writer: asyncio.Task[None] | None = None
+        joined = False
         try:
-            info, rest = self._introduction(await _first(call), decode_decode_frame)
-            outbox = Outbox()
-            outbox.put(self._hello)
-            writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
-            self._outboxes[peer.name] = outbox
+            info, rest = self._introduction(await _first(call), decode)
+            if role == "decode":
+                outbox = self._outboxes[peer.name] = Outbox()
+                outbox.put(self._hello)
+                writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
+            joined = True
             self._hub.joined(peer, info)
             self._hub.heard(peer.name, rest)
             yield
             while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode_decode_frame(frame))
+                self._hub.heard(peer.name, decode(frame))
                 yield
         finally:
             self._outboxes.pop(peer.name, None)
             call.cancel()
             if writer is not None:
                 await _end(writer)
-                self._hub.lost(peer.name)
-
-    async def _watch(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
-        """One life of a prefill worker's stream; yields once per frame."""
-        call = channel.unary_stream(WATCH)(b"")
-        joined = False
-        try:
-            info, rest = self._introduction(await _first(call), decode_report_frame)
-            joined = True
-            self._hub.joined(peer, info)
-            self._hub.heard(peer.name, rest)
-            yield
-            while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode_report_frame(frame))
-                yield
-        finally:
-            call.cancel()
             if joined:
                 self._hub.lost(peer.name)
 

@@ -1,5 +1,7 @@
 """Carries the core's commands out: to the workers' streams on one side, to the clients' on the other.
 
+A new request goes on in the core (`router/core/core.py`); what the core wants told to workers leaves by
+`router/dispatch.py`, and the tokens that come back reach the client through its `Sink` (`router/front/stream.py`).
 Lives on the router's event loop and never waits: a client's side is a `Sink` that only takes notes,
 a worker's side is a function that only queues. Every record is handled inside its own error barrier,
 so that what goes wrong with one request stays with it.
@@ -16,7 +18,9 @@ from engine.messages import (
     Orphan,
     OrphansTold,
     PeerAddress,
+    Place,
     RouterRecord,
+    UsePrefill,
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
@@ -26,33 +30,28 @@ from router.core.events import (
     Begin,
     Command,
     Complete,
+    Condemn,
+    Connected,
+    DecodeLost,
     Deliver,
-    Dropped,
     Event,
     Fail,
-    GiveUp,
     Heard,
-    Interrupted,
-    Joined,
+    Ignored,
     Left,
     Lost,
     Moved,
     Named,
     Poisonous,
-    SendCancel,
-    SendFinish,
-    SendPlace,
-    SendRelease,
-    SendUsePrefill,
-    SendYield,
     StopFound,
     Submit,
+    TellWorker,
     Tick,
 )
 from router.core.registry import Life
-from router.journal import Journal
+from router.journal import RouterJournal
 from router.observer import Observer
-from router.roster import Roster, Target
+from router.roster import Roster
 
 log = logging.getLogger(__name__)
 
@@ -94,24 +93,20 @@ class Hub:
         core: Router,
         clock: Callable[[], float],
         observer: Observer,
-        journal: Journal | None = None,
+        journal: RouterJournal | None = None,
     ) -> None:
-        self._core = core
-        self.journal = journal or Journal()
+        self.core = core
+        self.journal = journal or RouterJournal()
         self._clock = clock
         self._observer = observer
-        self._roster = Roster()
+        self.roster = Roster()
         self._sinks: dict[RequestId, Sink] = {}
         self._send: Send = _nowhere
         self._revive: Revive = _nobody
         self._sever: Sever = _stays
 
     def __repr__(self) -> str:
-        return f"Hub({len(self._sinks)} clients, {self._core!r})"
-
-    @property
-    def core(self) -> Router:
-        return self._core
+        return f"Hub({len(self._sinks)} clients, {self.core!r})"
 
     def connect(self, send: Send, sever: Sever | None = None) -> None:
         """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
@@ -124,12 +119,12 @@ class Hub:
 
     def is_settled(self) -> bool:
         """Whether requests of an earlier router that are not known by now will not be."""
-        return self._core.is_settled(self._clock())
+        return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
         """Whether a prefill and a decode worker are alive."""
         now = self._clock()
-        registry = self._core.registry
+        registry = self.core.registry
         return bool(registry.live("prefill", now) and registry.live("decode", now))
 
     # ---- from clients
@@ -138,7 +133,7 @@ class Hub:
         self._sinks[record.request] = sink
         begin_s = self._clock()
         self.journal.submitted(record, begin_s)
-        commands = self._core.handle(Submit(record, deadline_s), begin_s)
+        commands = self.core.handle(Submit(record, deadline_s), begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
@@ -157,14 +152,14 @@ class Hub:
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""
-        self._roster.named(worker, role)
+        self.roster.named(worker, role)
         self._observer.expected_worker(worker, role)
 
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
-        if self._roster.joined(info):
+        if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
-        self._handle(Joined(peer, info))
-        for other in self._core.registry.computing_otherwise(info)[:1]:
+        self._handle(Connected(peer, info))
+        for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
                 "from one to the other may go on with another of them",
@@ -172,10 +167,10 @@ class Hub:
             )
 
     def lost(self, worker: str, for_good: bool = False) -> None:
-        known = self._core.registry.get(worker)
+        known = self.core.registry.get(worker)
         self._gone(worker, "left" if known is not None and known.leaving else "lost")
         if for_good:
-            self._roster.unnamed(worker)
+            self.roster.unnamed(worker)
         self._handle(Lost(worker, for_good))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
@@ -199,22 +194,18 @@ class Hub:
 
     def observe(self) -> None:
         """Tell the observer how the cluster stands now."""
-        core = self._core
-        workers = self._roster.views(core.registry, core.index, self._clock())
+        core = self.core
+        workers = self.roster.views(core.registry, core.index, self._clock())
         self._observer.cluster(core.waiting, core.open - core.waiting, workers)
 
-    def targets(self, router_address: str) -> list[Target]:
-        """What Prometheus is to scrape, for HTTP discovery."""
-        return self._roster.targets(router_address)
-
     def _gone(self, worker: str, how: str) -> None:
-        if self._roster.lost(worker, left=how == "left"):
-            self._observer.lost(worker, self._roster.role(worker), how)
+        if self.roster.lost(worker, left=how == "left"):
+            self._observer.lost(worker, self.roster.role(worker), how)
 
     # ---- the core's commands
 
     def _handle(self, event: Event) -> None:
-        self._apply(self._core.handle(event, self._clock()))
+        self._apply(self.core.handle(event, self._clock()))
 
     def _apply(self, commands: list[Command]) -> None:
         for command in commands:
@@ -232,23 +223,15 @@ class Hub:
         now = self._clock()
         self.journal.command(command, now)
         match command:
-            case SendPlace():
-                sink = self._sinks.get(command.place.record.request)
-                if sink is not None:
-                    sink.offered(now)
-                self._observer.placed(command.reason)
-                self._send(command.worker, command.place)
-            case SendCancel():
-                self._send(command.worker, command.cancel)
-            case SendFinish():
-                self._send(command.worker, command.finish)
-            case SendUsePrefill():
-                self._observer.continued("prefill_lost")
-                self._send(command.worker, command.answer)
-            case SendYield():
-                self._send(command.worker, command.order)
-            case SendRelease():
-                self._send(command.worker, command.release)
+            case TellWorker(worker, record, reason):
+                if isinstance(record, Place):
+                    sink = self._sinks.get(record.record.request)
+                    if sink is not None:
+                        sink.offered(now)
+                    self._observer.placed(reason)
+                elif isinstance(record, UsePrefill):
+                    self._observer.continued("prefill_lost")
+                self._send(worker, record)
             case Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
@@ -256,7 +239,7 @@ class Hub:
                     self._sinks[request].moved(stages, now)
             case Adopt():
                 self._adopt(command.orphan, now)
-            case Interrupted():
+            case DecodeLost():
                 self._interrupted(command, now)
             case Poisonous():
                 self._observer.poisonous()
@@ -276,9 +259,9 @@ class Hub:
                 sink = self._sinks.pop(command.request, None)
                 if sink is not None:
                     sink.failed(command.fault, command.outcome, command.retry_after_s, now)
-            case Dropped():
+            case Ignored():
                 self._observer.dropped(command.kind)
-            case GiveUp(verdict):
+            case Condemn(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
@@ -295,7 +278,7 @@ class Hub:
             self._sinks[request] = sink
             self._observer.continued("adopted")
 
-    def _interrupted(self, command: Interrupted, now: float) -> None:
+    def _interrupted(self, command: DecodeLost, now: float) -> None:
         self._observer.continued("decode_lost")
         log.warning(
             "lost its decode worker %s after %d tokens and goes on elsewhere",

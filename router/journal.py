@@ -1,4 +1,4 @@
-"""What the router remembers of its latest requests: their flights, the figures of the last minute, and their spans.
+"""Remembers the latest requests of the router: their flights, the figures of the last minute, and their spans.
 
 Told of everything by the hub (commands of the core) and by the streams (how a request ended). Owner: the event loop.
 """
@@ -9,22 +9,18 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.messages import RequestStats
+from engine.messages import Cancel, Finish, Place, RequestStats, RouterRecord, UsePrefill, Yield
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core.events import (
     Adopt,
     Begin,
     Command,
+    DecodeLost,
     Deliver,
     Fail,
-    Interrupted,
     Moved,
     Poisonous,
-    SendCancel,
-    SendFinish,
-    SendPlace,
-    SendUsePrefill,
-    SendYield,
+    TellWorker,
 )
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
@@ -35,7 +31,7 @@ RECENT_S = 60.0
 KEPT = 4096
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a request ended, on the router's clock. `ttft_s` is None if no token came."""
 
     request: str
@@ -67,7 +63,7 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True):
     migration_s: float = 0.0
 
 
-class Journal:
+class RouterJournal:
     # Mutable state: the recorder, the endings of late, who has been given a token, and the trace of each open request.
 
     ENDS: ClassVar = frozenset({"ended", "failed"})
@@ -75,7 +71,7 @@ class Journal:
     def __init__(self, tracing: Tracing | None = None, worker: str = "router") -> None:
         self.recorder = FlightRecorder(worker)
         self._tracing = tracing
-        self._endings: deque[Ending] = deque(maxlen=KEPT)
+        self._endings: deque[RequestSummary] = deque(maxlen=KEPT)
         self._begun: dict[str, None] = {}
 
     def received(self, request: str, traceparent: str, at_s: float) -> str:
@@ -106,38 +102,42 @@ class Journal:
                     if len(self._begun) > KEPT:
                         del self._begun[next(iter(self._begun))]
                     note(request, "first token", now)
-            case SendPlace(worker, place, reason):
-                facts: dict[str, Fact] = {"decode": worker, "placement": place.placement}
-                facts |= {"prefill": place.prefill.name or worker, "reason": reason}
-                note(place.record.request, "offered", now, **facts)
+            case TellWorker(worker, record, reason):
+                self._told(worker, record, reason, now)
             case Begin(request):
                 note(request, "accepted", now)
-            case Interrupted(request, worker, emitted):
+            case DecodeLost(request, worker, emitted):
                 note(request, "decode worker lost", now, worker=worker, emitted_tokens=emitted)
             case Moved(request, worker):
                 note(request, "yielded", now, worker=worker)
             case Poisonous(request, workers):
                 note(request, "poisonous", now, workers=", ".join(workers))
-            case SendUsePrefill(worker, answer):
-                prefill = answer.prefill.name if answer.prefill is not None else worker
-                note(answer.request, "another prefill worker", now, prefill=prefill)
-            case SendYield(worker, order):
-                note(order.request, "asked to yield", now, worker=worker)
-            case SendCancel(worker, cancel):
-                note(cancel.request, "cancel", now, worker=worker, reason=cancel.reason.value)
-            case SendFinish(worker, finish):
-                kept = finish.tokens_kept
-                note(finish.request, "stop string", now, worker=worker, tokens_kept=kept)
             case Adopt(orphan):
                 tokens = len(orphan.tokens)
                 note(orphan.record.request, "adopted", now, emitted_tokens=tokens)
             case Fail(request, fault, outcome):
-                facts = {"outcome": outcome.value, "code": fault.code, "message": fault.message}
+                facts: dict[str, Fact] = {"outcome": outcome.value, "code": fault.code, "message": fault.message}
                 note(request, "failed", now, **facts)
                 if outcome is FinishReason.ERROR:
                     self.recorder.dump(request, f"the request has failed: {fault.message}")
 
-    def ended(self, end: Ending) -> None:
+    def _told(self, worker: str, record: RouterRecord, reason: str, now: float) -> None:
+        note = self.recorder.note
+        match record:
+            case Place():
+                facts: dict[str, Fact] = {"decode": worker, "placement": record.placement}
+                facts |= {"prefill": record.prefill.name or worker, "reason": reason}
+                note(record.record.request, "offered", now, **facts)
+            case UsePrefill(request, _, prefill):
+                note(request, "another prefill worker", now, prefill=prefill.name if prefill else worker)
+            case Yield(request):
+                note(request, "asked to yield", now, worker=worker)
+            case Cancel(request, _, why):
+                note(request, "cancel", now, worker=worker, reason=why.value)
+            case Finish(request, _, tokens_kept):
+                note(request, "stop string", now, worker=worker, tokens_kept=tokens_kept)
+
+    def ended(self, end: RequestSummary) -> None:
         """The account of a request is closed."""
         self._begun.pop(end.request, None)
         self._endings.append(end)
@@ -185,11 +185,11 @@ def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _quantile(values: list[float], percent: int) -> float | None:
-    """Of sorted values: the least one that `percent` of them do not exceed."""
+    """The least of the sorted values that `percent` of them do not exceed."""
     return values[-(-percent * len(values) // 100) - 1] if values else None
 
 
-def _span(end: Ending, facts: dict[str, Fact]) -> Span:
+def _span(end: RequestSummary, facts: dict[str, Fact]) -> Span:
     """The router's part of the trace: its own four stages. The workers tell theirs."""
     end_s = end.at_s + unix_offset_s()
     begin_s = end_s - end.e2e_s

@@ -1,4 +1,4 @@
-"""What a router tells an operator: its workers as it sees them, its line, and the figures of the last minute."""
+"""The router's report to an operator: its workers as it sees them, its queue, and the figures of the last minute."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from router.hub import Hub
 from router.journal import Recent
 
 
-class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     """A connected worker. `age_s`: since its last report, which is `load`."""
 
     name: str
@@ -30,14 +30,14 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     waiting: int
     open: int
-    workers: list[WorkerView]
+    workers: list[WorkerOverview]
     recent: Recent
 
 
 def overview(hub: Hub, model: str, now: float) -> Overview:
     """To be called on the hub's event loop."""
     workers = [
-        WorkerView(
+        WorkerOverview(
             name=worker.name,
             role=worker.info.role,
             address=worker.info.address,

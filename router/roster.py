@@ -1,4 +1,4 @@
-"""Every worker that the router was told of: its pool, where its metrics are, and how it fares.
+"""Lists every worker that the router was told of: its pool, where its metrics are, and how it fares.
 
 A worker that is lost stays listed until it is back, so that whoever scrapes it sees that it is down. One that left as
 it was asked to, and is not named again, is taken off.
@@ -15,7 +15,7 @@ from router.core.registry import Registry
 from telemetry.router_metrics import WorkerView
 
 
-class Target(msgspec.Struct, frozen=True):
+class ScrapeTarget(msgspec.Struct, frozen=True):
     """An entry of Prometheus' HTTP discovery."""
 
     targets: list[str]
@@ -89,7 +89,7 @@ class Roster:
             views.append(WorkerView(name, member.role, state, index.held_blocks(name)))
         return views
 
-    def targets(self, router_address: str) -> list[Target]:
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
         """What Prometheus is to scrape: the router where it was reached, and every worker that was ever connected."""
         found = [_target("router", "router", router_address)]
         for name, member in self._members.items():
@@ -98,6 +98,6 @@ class Roster:
         return found
 
 
-def _target(name: str, pool: str, address: str) -> Target:
+def _target(name: str, pool: str, address: str) -> ScrapeTarget:
     # The slot's name as the instance: a worker that is started again continues its series.
-    return Target([address], {"instance": name, "worker": name, "pool": pool})
+    return ScrapeTarget([address], {"instance": name, "worker": name, "pool": pool})

@@ -1,4 +1,4 @@
-"""The router as others see it: synchronous from outside, one thread with one event loop inside."""
+"""Runs the router in a thread with an event loop of its own, behind synchronous calls."""
 
 import asyncio
 import logging
@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from engine.messages import PeerAddress
-from router.app import AppFactory, RouterAddresses, RouterApp
+from router.app import RouterAddresses, RouterApp
 from router.config import RouterConfig
 from router.core.escalation import Verdict
-from router.front.frontend import TextModel
-from router.journal import Journal
+from router.front.output import ServedModel
+from router.journal import RouterJournal
 from router.observer import Observer
 from router.overview import Overview
 from telemetry import tracing
@@ -38,13 +38,11 @@ class RouterServer:
         self,
         config: RouterConfig,
         model_dir: str,
-        app_factory: AppFactory | None = None,
         observer: Observer | None = None,
-        text: TextModel | None = None,
+        text: ServedModel | None = None,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
-        self._app_factory = app_factory
         self._observer = observer
         self._text = text
         self._started: Future[RouterAddresses] = Future()
@@ -54,7 +52,7 @@ class RouterServer:
         self._stopping: asyncio.Event | None = None
         self._app: RouterApp | None = None
         self._grace_s = 0.0
-        self._journal = Journal(tracing.current())
+        self._journal = RouterJournal(tracing.current())
 
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""
@@ -63,9 +61,7 @@ class RouterServer:
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Name all workers; those no longer named are left."""
-        loop, app = self._loop, self._app
-        if loop is None or app is None:
-            raise RuntimeError("the router has not been started")
+        loop, app = self._running()
         change = app.set_workers(prefill, decode)
         asyncio.run_coroutine_threadsafe(change, loop).result(CALL_TIMEOUT_S)
 
@@ -91,9 +87,7 @@ class RouterServer:
 
     def overview(self, _: str = "") -> Overview:
         """For operators. Raises TimeoutError while the router's loop hangs."""
-        loop, app = self._loop, self._app
-        if loop is None or app is None:
-            raise RuntimeError("the router has not been started")
+        loop, app = self._running()
         return asyncio.run_coroutine_threadsafe(app.overview(), loop).result(OVERVIEW_TIMEOUT_S)
 
     def flights(self, request: str) -> list[Flight]:
@@ -117,6 +111,11 @@ class RouterServer:
                 log.debug("the router's loop has just closed")
         if self._thread.is_alive():
             self._thread.join(grace_s + CALL_TIMEOUT_S)
+
+    def _running(self) -> tuple[asyncio.AbstractEventLoop, RouterApp]:
+        if self._loop is None or self._app is None:
+            raise RuntimeError("the router has not been started")
+        return self._loop, self._app
 
     def _run(self) -> None:
         try:
@@ -142,9 +141,7 @@ class RouterServer:
             slo_ttft_s=config.slo_ttft_s,
             slo_itl_s=config.slo_itl_s,
         )
-        app = self._app = RouterApp(
-            config, text, observer, self._app_factory, self._journal, model
-        )
+        app = self._app = RouterApp(config, text, observer, self._journal, model)
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)
@@ -152,9 +149,8 @@ class RouterServer:
             await app.stop(self._grace_s)
 
 
-def _load(model_dir: str) -> tuple[TextModel, str]:
+def _load(model_dir: str) -> tuple[ServedModel, str]:
     """The text side of a prepared model, and its fingerprint."""
-    from engine.text.bundle import TextModel as Bundle
-    from engine.text.bundle import fingerprint
+    from engine.text.bundle import TextModel, fingerprint
 
-    return Bundle.load(Path(model_dir)), fingerprint(Path(model_dir))
+    return TextModel.load(Path(model_dir)), fingerprint(Path(model_dir))

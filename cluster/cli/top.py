@@ -19,7 +19,7 @@ from cluster.cli.status_view import STYLES, duration
 from cluster.processes.spec import LaunchError
 from cluster.sizes import format_size
 from router.journal import Recent
-from router.overview import Overview, WorkerView
+from router.overview import Overview, WorkerOverview
 
 BAR_CELLS = 10
 BLOCKS = (("active", "█", "green"), ("reserved", "▒", "yellow"), ("quarantined", "!", "red"))
@@ -109,7 +109,7 @@ def _pools(status: Status, overview: Overview) -> Table:
     return table
 
 
-def _row(process: ProcessStatus, view: WorkerView | None) -> list[RenderableType]:
+def _row(process: ProcessStatus, view: WorkerOverview | None) -> list[RenderableType]:
     state: RenderableType = Text(process.state, STYLES.get(process.state, ""))
     if view is None or view.load is None:
         return [process.name, state, "–", "–", "–", "–", "", "–", "–"]
@@ -132,7 +132,7 @@ def _row(process: ProcessStatus, view: WorkerView | None) -> list[RenderableType
     ]
 
 
-def _bar(view: WorkerView) -> Text:
+def _bar(view: WorkerOverview) -> Text:
     """The pool as a bar; what is there at all is at least one cell."""
     load = view.load
     assert load is not None

@@ -7,7 +7,8 @@
 
 What has landed is kept: the next attempt asks only for what is missing. A token that the prefill worker has named is
 history by then: the next attempt's prompt includes it, and it is never drawn again. Nothing here frees a block: leases
-belong to the scheduler, which may release one only after `Landed` or `Freed`.
+belong to the scheduler, which may release one only after `Landed` or `Freed`. `StartPrefill` leaves over the stream of
+`decode_worker/peer.py`.
 """
 
 from collections import Counter

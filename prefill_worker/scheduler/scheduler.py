@@ -9,6 +9,7 @@ A job is one prompt asked for by one decode worker:
 Who runs next, and how a step is shared, is the business of `prefill_worker.scheduler.line`. Every chunk's finished
 blocks are offered at once, all layers together, while the next chunk computes; a cached prefix is offered before
 anything is computed. The lease is released when the sender says that nobody can still read the blocks.
+A step is run by `engine/runner.py`.
 """
 
 from collections.abc import Sequence

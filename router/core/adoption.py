@@ -1,8 +1,8 @@
-"""Requests of a router that is gone, as decode workers report them to the one that comes after it. Pure.
+"""Takes over the requests of a router that is gone, as decode workers report them. Pure.
 
 Two workers may report the same request: an older placement whose cancel was lost with the router, and the one that its
 client has read. Until the router has settled the higher placement wins, and nothing is handed out; afterwards what was
-adopted goes on, since a client may have read it. `Adoptions` says which reports to take, `Adopter` takes them.
+adopted goes on, since a client may have read it.
 """
 
 import sys
@@ -11,10 +11,10 @@ from collections.abc import Collection
 
 from engine.messages import Cancel, Orphan
 from engine.types import FinishReason, RequestId
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import State
-from router.core.events import Adopt, Command, Deliver, Dropped, SendCancel
+from router.core.call_table import CallTable
+from router.core.cluster_view import ClusterView
+from router.core.events import Adopt, Command, Deliver, Ignored, TellWorker
 
 NEVER = sys.maxsize
 """A placement that no report is above."""
@@ -23,11 +23,16 @@ MAX_KNOWN = 16_384
 
 
 class Adoptions:
+    """Goes on with what decode workers kept, or lets them drop it. No placement of a router before is above `life`."""
+
     # Mutable state: since when it waits, who has told all, whether all have, and the placement adopted by request.
 
-    def __init__(self, settle_s: float) -> None:
+    def __init__(self, settle_s: float, table: CallTable, view: ClusterView, life: int) -> None:
         self._settle_s = settle_s
-        self._began_s: float | None = None
+        self._table = table
+        self._view = view
+        self._life = life
+        self._waits_since_s: float | None = None
         self._named: frozenset[str] | None = None
         self._told: set[str] = set()
         self._is_settled = False
@@ -47,11 +52,11 @@ class Adoptions:
 
     def is_settled(self, now: float) -> bool:
         """Whether every decode worker has told all, or the time for it is over. Counts from the first question."""
-        if self._began_s is None:
-            self._began_s = now
+        if self._waits_since_s is None:
+            self._waits_since_s = now
         if not self._is_settled:
             all_told = self._named is not None and self._named <= self._told
-            self._is_settled = all_told or now - self._began_s >= self._settle_s
+            self._is_settled = all_told or now - self._waits_since_s >= self._settle_s
         return self._is_settled
 
     def knows(self, request: RequestId) -> bool:
@@ -67,6 +72,39 @@ class Adoptions:
         if request in self._placements:
             self._placements[request] = NEVER
 
+    def adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
+        """A decode worker holds this request for a router that is gone."""
+        request, home = orphan.record.request, self._view.registry.get(worker)
+        known = self._table.calls.get(request)
+        if known is not None:
+            known.highest = max(known.highest, orphan.placement)
+        if home is None:
+            # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
+            out.append(Ignored("stale", len(orphan.tokens)))
+            return
+        is_mine = known is not None and not self.knows(request)
+        if is_mine or not self.takes(orphan, now):
+            out.append(TellWorker(worker, Cancel(request, orphan.placement, FinishReason.CANCELLED)))
+            return
+        highest = self._life
+        if known is not None:
+            highest = max(highest, known.highest, known.placement)
+            if known.state is not State.WAITING:
+                cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
+                out.append(TellWorker(known.decode, cancel))
+            self._table.forget(known, out)
+        deadline_s = None if orphan.remaining_s is None else now + orphan.remaining_s
+        call = self._table.open(orphan.record, deadline_s, State.RUNNING, orphan.placement)
+        call.losses, call.highest = orphan.losses, highest
+        call.decode, call.decode_life, call.key = worker, home.life, home.key
+        if len(orphan.record.tokens) > orphan.record.prompt_tokens:
+            call.cached_tokens_bound = 0
+        self._view.adopted(call, orphan)
+        out.append(Adopt(orphan))
+        call.emitted.extend(orphan.tokens)
+        # One by one, as they came: a front that makes an event of each makes the same events again.
+        out.extend(Deliver(request, [token]) for token in orphan.tokens)
+
     def takes(self, orphan: Orphan, now: float) -> bool:
         """Whether this report is the one to go on with; if so it is, from now on."""
         name = orphan.record.request
@@ -77,48 +115,3 @@ class Adoptions:
         if len(self._placements) > MAX_KNOWN:
             self._placements.popitem(last=False)
         return True
-
-
-class Adopter:
-    """Goes on with what decode workers kept, or lets them drop it. No placement of a router before is above `life`."""
-
-    def __init__(self, adoptions: Adoptions, book: Book, beliefs: Beliefs, life: int) -> None:
-        self._adoptions = adoptions
-        self._book = book
-        self._beliefs = beliefs
-        self._life = life
-
-    def adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
-        """A decode worker holds this request for a router that is gone."""
-        request, home = orphan.record.request, self._beliefs.registry.get(worker)
-        known = self._book.calls.get(request)
-        if known is not None:
-            known.highest = max(known.highest, orphan.placement)
-        if home is None:
-            # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
-            out.append(Dropped("stale", len(orphan.tokens)))
-            return
-        is_mine = known is not None and not self._adoptions.knows(request)
-        if is_mine or not self._adoptions.takes(orphan, now):
-            cancel = Cancel(request, orphan.placement, FinishReason.CANCELLED)
-            out.append(SendCancel(worker, cancel))
-            return
-        highest = self._life
-        if known is not None:
-            highest = max(highest, known.highest, known.placement)
-            if known.state is not State.WAITING:
-                cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
-                out.append(SendCancel(known.decode, cancel))
-            self._book.forget(known, out)
-        left_s = orphan.remaining_s
-        deadline_s = None if left_s is None else now + left_s
-        call = self._book.open(orphan.record, deadline_s, State.RUNNING, orphan.placement)
-        call.losses, call.highest = orphan.losses, highest
-        call.decode, call.decode_life, call.key = worker, home.life, home.key
-        if len(orphan.record.tokens) > orphan.record.prompt_tokens:
-            call.cached_tokens_bound = 0
-        self._beliefs.adopted(call, orphan)
-        out.append(Adopt(orphan))
-        call.emitted.extend(orphan.tokens)
-        # One by one, as they came: a front that makes an event of each makes the same events again.
-        out.extend(Deliver(request, [token]) for token in orphan.tokens)

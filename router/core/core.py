@@ -1,15 +1,13 @@
-"""The router's decisions: which worker gets a request, and what of a worker's words is believed.
+"""Decides which worker gets a request, and which of the workers' words are believed.
 
-Events in, commands out, time as an argument; no I/O, no clock, no torch. The states of a request are those of
-`router/core/call.py`; `router/core/book.py` keeps all of them, `router/core/offers.py` offers those that wait. A
-request whose decode worker was lost is back in line with its old turn, hence at its head, and goes on behind the tokens
-that its client has (`router/core/losses.py`). So is one that a leaving worker has yielded (`router/core/moves.py`),
-whose KV the next worker fetches there; one of an earlier router is taken over where it is (`router/core/adoption.py`).
+Events in, commands out, time as an argument; no I/O, no clock, no torch. A new request's way goes on in
+`router/core/waiting_queue.py`, where it waits its turn. Its states are those of `router/core/call.py`; all requests are
+in `router/core/call_table.py`. Only tokens of the current placement, in order, are passed on.
 
-Samples of one prompt are requests of their own, placed, recovered and ended each by itself; but one is offered first
-to a worker that has another, and shares its blocks there (`router/core/groups.py`).
-
-Only tokens of the current placement, in order, are passed on.
+A request whose decode worker was lost waits again with its old turn, hence at the head of the queue, and goes on behind
+the tokens that its client has (`router/core/losses.py`). So does one that a leaving worker has yielded
+(`router/core/moves.py`), whose KV the next worker fetches there; one of an earlier router is taken over where it is
+(`router/core/adoption.py`). Samples of one prompt are requests of their own, each placed, recovered and ended alone.
 """
 
 from engine.messages import (
@@ -31,48 +29,45 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId
 from router.config import RouterConfig
-from router.core.adoption import Adopter, Adoptions
-from router.core.beliefs import Beliefs
-from router.core.book import Book
+from router.core.adoption import Adoptions
 from router.core.call import Call, State
+from router.core.call_table import CallTable
+from router.core.cluster_view import ClusterView
 from router.core.endings import DEADLINE, LEFT, complete, ending
 from router.core.escalation import Verdict
 from router.core.events import (
     Begin,
     Command,
     Complete,
+    Condemn,
+    Connected,
     Deliver,
-    Dropped,
     Event,
     Fail,
-    GiveUp,
     Heard,
-    Joined,
+    Ignored,
     Left,
     Lost,
     Moved,
     Named,
-    SendCancel,
-    SendFinish,
-    SendRelease,
-    SendUsePrefill,
-    SendYield,
     StopFound,
     Submit,
+    TellWorker,
     Tick,
 )
 from router.core.losses import Losses, poisonous
-from router.core.moves import Moves, together
-from router.core.offers import Offers
+from router.core.moves import due_moves, together
 from router.core.placement import Placer
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
+from router.core.waiting_queue import WaitingQueue
 
 
 class Router:
-    """See the module. `handle` is the only way to change it; the router's event loop owns it."""
+    """Only `handle` changes it; the router's event loop owns it."""
 
-    # Mutable state: the book of calls, losses, adoptions, the registry and the prefix index.
+    # Mutable state: the calls, the queue, what is believed of the workers, losses, adoptions, and since when there has
+    # been no decode worker.
 
     def __init__(
         self,
@@ -84,17 +79,15 @@ class Router:
         """`life` is above that of every router before this one: a request that it adopts is placed as `life` + 1 and
         on, so that no two routers give two placements the same name."""
         self._config = config
-        self._placeable_s: float | None = None
-        self._beliefs = Beliefs(config.worker_silent_s)
-        self.registry, self.index = self._beliefs.registry, self._beliefs.index
-        self._book = Book(self._beliefs)
-        self._calls = self._book.calls
-        self._placer = Placer(policy, self.registry, self.index)
-        self._moves = Moves(self.registry, self._placer, config.moves_at_once)
-        self._losses = Losses(config, self._book, self._beliefs, stop_ids)
-        self._adoptions = Adoptions(config.settle_s)
-        self._adopter = Adopter(self._adoptions, self._book, self._beliefs, life)
-        self._offers = Offers(self._book, self._beliefs, self._placer, self._adoptions)
+        self._no_decode_since_s: float | None = None
+        self._view = view = ClusterView(config.worker_silent_s)
+        self.registry, self.index = view.registry, view.index
+        self._table = table = CallTable(view)
+        self._calls = table.calls
+        self._placer = Placer(policy, view.registry, view.index)
+        self._adoptions = Adoptions(config.settle_s, table, view, life)
+        self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
+        self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{r}={c.state.value}@{c.placement}" for r, c in self._calls.items())
@@ -102,7 +95,7 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        return self._book.waiting
+        return self._table.waiting
 
     @property
     def open(self) -> int:
@@ -116,7 +109,7 @@ class Router:
     @property
     def condemned(self) -> tuple[Verdict, ...]:
         """Lives of workers that the supervisor shall end. May be read from any thread."""
-        return self._losses.judge.verdicts
+        return self._losses.detector.verdicts
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
@@ -133,24 +126,24 @@ class Router:
             case Named(decode, lives):
                 self._adoptions.named(decode)
                 self.registry.named(lives)
-            case Joined():
+            case Connected():
                 life = (event.peer.name, event.info.incarnation)
-                if self._losses.judge.is_condemned(life):
-                    out.append(GiveUp(Verdict(*life, "it is back after it was given up")))
+                if self._losses.detector.is_condemned(life):
+                    out.append(Condemn(Verdict(*life, "it is back after it was given up")))
                     return out
                 self._losses.lost(event.peer.name, now, out, back=life)
                 for call in self._calls.values():
                     call.victims.discard(life)
                 if self.registry.join(event.peer, event.info, now):
                     self.index.add(event.peer.name, event.info.blocks)
-                self._offers.advance(now, out)
+                self._queue.advance(now, out)
             case Lost():
                 self._losses.lost(event.worker, now, out)
                 if event.for_good:
                     self.registry.forget(event.worker)
-                    self._losses.judge.forget(event.worker)
+                    self._losses.detector.forget(event.worker)
                     self.index.forget(event.worker)
-                self._offers.advance(now, out)
+                self._queue.advance(now, out)
             case Tick():
                 self._tick(now, out)
         return out
@@ -164,10 +157,11 @@ class Router:
             out.append(Fail(record.request, fault, FinishReason.REJECTED))
             return
         self._losses.budget.arrived()
-        call = self._book.open(record, event.deadline_s)
-        self._offers.advance(now, out)
+        call = self._table.open(record, event.deadline_s)
+        self._queue.join(call)
+        self._queue.advance(now, out)
         if call.state is State.WAITING and self.waiting > self._config.max_waiting:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
             full = Fault(
                 "RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later"
             )
@@ -183,22 +177,22 @@ class Router:
             self.registry.report(event.worker, record, now)
             self.index.evict(event.worker, record.evicted)
             self._losses.accused(event.worker, record.silent, now, out)
-            self._offers.advance(now, out)
+            self._queue.advance(now, out)
             self._move(now, out)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(event.worker)
-            self._offers.advance(now, out)
+            self._queue.advance(now, out)
             return
         if isinstance(record, Orphan):
-            self._adopter.adopt(event.worker, record, now, out)
+            self._adoptions.adopt(event.worker, record, now, out)
             return
         call = self._calls.get(record.request)
         if call is None or call.placement != record.placement or call.decode != event.worker:
             if isinstance(record, Yielded):
                 release = Release(record.request, record.placement)
-                out.append(SendRelease(event.worker, release))
-            out.append(Dropped("stale", len(record.ids) if isinstance(record, Tokens) else 0))
+                out.append(TellWorker(event.worker, release))
+            out.append(Ignored("stale", len(record.ids) if isinstance(record, Tokens) else 0))
             return
         match record:
             case Accepted():
@@ -213,17 +207,17 @@ class Router:
                 self._yielded(call, record, now, out)
             case Ended():
                 self._ended(call, record, out)
-                self._offers.advance(now, out)
+                self._queue.advance(now, out)
 
     def _accepted(self, call: Call, record: Accepted, out: list[Command]) -> None:
         self.registry.accepted(call.decode, record.request)
         self.registry.accepted(call.prefill, record.request)
         if call.state is not State.OFFERED:
             if call.state is not State.CLOSING:
-                out.append(Dropped("duplicate", 0))
+                out.append(Ignored("duplicate", 0))
             return
         call.move(State.RUNNING)
-        self._beliefs.accepted(call, record)
+        self._view.accepted(call, record)
         out.append(Begin(record.request))
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
@@ -231,19 +225,19 @@ class Router:
         if worker is not None:
             worker.refused = True
         if call.state is State.CLOSING:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
         elif call.state is State.OFFERED:
-            self._book.requeue(call)
+            self._queue.rejoin(call)
         else:
-            out.append(Dropped("duplicate", 0))
-        self._offers.advance(now, out)
+            out.append(Ignored("duplicate", 0))
+        self._queue.advance(now, out)
 
     def _need_prefill(
         self, call: Call, record: NeedPrefill, now: float, out: list[Command]
     ) -> None:
         """Its prefill worker is lost to it: name another, or none. What a dead one had cached died with it."""
         if call.state is not State.RUNNING or call.prefill != record.failed:
-            out.append(Dropped("stale", 0))
+            out.append(Ignored("stale", 0))
             return
         failed = call.prefill_life
         if failed is not None:
@@ -251,7 +245,7 @@ class Router:
             if not self.registry.is_connected(failed) and not self.registry.was_leaving(failed):
                 call.victims.add(failed)
             if failed == call.source:
-                self._book.release(call, out)
+                self._table.release(call, out)
         fault = poisoned(call)
         if fault is not None:
             out.append(poisonous(call))
@@ -262,65 +256,67 @@ class Router:
         view = self._placer.choose_prefill(
             call.record, call.chain, decode, call.failed_prefills, now
         )
-        peer = self._beliefs.replace_prefill(call, view)
-        out.append(SendUsePrefill(call.decode, UsePrefill(record.request, call.placement, peer)))
+        peer = self._view.replace_prefill(call, view)
+        out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
         if call.state is not State.RUNNING:
             kind = "early" if call.state is State.OFFERED else "overrun"
-            out.append(Dropped(kind, len(record.ids)))
+            out.append(Ignored(kind, len(record.ids)))
             return
         known = len(call.emitted) - record.index
         if known < 0:
-            out.append(Dropped("gap", len(record.ids)))
+            out.append(Ignored("gap", len(record.ids)))
             return
         if known and record.ids:
-            out.append(Dropped("duplicate", min(known, len(record.ids))))
+            out.append(Ignored("duplicate", min(known, len(record.ids))))
         fresh = record.ids[known:]
         if fresh:
             call.emitted.extend(fresh)
             out.append(Deliver(record.request, fresh))
             if call.source is not None:
-                self._book.release(call, out)
+                self._table.release(call, out)
                 self._move(now, out)
 
     def _ended(self, call: Call, record: Ended, out: list[Command]) -> None:
-        self._book.forget(call, out)
+        self._table.forget(call, out)
         if call.state is State.CLOSING:
             return
         end = ending(call, record)
         if isinstance(end, Complete):
-            self._beliefs.ended(call, record.stats)
+            self._view.ended(call, record.stats)
         out.append(end)
 
     # ---- workers that leave
 
     def _move(self, now: float, out: list[Command]) -> None:
         """Ask leaving decode workers for requests that others could go on with."""
-        for call in self._moves.due(self._calls.values(), now):
+        leaving = [worker for worker in self.registry.role("decode") if worker.leaving]
+        at_once = self._config.moves_at_once
+        for call in due_moves(self._calls.values(), leaving, self._placer, at_once, now):
             if self._adoptions.is_unsure(call.record.request, now):
                 continue
             call.yielding = True
             order = Yield(call.record.request, call.placement)
-            out.append(SendYield(call.decode, order))
+            out.append(TellWorker(call.decode, order))
 
     def _yielded(self, call: Call, record: Yielded, now: float, out: list[Command]) -> None:
         request, worker, life = record.request, call.decode, call.decode_life
         if call.state is State.OFFERED:
-            out.append(Dropped("early", 0))
+            out.append(Ignored("early", 0))
             return
         if call.state is not State.RUNNING:
-            self._book.forget(call, out)
-            out.append(SendRelease(worker, Release(request, record.placement)))
+            self._table.forget(call, out)
+            out.append(TellWorker(worker, Release(request, record.placement)))
             if call.state is State.FINISHING:
                 out.append(complete(call, FinishReason.STOP, record.stats))
-            self._offers.advance(now, out)
+            self._queue.advance(now, out)
             return
         call.moved(together(call.earlier, record.stats))
-        self._book.requeue(call)
+        self._queue.rejoin(call)
         call.source, call.source_placement = life, record.placement
         out.append(Moved(request, worker, record.stats.stages))
-        self._offers.advance(now, out)
+        self._queue.advance(now, out)
 
     # ---- endings that are not a worker's word
 
@@ -331,7 +327,7 @@ class Router:
         call.move(State.FINISHING)
         del call.emitted[event.tokens_kept :]
         finish = Finish(event.request, call.placement, event.tokens_kept)
-        out.append(SendFinish(call.decode, finish))
+        out.append(TellWorker(call.decode, finish))
 
     def _close(
         self, request: RequestId, reason: FinishReason, now: float, out: list[Command]
@@ -344,40 +340,41 @@ class Router:
         fault = DEADLINE if reason is FinishReason.DEADLINE else LEFT
         self._answer(call, fault, reason, out)
         if was_waiting:
-            self._offers.advance(now, out)
+            self._queue.advance(now, out)
 
     def _answer(self, call: Call, fault: Fault, reason: FinishReason, out: list[Command]) -> None:
         """The client is told that it is over; so is the worker, if there is one."""
         request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
             return
         call.move(State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
-        out.append(SendCancel(call.decode, Cancel(request, call.placement, told)))
+        out.append(TellWorker(call.decode, Cancel(request, call.placement, told)))
 
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
         self._losses.look(now, out)
-        for request in self._book.overdue(now):
+        for request in self._table.overdue(now):
             self._close(request, FinishReason.DEADLINE, now, out)
         if self.registry.live("decode", now):
-            self._placeable_s = None
-            self._offers.advance(now, out)
+            self._no_decode_since_s = None
+            self._queue.advance(now, out)
             return
-        if self._placeable_s is None:
-            self._placeable_s = now
-        if now - self._placeable_s < self._config.unplaceable_s:
+        if self._no_decode_since_s is None:
+            self._no_decode_since_s = now
+        if now - self._no_decode_since_s < self._config.unplaceable_s:
             return
         fault = Fault("UNAVAILABLE", "no live decode worker")
         for call in [c for c in self._calls.values() if c.state is State.WAITING]:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
             out.append(
                 Fail(call.record.request, fault, FinishReason.ERROR, self._config.retry_after_s)
             )
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""
-        self._book.check()
+        self._table.check()
+        self._queue.check()

@@ -1,4 +1,4 @@
-"""How a request ends for its client: from its worker's last word, or from what is known without one. Pure."""
+"""Decides how a request ends for its client: from its worker's last word, or from what is known without one. Pure."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Which lives of workers are given up, so that the supervisor ends them. Pure: time is an argument.
+"""Decides which lives of workers are given up, so that the supervisor ends them. Pure: time is an argument.
 
 A worker is *condemned* when
 
@@ -30,7 +30,9 @@ class Verdict(msgspec.Struct, frozen=True):
     why: str
 
 
-class Judge:
+class FailureDetector:
+    """Says which lives of workers are over. The router core owns it."""
+
     # Mutable state: the condemned by life, since when others have been without a stream, and the last look.
 
     def __init__(self, registry: Registry, escalate_s: float, hung_s: float) -> None:
@@ -39,19 +41,19 @@ class Judge:
         self._hung_s = hung_s
         self._condemned: dict[Life, Verdict] = {}
         self._missing_since: dict[Life, float] = {}
-        self._looked_s: float | None = None
+        self._last_look_s: float | None = None
         self.verdicts: tuple[Verdict, ...] = ()
         """All condemned and missing lives. Replaced, never changed: any thread may read it."""
 
     def __repr__(self) -> str:
-        return f"Judge({', '.join(v.name for v in self.verdicts) or 'nobody'})"
+        return f"FailureDetector({', '.join(v.name for v in self.verdicts) or 'nobody'})"
 
     def is_condemned(self, life: Life) -> bool:
         return life in self._condemned
 
     def accused(self, accuser: str, silent: list[Incarnation], now: float) -> list[Verdict]:
         """`accuser` keeps blocks for these lives and does not reach them; returns whom that condemns."""
-        if self._looked_s is not None and now - self._looked_s > AWAY_S:
+        if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
             return []  # what we have not heard meanwhile is our own fault; the next report says it again
         found = []
         for incarnation in silent:
@@ -72,10 +74,10 @@ class Judge:
 
     def look(self, now: float) -> list[Verdict]:
         """Time has passed; returns whom that condemns."""
-        if self._looked_s is not None and now - self._looked_s > AWAY_S:
+        if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
             self._registry.forgive(now)
             self._missing_since.clear()
-        self._looked_s = now
+        self._last_look_s = now
         found = [
             self._condemn(worker.life, f"connected, but without a report for {self._hung_s:.1f} s")
             for worker in self._registry

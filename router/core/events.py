@@ -1,4 +1,4 @@
-"""What the router core is told, and what it wants done: typed, immutable, without behaviour."""
+"""The events that the router core is told, and the commands that it answers with."""
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Named(msgspec.Struct, frozen=True):
     lives: tuple[tuple[str, Incarnation], ...] = ()
 
 
-class Joined(msgspec.Struct, frozen=True):
+class Connected(msgspec.Struct, frozen=True):
     """A worker is connected."""
 
     peer: PeerAddress
@@ -79,43 +79,20 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Named | Joined | Heard | Lost | Left | StopFound | Tick
+Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
 """What happened."""
 
 
-class SendPlace(msgspec.Struct, frozen=True):
+class TellWorker(msgspec.Struct, frozen=True):
+    """Send a record to a decode worker. `reason` says why a `Place` went there."""
+
     worker: str
-    place: Place
-    reason: str
-
-
-class SendCancel(msgspec.Struct, frozen=True):
-    worker: str
-    cancel: Cancel
-
-
-class SendFinish(msgspec.Struct, frozen=True):
-    worker: str
-    finish: Finish
-
-
-class SendUsePrefill(msgspec.Struct, frozen=True):
-    worker: str
-    answer: UsePrefill
-
-
-class SendYield(msgspec.Struct, frozen=True):
-    worker: str
-    order: Yield
-
-
-class SendRelease(msgspec.Struct, frozen=True):
-    worker: str
-    release: Release
+    record: Place | Cancel | Finish | UsePrefill | Yield | Release
+    reason: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """A worker accepted the request; from here on its client may see output. Said once more after `Interrupted`
+    """A worker accepted the request; from here on its client may see output. Said once more after `DecodeLost`
     and `Moved`."""
 
     request: RequestId
@@ -128,7 +105,7 @@ class Adopt(msgspec.Struct, frozen=True):
     orphan: Orphan
 
 
-class Interrupted(msgspec.Struct, frozen=True):
+class DecodeLost(msgspec.Struct, frozen=True):
     """The decode worker of a request was lost; the request goes on behind `emitted_tokens` as soon as one takes it."""
 
     request: RequestId
@@ -178,35 +155,30 @@ class Fail(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class Ignored(msgspec.Struct, frozen=True):
     """A worker's record was not acted on: "stale", "early", "duplicate", "gap" or "overrun"."""
 
     kind: str
     tokens: int
 
 
-class GiveUp(msgspec.Struct, frozen=True):
+class Condemn(msgspec.Struct, frozen=True):
     """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
 
     verdict: Verdict
 
 
 Command = (
-    SendPlace
-    | SendCancel
-    | SendFinish
-    | SendUsePrefill
-    | SendYield
-    | SendRelease
+    TellWorker
     | Begin
     | Adopt
-    | Interrupted
+    | DecodeLost
     | Moved
     | Poisonous
     | Deliver
     | Complete
     | Fail
-    | Dropped
-    | GiveUp
+    | Ignored
+    | Condemn
 )
 """What is to be done."""

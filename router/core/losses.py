@@ -1,41 +1,47 @@
-"""What the loss of a worker does to the requests that it held, and who is given up for silence.
+"""Handles the loss of a worker, for every request that it held, and gives up workers for silence.
 
-Nobody is taken to have died of a request that it never accepted: a router that was itself frozen hears of all its
-broken streams one by one, and offers the same request to each in turn. What becomes of a request is
-`router.core.recovery`'s to say, who is given up `router.core.escalation`'s. Pure: time is an argument.
+A request is not blamed for a worker that had not accepted it: a router that was itself frozen hears of all its broken
+streams one by one, and offers the same request to each in turn. `router.core.recovery` decides what becomes of a
+request, `router.core.escalation` who is given up. Pure: time is an argument.
 """
 
 from engine.types import FinishReason, Incarnation
 from router.config import RouterConfig
-from router.core.beliefs import Beliefs
-from router.core.book import Book
 from router.core.call import Call, State
+from router.core.call_table import CallTable
 from router.core.endings import complete, unreported
-from router.core.escalation import Judge, Verdict
-from router.core.events import Command, Fail, GiveUp, Interrupted, Poisonous
+from router.core.escalation import FailureDetector, Verdict
+from router.core.events import Command, Condemn, DecodeLost, Fail, Poisonous
 from router.core.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
-from router.core.registry import Life
+from router.core.registry import Life, Registry
+from router.core.waiting_queue import WaitingQueue
 
 
 class Losses:
-    """Mutable state: the retry budget, and the judge's verdicts. The router core owns it."""
+    """Mutable state: the retry budget, and the failure detector's verdicts. The router core owns it."""
 
     def __init__(
-        self, config: RouterConfig, book: Book, beliefs: Beliefs, stop_ids: frozenset[int]
+        self,
+        config: RouterConfig,
+        table: CallTable,
+        queue: WaitingQueue,
+        registry: Registry,
+        stop_ids: frozenset[int],
     ) -> None:
         self._config = config
-        self._book = book
-        self._registry = beliefs.registry
+        self._table = table
+        self._queue = queue
+        self._registry = registry
         self._stop_ids = stop_ids
         self.budget = RetryBudget(config.retry_reserve, config.retry_fraction)
-        self.judge = Judge(self._registry, config.escalate_s, config.worker_hung_s)
+        self.detector = FailureDetector(self._registry, config.escalate_s, config.worker_hung_s)
 
     def lost(self, name: str, now: float, out: list[Command], back: Life | None = None) -> None:
         """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
         worker = self._registry.get(name)
         self._registry.leave(name)
         announced = worker is not None and self._registry.was_leaving(worker.life)
-        for call in list(self._book.calls.values()):
+        for call in list(self._table.calls.values()):
             if call.source is not None and call.source[0] == name:
                 call.source = None
             took = call.decode == name and call.state is not State.OFFERED
@@ -49,25 +55,25 @@ class Losses:
 
     def accused(self, name: str, silent: list[Incarnation], now: float, out: list[Command]) -> None:
         """A worker calls these readers silent."""
-        self._give_up(self.judge.accused(name, silent, now), now, out)
+        self._give_up(self.detector.accused(name, silent, now), now, out)
 
     def look(self, now: float, out: list[Command]) -> None:
         """Time has passed: whoever is silent for too long is given up."""
-        self._give_up(self.judge.look(now), now, out)
+        self._give_up(self.detector.look(now), now, out)
 
     def _give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
         for verdict in verdicts:
             self.lost(verdict.name, now, out)
-            out.append(GiveUp(verdict))
+            out.append(Condemn(verdict))
 
     def _recover(self, call: Call, announced: bool, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
         request, state = call.record.request, call.state
         if state is State.CLOSING:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
             return
         if state is State.FINISHING:
-            self._book.forget(call, out)
+            self._table.forget(call, out)
             out.append(complete(call, FinishReason.STOP, unreported(call)))
             return
         if state is State.OFFERED:
@@ -78,13 +84,13 @@ class Losses:
             case Again():
                 if state is State.RUNNING:
                     call.rewrite()
-                    out.append(Interrupted(request, call.decode, len(call.emitted)))
-                self._book.requeue(call)
+                    out.append(DecodeLost(request, call.decode, len(call.emitted)))
+                self._queue.rejoin(call)
             case Done(reason):
-                self._book.forget(call, out)
+                self._table.forget(call, out)
                 out.append(complete(call, reason, unreported(call)))
             case Hopeless(fault):
-                self._book.forget(call, out)
+                self._table.forget(call, out)
                 if poisoned(call):
                     out.append(poisonous(call))
                 out.append(Fail(request, fault, FinishReason.ERROR))

@@ -1,4 +1,4 @@
-"""Requests that move off a leaving decode worker: which of them, how many at once, and what their parts cost together.
+"""Chooses the requests that move off a leaving decode worker, and adds up what their parts cost.
 
 A move is no loss: the worker yields the request, and whoever goes on reads its KV there. While nobody else could hold a
 request, it stays and runs on: it may well end before there is room. Pure; time is an argument.
@@ -11,48 +11,40 @@ import msgspec
 from engine.messages import RequestStats
 from router.core.call import Call, State
 from router.core.placement import Placer, demand
-from router.core.registry import Registry, Worker
+from router.core.registry import WorkerEntry
 
 
-class Moves:
-    """Reads the registry's beliefs, and changes nothing."""
-
-    def __init__(self, registry: Registry, placer: Placer, at_once: int) -> None:
-        self._registry = registry
-        self._placer = placer
-        self._at_once = at_once
-
-    def due(self, calls: Iterable[Call], now: float) -> list[Call]:
-        """The calls whose workers are to yield them now, oldest first."""
-        leaving = [w for w in self._registry.role("decode") if w.leaving]
-        if not leaving:
-            return []
-        known = sorted(calls, key=lambda call: call.turn)
-        # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
-        waits = next((call.turn for call in known if call.state is State.WAITING), None)
-        pending = [call for call in known if call.yielding or call.state is State.WAITING]
-        due: list[Call] = []
-        for worker in leaving:
-            free = self._at_once - sum(_is_moving(call, worker) for call in known)
-            for call in known:
-                if free <= 0 or (waits is not None and waits < call.turn):
-                    break
-                if _is_worth_moving(call, worker) and self._has_room(call, worker, pending, now):
-                    due.append(call)
-                    pending.append(call)
-                    free -= 1
-        return due
-
-    def _has_room(self, call: Call, home: Worker, pending: list[Call], now: float) -> bool:
-        promised = sum(demand(other.record, home.info).blocks for other in pending)
-        return self._placer.has_room_elsewhere(call.record, call.chain, home, promised, now)
+def due_moves(
+    calls: Iterable[Call], leaving: list[WorkerEntry], placer: Placer, at_once: int, now: float
+) -> list[Call]:
+    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time."""
+    if not leaving:
+        return []
+    known = sorted(calls, key=lambda call: call.turn)
+    # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
+    waits = next((call.turn for call in known if call.state is State.WAITING), None)
+    pending = [call for call in known if call.yielding or call.state is State.WAITING]
+    due: list[Call] = []
+    for worker in leaving:
+        free = at_once - sum(_is_moving(call, worker) for call in known)
+        for call in known:
+            if free <= 0 or (waits is not None and waits < call.turn):
+                break
+            if not _is_worth_moving(call, worker):
+                continue
+            promised = sum(demand(other.record, worker.info).blocks for other in pending)
+            if placer.has_room_elsewhere(call.record, call.chain, worker, promised, now):
+                due.append(call)
+                pending.append(call)
+                free -= 1
+    return due
 
 
-def _is_moving(call: Call, worker: Worker) -> bool:
+def _is_moving(call: Call, worker: WorkerEntry) -> bool:
     return call.source == worker.life or (call.yielding and call.decode == worker.name)
 
 
-def _is_worth_moving(call: Call, worker: Worker) -> bool:
+def _is_worth_moving(call: Call, worker: WorkerEntry) -> bool:
     """It runs there, its KV is complete, and more than one token is to come."""
     record = call.record
     came_here_with = len(record.tokens) - record.prompt_tokens

@@ -1,7 +1,8 @@
-"""From a request to the views a policy compares: who is alive, who may have room, who holds what.
+"""Makes the views of workers that a policy compares: who is alive, who may have room, who holds what of a prompt.
 
 Where no prefill worker is left that could read a prompt, its decode worker reads it alone: the choice then names
-`LOCAL` as its prefill worker.
+`LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way
+goes on.
 """
 
 from collections.abc import Callable, Container
@@ -12,7 +13,7 @@ from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Life, ModelKey, Registry, Worker
+from router.core.registry import Life, ModelKey, Registry, WorkerEntry
 
 ChainOf = Callable[[ModelKey], list[bytes]]
 
@@ -58,7 +59,7 @@ class Placer:
         return None
 
     def choose(
-        self, record: RequestRecord, chain_of: ChainOf, now: float, source: Worker | None = None
+        self, record: RequestRecord, chain_of: ChainOf, now: float, source: WorkerEntry | None = None
     ) -> tuple[Choice, Demand, ModelKey] | None:
         """The best pair now, or None if nobody may have room. `source`: a decode worker that has the KV of all of
         `record` and takes the place of any prefill worker."""
@@ -93,7 +94,7 @@ class Placer:
         return best
 
     def beside(
-        self, record: RequestRecord, home: Worker, prefill: str, now: float
+        self, record: RequestRecord, home: WorkerEntry, prefill: str, now: float
     ) -> tuple[Choice, Demand, ModelKey] | None:
         """The place next to a request with the same prompt, which shares its blocks, prefilled by `prefill`; None if
         its worker has no room for what is not shared."""
@@ -111,7 +112,7 @@ class Placer:
         return None if choice is None else (choice, wanted, home.key)
 
     def has_room_elsewhere(
-        self, record: RequestRecord, chain_of: ChainOf, home: Worker, promised: int, now: float
+        self, record: RequestRecord, chain_of: ChainOf, home: WorkerEntry, promised: int, now: float
     ) -> bool:
         """Whether another decode worker than `home` could take what runs there, beside `promised` more blocks."""
         chain = chain_of(home.key)
@@ -125,7 +126,7 @@ class Placer:
         self,
         record: RequestRecord,
         chain_of: ChainOf,
-        decode: Worker,
+        decode: WorkerEntry,
         failed: Container[Life],
         now: float,
     ) -> PrefillView | None:
@@ -142,7 +143,7 @@ class Placer:
         choice = self._policy.choose(wanted, views, decodes)
         return None if choice is None else choice.prefill
 
-    def _prefill_view(self, worker: Worker, chain: list[bytes], wanted: Demand) -> PrefillView:
+    def _prefill_view(self, worker: WorkerEntry, chain: list[bytes], wanted: Demand) -> PrefillView:
         cached = self._index.match(worker.name, chain) * worker.info.block_size
         return PrefillView(
             worker.name,
@@ -152,7 +153,7 @@ class Placer:
             len(worker.own),
         )
 
-    def _decode_view(self, worker: Worker, chain: list[bytes]) -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, chain: list[bytes]) -> DecodeView:
         load = worker.load
         return DecodeView(
             worker.name,
@@ -170,7 +171,7 @@ def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
     return missing <= view.blocks - view.used_blocks and wanted.most_blocks <= view.blocks
 
 
-def _holds(worker: Worker, record: RequestRecord) -> bool:
+def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
     """Whether the whole prompt, history included, fits into the worker's pool."""
     return demand(record, worker.info).prompt_blocks <= worker.info.blocks
 

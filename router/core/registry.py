@@ -1,4 +1,4 @@
-"""The workers the router knows, and what it believes of their load.
+"""The workers that the router knows, and their load as far as it knows.
 
 A report is a moment old when it arrives, and several requests may be sent before the next one. So
 each worker carries the router's own dispatches that no report can have counted yet on top of its
@@ -19,7 +19,7 @@ blocks over to each other, whatever their size."""
 
 
 @dataclass(slots=True)
-class Dispatch:
+class InFlight:
     """One request of ours on a worker, and what it adds until a report counts it."""
 
     tokens: int
@@ -29,13 +29,13 @@ class Dispatch:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerEntry:
     peer: PeerAddress
     info: WorkerInfo
     seen_s: float
     load: Load | None = None
     refused: bool = False  # said no since its last report: not asked again before the next one
-    own: dict[RequestId, Dispatch] = field(default_factory=dict)
+    own: dict[RequestId, InFlight] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Registry:
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerEntry] = {}
         self._named: dict[str, Incarnation] = {}
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
@@ -83,10 +83,10 @@ class Registry:
     def __repr__(self) -> str:
         return f"Registry({', '.join(self._workers) or 'empty'})"
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(self._workers.values())
 
-    def get(self, name: str) -> Worker | None:
+    def get(self, name: str) -> WorkerEntry | None:
         return self._workers.get(name)
 
     def life(self, incarnation: Incarnation) -> Life | None:
@@ -110,15 +110,15 @@ class Registry:
         worker = self._workers.get(life[0])
         return worker is not None and worker.life == life
 
-    def role(self, role: str) -> list[Worker]:
+    def role(self, role: str) -> list[WorkerEntry]:
         return [w for w in self._workers.values() if w.info.role == role]
 
-    def live(self, role: str, now: float) -> list[Worker]:
+    def live(self, role: str, now: float) -> list[WorkerEntry]:
         """Workers of a role that reported within `silent_s`."""
         oldest = now - self._silent_s
         return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= oldest]
 
-    def takers(self, role: str, now: float) -> list[Worker]:
+    def takers(self, role: str, now: float) -> list[WorkerEntry]:
         """Live workers of a role that take new requests."""
         return [w for w in self.live(role, now) if not w.leaving]
 
@@ -132,7 +132,7 @@ class Registry:
 
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
         """A worker is connected; True if this is a new life of it, with an empty cache."""
-        self._workers[peer.name] = Worker(peer, info, now)
+        self._workers[peer.name] = WorkerEntry(peer, info, now)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         return fresh
@@ -164,7 +164,7 @@ class Registry:
             worker.seen_s = now
 
     def dispatched(self, name: str, request: RequestId, tokens: int, blocks: int) -> None:
-        self._workers[name].own[request] = Dispatch(tokens, blocks)
+        self._workers[name].own[request] = InFlight(tokens, blocks)
 
     def accepted(self, name: str, request: RequestId) -> None:
         worker = self._workers.get(name)

@@ -4,7 +4,18 @@ import msgspec
 
 from engine.messages import RequestStats
 from engine.types import EarlyStopping, FinishReason, SamplingParams
-from router.front.form import HttpForm
+
+
+class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answer to one HTTP request is written: beside `Started` and the output, all that every byte of a streamed
+    answer depends on, and a resumed one shares with its beginning. `created` is in seconds since the epoch, `label` the
+    caller's own name for the request (`x-request-id`), empty where there is none."""
+
+    chat: bool
+    include_usage: bool
+    return_token_ids: bool
+    created: int
+    label: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Follow-up turns begin with the very token ids of the turn before.
+"""Lets a follow-up turn begin with the very token ids of the turn before.
 
 A model may write ids that its tokenizer would not choose for the same text, and then tokenizing the
 next turn's text again would miss the cache from there on. So the ids of finished chats are kept, by
@@ -15,28 +15,17 @@ Such a chat is tokenized from its text, which is always right and only less ofte
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
+
+from engine.types import FieldError
+from router.front.output import ServedModel
 
 Messages = Sequence[tuple[str, str]]
 
 
-class ChatText(Protocol):
-    """What is needed of a text model."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
-    ) -> str: ...
-
-    def encode_chat_text(self, rendered: str) -> list[int]: ...
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """A rendered and tokenized chat."""
+class TokenizedPrompt(msgspec.Struct, frozen=True):
+    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text."""
 
     text: str
     ids: list[int]
@@ -51,16 +40,16 @@ class Conversations:
 
     # Mutable state: digest of (namespace, messages) -> rendered text and ids; the ids' total.
 
-    def __init__(self, text: ChatText, capacity_tokens: int) -> None:
+    def __init__(self, text: ServedModel, capacity_tokens: int) -> None:
         self._text = text
         self._capacity_tokens = capacity_tokens
-        self._known: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._known: OrderedDict[bytes, TokenizedPrompt] = OrderedDict()
         self._tokens = 0
 
     def __repr__(self) -> str:
         return f"Conversations({len(self._known)} chats, {self._tokens} tokens)"
 
-    def encode(self, messages: Messages, namespace: bytes) -> Prompt:
+    def encode(self, messages: Messages, namespace: bytes) -> TokenizedPrompt:
         """A chat as the model's prompt. Raises FieldError("messages") as the template does."""
         text = self._text.render_chat(messages)
         keys = _keys(messages, namespace)
@@ -70,21 +59,25 @@ class Conversations:
             known = self._known.get(keys[index])
             if known is not None and text.startswith(known.text):
                 rest = self._text.encode_chat_text(text[len(known.text) :])
-                return Prompt(text, known.ids + rest)
-        return Prompt(text, self._text.encode_chat_text(text))
+                return TokenizedPrompt(text, known.ids + rest)
+        return TokenizedPrompt(text, self._text.encode_chat_text(text))
 
     def remember(
         self,
         messages: Messages,
         namespace: bytes,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         answer: str,
         emitted: Sequence[int],
     ) -> None:
         """Keep a finished turn: `answer` is the text of all `emitted` ids."""
         whole = [*messages, ("assistant", answer)]
-        text = self._text.render_chat(whole, add_generation_prompt=False)
-        spoken = prompt.text + answer
+        try:
+            text = self._text.render_chat(whole, add_generation_prompt=False)
+            spoken = (prompt.text or self._text.render_chat(messages)) + answer
+        except FieldError:
+            # The template refuses the chat with its answer; then no follow-up can come either.
+            return
         if not text.startswith(spoken):
             return
         ids = list(emitted)
@@ -95,7 +88,7 @@ class Conversations:
         replaced = self._known.pop(key, None)
         if replaced is not None:
             self._tokens -= len(replaced.ids)
-        self._known[key] = Prompt(text, ids)
+        self._known[key] = TokenizedPrompt(text, ids)
         self._tokens += len(ids)
         while self._tokens > self._capacity_tokens:
             _, oldest = self._known.popitem(last=False)

@@ -1,5 +1,6 @@
-"""One answer's token ids become text: detokenized as they come, cut at the first stop string.
+"""The text side of the served model, and how one answer's token ids become text.
 
+Ids are detokenized as they come, and cut at the first stop string.
 Text that may be the beginning of a stop string is held back until it is decided, so nothing that was
 shown is ever taken back. Half a character is never shown: that is the detokenizer's promise.
 """
@@ -10,10 +11,29 @@ from typing import Protocol
 import msgspec
 
 
-class Detokenizer(Protocol):
+class IncrementalDecoder(Protocol):
+    """`engine.text.detokenize.Detokenizer`, or one that stands in for it."""
+
     def push(self, ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class ServedModel(Protocol):
+    """`engine.text.bundle.TextModel`, or one that stands in for it."""
+
+    name: str
+    vocab_size: int
+    context_tokens: int
+    stop_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str: ...
+
+    def encode_chat_text(self, rendered: str) -> list[int]: ...
+
+    def detokenizer(self) -> IncrementalDecoder: ...
 
 
 class Stopped(msgspec.Struct, frozen=True):
@@ -26,7 +46,7 @@ class Stopped(msgspec.Struct, frozen=True):
 class Output:
     """The text side of one request. After a stop string it takes no more tokens."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: IncrementalDecoder, stop: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._beginnings = frozenset(text[:n] for text in stop for n in range(1, len(text)))

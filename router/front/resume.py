@@ -1,18 +1,16 @@
-"""Resumable streams by their tokens, and for how long each waits for its client. Pure: time is an argument.
+"""Resumable streams by their tokens: how long each waits for its client, and what a later router needs to continue it.
 
 A stream is kept from the moment its client can know the token. While somebody reads it, it stays; from the moment its
 reader is gone it has `window_s`, whether or not the answer was complete: that the last event was written does not mean
-that it arrived.
+that it arrived. Pure: time is an argument.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import msgspec
 
-from router.front.api import ApiError
+from router.front.api import ApiError, HttpForm
 from router.front.samples import Samples
-from router.front.stream import Stream
 
 MAX_UNREAD = 4096
 """Streams that wait for their clients; the longest waiting go first."""
@@ -22,11 +20,39 @@ def unknown_token(why: str = "is unknown, or came too late") -> ApiError:
     return ApiError("NOT_FOUND", f"resume_token: {why}", "resume_token")
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """One answer's samples; `remember` notes a finished one for the chat's next turn."""
+class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a router writes into a resumable request's record, for the router that may come after it: enough to serve
+    the client again from nothing but the record, the output tokens and this. All else about the answer's text follows
+    from the tokens.
 
-    samples: Samples
-    remember: Callable[[Stream], None]
+    `chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
+    `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are."""
+
+    token: str
+    model: str
+    stop: tuple[str, ...] = ()
+    chat: tuple[tuple[str, str], ...] = ()
+    form: HttpForm | None = None
+    samples: int = 1
+
+    def __repr__(self) -> str:
+        """Without the caller's text, and without what lets others read the answer."""
+        return f"Context({self.model}: {len(self.stop)} stop strings, {len(self.chat)} messages)"
+
+
+_decoder = msgspec.msgpack.Decoder(Context)
+
+
+def pack(context: Context) -> bytes:
+    return msgspec.msgpack.encode(context)
+
+
+def unpack(data: bytes) -> Context | None:
+    """None if these bytes are not of a router like this one."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None
 
 
 class Resumables:
@@ -34,7 +60,7 @@ class Resumables:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, Samples] = {}
         self._unread: OrderedDict[str, float] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -43,26 +69,26 @@ class Resumables:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, token: str) -> Kept | None:
+    def find(self, token: str) -> Samples | None:
         return self._kept.get(token)
 
-    def keep(self, token: str, kept: Kept) -> None:
+    def keep(self, token: str, kept: Samples) -> None:
         """From now on `token` is known, and somebody reads."""
         self._kept[token] = kept
 
     def attached(self, token: str) -> None:
         self._unread.pop(token, None)
 
-    def detached(self, token: str, now: float) -> list[Kept]:
+    def detached(self, token: str, now: float) -> list[Samples]:
         """Its reader is gone; returns what is given up to make room."""
         self._unread[token] = now
         crowded = list(self._unread)[: max(len(self._unread) - MAX_UNREAD, 0)]
         return [self._drop(token) for token in crowded]
 
-    def forget(self, token: str) -> Kept | None:
+    def forget(self, token: str) -> Samples | None:
         return self._drop(token) if token in self._kept else None
 
-    def expired(self, now: float) -> list[Kept]:
+    def expired(self, now: float) -> list[Samples]:
         """Forget, and return, the streams whose clients did not come back in time."""
         late = []
         while self._unread:
@@ -72,6 +98,6 @@ class Resumables:
             late.append(self._drop(token))
         return late
 
-    def _drop(self, token: str) -> Kept:
+    def _drop(self, token: str) -> Samples:
         self._unread.pop(token, None)
         return self._kept.pop(token)

@@ -1,35 +1,39 @@
-"""One answer's samples: a stream each, and one reader that takes from all of them.
+"""One answer's samples: a stream each, and one reader that takes from all of them. A beam search's are its answers.
 
-A new reader takes the answer over; an old one that is still there, on a connection which only it believes in, is sent
+A new reader takes the answer over; an old one that still waits, on a connection that its client has lost, is sent
 away.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine.types import RequestId
+from engine.messages import Fault
+from engine.types import FinishReason, RequestId
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started
-from router.front.stream import Reader, Stream
+from router.front.stream import Reader, SampleStream
 
 
 class Samples:
+    """`remember` takes the text and ids of a finished sample, for the chat's next turn; None where it is no chat."""
+
     # Mutable state: the streams by sample index (None: not adopted), and the present reader.
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: Started, remember: Callable[[str, list[int]], None] | None = None) -> None:
         self.started = started
+        self.remember = remember
         self.changed = asyncio.Event()
         self.reader: SamplesReader | None = None
-        self._streams: list[Stream | None] = [None] * started.samples
+        self._streams: list[SampleStream | None] = [None] * started.samples
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[SampleStream]:
         """Those that there are."""
         return [stream for stream in self._streams if stream is not None]
 
-    def put(self, index: int, stream: Stream) -> None:
+    def put(self, index: int, stream: SampleStream) -> None:
         self._streams[index] = stream
 
     def read(self) -> "SamplesReader":
@@ -72,7 +76,7 @@ class SamplesReader:
     it needs to come back.
     """
 
-    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples are over.
+    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples have ended.
 
     def __init__(
         self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool
@@ -81,7 +85,7 @@ class SamplesReader:
         self._readers = readers
         self._is_resumable = is_resumable
         self._turn = 0
-        self._over: set[int] = set()
+        self._ended: set[int] = set()
         self._has_started = False
         self.is_known = is_known
 
@@ -97,7 +101,7 @@ class SamplesReader:
                 if all(ready) if self._is_resumable else any(ready):
                     self._has_started = self.is_known = True
                     return self._samples.started
-            elif len(self._over) == len(self._readers):
+            elif len(self._ended) == len(self._readers):
                 return None
             elif (event := self._poll()) is not None:
                 return event
@@ -108,13 +112,52 @@ class SamplesReader:
         """In turns, so that no sample waits for a long one."""
         count = len(self._readers)
         for at in [(self._turn + step) % count for step in range(count)]:
-            event = None if at in self._over else self._readers[at].poll()
+            event = None if at in self._ended else self._readers[at].poll()
             if isinstance(event, Complete):
-                self._over.add(at)
+                self._ended.add(at)
             if event is not None:
                 self._turn = at + 1
                 return at, event
         return None
+
+
+class BeamSink:
+    """Fulfils `router.hub.Sink`. Nothing comes before the search is over; then all answers do, best first."""
+
+    def __init__(self, streams: Sequence[SampleStream]) -> None:
+        self._streams = streams
+
+    def offered(self, now: float) -> None:
+        for stream in self._streams:
+            stream.offered(now)
+
+    def accepted(self, now: float) -> None:
+        for stream in self._streams:
+            stream.accepted(now)
+
+    def interrupted(self, now: float) -> None:
+        for stream in self._streams:
+            stream.interrupted(now)
+
+    def moved(self, stages: dict[str, float], now: float) -> None:
+        for stream in self._streams:
+            stream.moved(stages, now)
+
+    def tokens(self, ids: list[int], now: float) -> int | None:
+        raise AssertionError("a search says no token before it is over")
+
+    def completed(self, end: Complete, now: float) -> None:
+        for stream, beam in zip(self._streams, end.beams, strict=True):
+            stream.tokens(beam.ids, now)
+            stats = msgspec.structs.replace(end.stats, output_tokens=len(beam.ids))
+            one = msgspec.structs.replace(end, reason=beam.reason, stats=stats, beams=(beam,))
+            stream.completed(one, now)
+
+    def failed(
+        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
+    ) -> None:
+        for stream in self._streams:
+            stream.failed(fault, outcome, retry_after_s, now)
 
 
 def of_sample(event: Delta | Finished, at: int) -> Delta | Finished:

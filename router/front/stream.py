@@ -18,14 +18,14 @@ from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started
 from router.front.output import Output
 from router.front.timing import Timeline
-from router.journal import Ending, Journal
+from router.journal import RequestSummary, RouterJournal
 from router.observer import Observer
 
 DEADLINE_SLACK_S = 0.01
 """gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""
 
 
-class Stream:
+class SampleStream:
     # Mutable state: the deltas given so far, how the request ended, and the present reader.
 
     def __init__(
@@ -38,7 +38,7 @@ class Stream:
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
-        journal: Journal | None = None,
+        journal: RouterJournal | None = None,
     ) -> None:
         self.started = started
         self.output = output
@@ -193,7 +193,7 @@ class Stream:
         self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
         if self._journal is not None:
             self._journal.ended(
-                Ending(
+                RequestSummary(
                     request=self.started.request_id,
                     outcome=outcome,
                     at_s=now,
@@ -214,7 +214,7 @@ class Reader:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: SampleStream,
         backlog: Sequence[Delta],
         at: int,
         *,

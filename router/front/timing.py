@@ -1,4 +1,4 @@
-"""Where a request's time went, as the router saw it. Pure: every moment is an argument, in seconds.
+"""Measures where a request's time went, as the router saw it. Pure: every moment is an argument, in seconds.
 
 The router measures `admit` (received to validated), `route` (to the first offer), `reserve` (to the
 acceptance, re-offers included) and `stream_out` (the worker's end to the client's last event). The
@@ -8,7 +8,7 @@ A request whose decode worker was lost is routed and reserved again, and both ad
 What it did between acceptance and loss only the lost worker knew: that time is `unattributed`. One
 that moved off a leaving worker brings along what that worker reports.
 
-So is, of a request adopted from an earlier router, what only that one had measured. When its first token came is not
+What only an earlier router had measured of an adopted request is `unattributed` too. When its first token came is not
 known unless it came here: `ttft_s` is 0, and gaps between tokens count from the adoption.
 
 The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
@@ -46,7 +46,7 @@ class Timeline:
 
     @classmethod
     def adopted(cls, age_s: float, tokens: int, now: float) -> "Timeline":
-        """Of a request that was accepted `age_s` ago. Its `tokens` output tokens come again, and are not timed."""
+        """Begin with a request accepted `age_s` ago. Its `tokens` output tokens come again, and are not timed."""
         line = cls(now - age_s)
         line._replayed_tokens = tokens
         return line

@@ -1,25 +1,22 @@
-"""From what a caller asks to a record that any worker may run: every field checked, defaults filled.
+"""Checks every field of a call, before its prompt is tokenized.
 
-All bad input stops here. Raises `FieldError` with the field's name, `TooLongError` for a prompt that
-the context cannot hold, `UnknownModelError` for a model that is not served.
+Raises `FieldError` with the field's name, `TooLongError` for a prompt that the context cannot hold,
+`UnknownModelError` for a model that is not served.
 """
 
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Protocol
 
 from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.types import (
     BeamParams,
     FieldError,
-    RequestId,
-    RequestRecord,
     SamplingParams,
     TooLongError,
 )
 from router.config import RouterConfig
 from router.front.api import GenerateCall
+from router.front.output import ServedModel
 
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
@@ -35,20 +32,7 @@ class UnknownModelError(FieldError):
     """The caller named a model that this router does not serve."""
 
 
-class ModelLimits(Protocol):
-    """What is needed of a text model here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_tokens(self) -> int: ...
-
-
-def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> None:
+def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
     if call.model is not None and call.model != model.name:
         raise UnknownModelError(
@@ -79,7 +63,7 @@ def check_call(call: GenerateCall, model: ModelLimits, config: RouterConfig) -> 
 
 
 def _check_search(call: GenerateCall) -> None:
-    beams = _beams(call)
+    beams = beam_params(call)
     if beams is None:
         return
     check_beams(beams)
@@ -94,7 +78,8 @@ def _check_search(call: GenerateCall) -> None:
         raise FieldError("repetition_penalty", "is not allowed with beam_width")
 
 
-def _beams(call: GenerateCall) -> BeamParams | None:
+def beam_params(call: GenerateCall) -> BeamParams | None:
+    """What the call asks of a beam search; None where it draws its samples."""
     if call.beam_width is None:
         return None
     return BeamParams(
@@ -112,65 +97,6 @@ def check_sampling(sampling: SamplingParams) -> None:
     _count("top_k", sampling.top_k, 0, MAX_COUNT)
 
 
-def to_record(
-    call: GenerateCall,
-    tokens: list[int],
-    model: ModelLimits,
-    config: RouterConfig,
-    *,
-    request: RequestId,
-    seed: int,
-    context: bytes = b"",
-) -> RequestRecord:
-    """The record of a checked call whose prompt is `tokens`; `context` is that of `router.front.context`.
-
-    `seed` is used where the call has none. An absent max_tokens becomes the configured default or
-    what room the context leaves, whichever is less. Raises FieldError and TooLongError.
-    """
-    field = prompt_field(call.prompt)
-    if not tokens:
-        raise FieldError(field, "must not be empty")
-    room = model.context_tokens - len(tokens)
-    if room < 1:
-        raise TooLongError(
-            field,
-            f"has {len(tokens)} tokens; the context holds {model.context_tokens}, and at least "
-            "one is needed for the answer",
-        )
-    max_tokens = min(config.default_max_tokens, room)
-    if call.max_tokens is not None:
-        max_tokens = call.max_tokens
-        if max_tokens > room:
-            raise TooLongError(
-                "max_tokens",
-                f"{max_tokens} output tokens after {len(tokens)} prompt tokens exceed the "
-                f"context of {model.context_tokens}; at most {room} are possible",
-            )
-    return RequestRecord(
-        request=request,
-        tokens=tokens,
-        prompt_tokens=len(tokens),
-        max_tokens=max_tokens,
-        seed=seed if call.seed is None else call.seed,
-        sampling=call.sampling,
-        priority=call.priority,
-        beams=_beams(call),
-        stop_token_ids=call.stop_token_ids,
-        min_tokens=min(call.min_tokens, max_tokens),
-        ignore_eos=call.ignore_eos,
-        namespace=namespace(call.tenant, config.namespace_key),
-        context=context,
-    )
-
-
-def namespace(tenant: str, key: str) -> bytes:
-    """The cache namespace of a tenant: keyed, so that no tenant can name another's blocks."""
-    if not tenant:
-        return b""
-    secret = blake2b(key.encode(), digest_size=32).digest()
-    return blake2b(tenant.encode(), key=secret, digest_size=16, person=b"headrace tenant").digest()
-
-
 def prompt_field(prompt: object) -> str:
     """The name by which callers know this kind of prompt."""
     if isinstance(prompt, str):
@@ -180,7 +106,7 @@ def prompt_field(prompt: object) -> str:
     return "token_ids"
 
 
-def _check_prompt(prompt: object, model: ModelLimits, config: RouterConfig) -> None:
+def _check_prompt(prompt: object, model: ServedModel, config: RouterConfig) -> None:
     field = prompt_field(prompt)
     if not prompt:
         raise FieldError(field if isinstance(prompt, str) else "prompt", "must not be empty")

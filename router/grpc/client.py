@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,8 +13,8 @@ import msgspec
 
 from protos import headrace_pb2 as pb
 from router.front.api import NOBODY, ApiError, GenerateCall, GenerateEvent
-from router.front.progress import Progress
 from router.grpc.convert import call_to_proto, event_from_proto, resume_to_proto
+from router.grpc.progress import Progress
 
 _GENERATE = "/headrace.v1.Headrace/Generate"
 _RESUME = "/headrace.v1.Headrace/Resume"
@@ -131,23 +130,13 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "Client":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _sync(self) -> grpc.Channel:
@@ -224,7 +213,7 @@ def _api_error(error: grpc.RpcError) -> ApiError:
 
 
 def _plain(details: str) -> str:
-    """Of a connection that failed: who does not answer, and why, without what the library says around it."""
+    """Say who does not answer and why, where a connection failed, without what the library writes around it."""
     found = _UNANSWERED.search(details)
     if found is None:
         return details

@@ -1,4 +1,4 @@
-"""Between the public protobuf messages and the types of `router.front.api`. Nothing else knows both."""
+"""Converts between the public protobuf messages and the types of `router.front.api`. Nothing else knows both."""
 
 from collections.abc import Sequence
 
@@ -199,5 +199,5 @@ def resume_to_proto(token: str, positions: Sequence[Position]) -> pb.ResumeReque
 
 
 def positions_from_proto(request: pb.ResumeRequest) -> list[Position]:
-    """Of all samples, in order."""
+    """What the client has of each sample, in order."""
     return [Position(at.next_index, at.text_bytes) for at in (request, *request.others)]

@@ -1,4 +1,5 @@
-"""The public gRPC service: bytes to a call, events to bytes, errors to statuses. It decides nothing.
+"""The public gRPC service: bytes to a call, events to bytes, errors to statuses. It decides nothing; a call goes on in
+`router/front/frontend.py`.
 
 `Generate` takes raw bytes, since gRPC answers what it cannot decode with UNKNOWN: a message that is
 no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.

@@ -70,7 +70,7 @@ class Message(msgspec.Struct):
     content: str | list[ContentPart] | None = None
 
 
-class Request(msgspec.Struct, kw_only=True):
+class OpenAIRequest(msgspec.Struct, kw_only=True):
     """What both routes share."""
 
     model: str | None = None
@@ -114,12 +114,12 @@ class Request(msgspec.Struct, kw_only=True):
     audio: object = None
 
 
-class ChatRequest(Request, kw_only=True):
+class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[Message]
     max_completion_tokens: Int | None = None
 
 
-class CompletionRequest(Request, kw_only=True):
+class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]]
 
 
@@ -177,7 +177,7 @@ def timeout_from(value: str, field: str) -> float:
     return _timeout(seconds, field)
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=OpenAIRequest)
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -206,7 +206,7 @@ def _located(text: str) -> ApiError:
 
 
 def _parsed(
-    request: Request,
+    request: OpenAIRequest,
     prompt: str | list[ChatMessage] | list[int],
     max_tokens: int | None,
     label: str,
@@ -261,7 +261,7 @@ def _parsed(
     )
 
 
-def _sampling(request: Request) -> SamplingParams:
+def _sampling(request: OpenAIRequest) -> SamplingParams:
     given = {
         name: value
         for name in SamplingParams.__struct_fields__

@@ -1,4 +1,4 @@
-"""What the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
+"""Writes what the two OpenAI routes answer: JSON bodies, and errors in OpenAI's envelope. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from router.front.api import ApiError, Delta, Finished, Started
-from router.front.form import HttpForm
+from router.front.api import ApiError, Delta, Finished, HttpForm, Started
 
 _STATUS: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -44,7 +43,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-class Place(msgspec.Struct):
+class WorkerUse(msgspec.Struct):
     worker: str
     cached_tokens: int
 
@@ -70,24 +69,24 @@ class Headrace(msgspec.Struct):
     """What this server adds to OpenAI's answer: where the request ran, what moved, and where its time went."""
 
     request_id: str
-    prefill: Place
-    decode: Place
+    prefill: WorkerUse
+    decode: WorkerUse
     migration: Migration
     timing: Timing
     stop_matched: str
 
 
-class ChatText(msgspec.Struct):
+class ReplyText(msgspec.Struct):
     content: str
     role: Literal["assistant"] | msgspec.UnsetType = "assistant"
     refusal: msgspec.UnsetType | None = msgspec.UNSET
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class ReplyChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     text: str | msgspec.UnsetType = msgspec.UNSET
-    message: ChatText | msgspec.UnsetType = msgspec.UNSET
-    delta: ChatText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    message: ReplyText | msgspec.UnsetType = msgspec.UNSET
+    delta: ReplyText | dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     logprobs: None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -101,7 +100,7 @@ class Reply(msgspec.Struct, kw_only=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ReplyChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     headrace: Headrace | msgspec.UnsetType = msgspec.UNSET
 
@@ -121,11 +120,11 @@ class Writer:
         kind = "chat.completion" if self._form.chat else "text_completion"
         return msgspec.json.encode(self.reply(kind, choices, usage(ends), self.headrace(ends[0])))
 
-    def _choice(self, deltas: Sequence[Delta], end: Finished) -> Choice:
+    def _choice(self, deltas: Sequence[Delta], end: Finished) -> ReplyChoice:
         choice = last_choice(end)
         text = "".join(delta.text for delta in deltas)
         if self._form.chat:
-            choice.message = ChatText(text, refusal=None)
+            choice.message = ReplyText(text, refusal=None)
         else:
             choice.text = text
         if self._form.return_token_ids:
@@ -135,7 +134,7 @@ class Writer:
     def reply(
         self,
         kind: str,
-        choices: list[Choice],
+        choices: list[ReplyChoice],
         use: Usage | msgspec.UnsetType | None,
         headrace: Headrace | None,
     ) -> Reply:
@@ -153,8 +152,8 @@ class Writer:
         stats = end.stats
         return Headrace(
             request_id=self._request_id,
-            prefill=Place(stats.prefill_worker, stats.prefill_cached_tokens),
-            decode=Place(stats.decode_worker, stats.decode_cached_tokens),
+            prefill=WorkerUse(stats.prefill_worker, stats.prefill_cached_tokens),
+            decode=WorkerUse(stats.decode_worker, stats.decode_cached_tokens),
             migration=Migration(
                 stats.migrated_blocks, stats.migrated_bytes, stats.migration_s, stats.transport
             ),
@@ -163,16 +162,16 @@ class Writer:
         )
 
 
-def last_choice(end: Finished) -> Choice:
+def last_choice(end: Finished) -> ReplyChoice:
     """The choice that says how a sample ended, without its text."""
-    choice = Choice(index=end.sample, finish_reason=end.reason.value)
+    choice = ReplyChoice(index=end.sample, finish_reason=end.reason.value)
     if end.beam_score is not None:
         choice.beam_score = end.beam_score
     return choice
 
 
 def usage(ends: Sequence[Finished]) -> Usage:
-    """Of all samples together: they share one prompt."""
+    """Sums up all samples: they share one prompt."""
     prompt = ends[0].prompt_tokens
     completion = sum(end.output_tokens for end in ends)
     cached = min(end.cached_tokens for end in ends)

@@ -2,33 +2,80 @@
 
 `usage` comes only when `stream_options.include_usage` asks for it, in a chunk of its own with no choices. The
 `headrace` object (stages, migration, workers) is always there, in the last chunk; of several samples each has its own,
-beside its finish reason. Events of a resumable stream carry
-ids (`router.http.event_ids`); written again, behind any of them, the rest is the same to the byte.
+beside its finish reason.
+
+Events of a resumable stream carry ids, which say where to go on: `TOKEN` and, for every sample of the answer,
+`.next_index.text_bytes.closing`. It is what the client has of it once it has the event, in output tokens and bytes of
+their text, since text may lag behind tokens, and how many closing events. A sample's first is its finish reason; those
+that close the whole answer (usage, `[DONE]`) count on with sample 0. A client sends the last id back as `Last-Event-ID`
+and gets the rest: written again, behind any event, it is the same to the byte.
 """
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
-from router.front.api import Delta, Finished, Started
-from router.front.form import HttpForm
-from router.http.event_ids import At, bad_id, event_id
-from router.http.openai_reply import ChatText, Choice, Headrace, Usage, Writer, last_choice, usage
+from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.http.openai_reply import (
+    Headrace,
+    ReplyChoice,
+    ReplyText,
+    Usage,
+    Writer,
+    last_choice,
+    usage,
+)
 
+FIELD = "Last-Event-ID"
+_ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
+DONE = b"[DONE]"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
 """Without the empty line: OpenAI's Python client takes one after an id for an event, and fails on its lack of data."""
 
 
+class EventPosition(msgspec.Struct, frozen=True):
+    """A position behind some event of one sample."""
+
+    next_index: int = 0
+    text_bytes: int = 0
+    closing: int = 0
+
+
+def event_id(token: str, at: Sequence[EventPosition]) -> str:
+    return token + "".join(f".{one.next_index}.{one.text_bytes}.{one.closing}" for one in at)
+
+
+def positions(value: str, token: str) -> list[EventPosition]:
+    """By sample, what an id of the stream `token` names; an empty one names the beginning, whatever the samples.
+
+    Raises `ApiError` INVALID_ARGUMENT for anything that is no id of this stream.
+    """
+    if not value:
+        return []
+    match = _ID.fullmatch(value)
+    if match is None:
+        raise bad_id("is not an event id of this server")
+    if match[1] != token:
+        raise bad_id("belongs to another stream")
+    numbers = [int(part) for part in match[2].split(".")[1:]]
+    return [EventPosition(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+
+
+def bad_id(why: str) -> ApiError:
+    return ApiError("INVALID_ARGUMENT", f"{FIELD}: {why}", FIELD)
+
+
 class StreamWriter:
     """Mutable state: the positions behind what was written, and the accounts of samples that are over."""
 
-    def __init__(self, started: Started, form: HttpForm, at: Sequence[At] = ()) -> None:
+    def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
         self._writer = Writer(started, form)
         self._form = form
         self._token = started.resume_token
-        self._at = list(at) or [At()] * started.samples
+        self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
 
     def delta(self, item: Delta) -> bytes:
@@ -41,16 +88,16 @@ class StreamWriter:
             raise bad_id("lies behind the end of the output")
         is_first = not self._has_output(item.sample)
         next_index = at.next_index + len(item.token_ids)
-        self._at[item.sample] = At(next_index, at.text_bytes + len(item.text.encode()))
+        self._at[item.sample] = EventPosition(next_index, at.text_bytes + len(item.text.encode()))
         if not item.text and not (self._form.return_token_ids and item.token_ids):
             return b""
-        choice = Choice(index=item.sample)
+        choice = ReplyChoice(index=item.sample)
         if not self._form.chat:
             choice.text = item.text
         elif is_first:
-            choice.delta = ChatText(item.text)
+            choice.delta = ReplyText(item.text)
         else:
-            choice.delta = ChatText(item.text, role=msgspec.UNSET)
+            choice.delta = ReplyText(item.text, role=msgspec.UNSET)
         if self._form.return_token_ids:
             choice.token_ids = item.token_ids
         return self._event(self._chunk([choice], None, None))
@@ -83,7 +130,7 @@ class StreamWriter:
             events.append(self._event(body))
         return events
 
-    def _finish(self, end: Finished) -> Choice:
+    def _finish(self, end: Finished) -> ReplyChoice:
         choice = last_choice(end)
         if not self._form.chat:
             choice.text = ""
@@ -96,7 +143,7 @@ class StreamWriter:
         at = self._at[sample]
         return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
 
-    def _chunk(self, choices: list[Choice], use: Usage | None, headrace: Headrace | None) -> bytes:
+    def _chunk(self, choices: list[ReplyChoice], use: Usage | None, headrace: Headrace | None) -> bytes:
         kind = "chat.completion.chunk" if self._form.chat else "text_completion"
         shown = use if self._form.include_usage else msgspec.UNSET
         return msgspec.json.encode(self._writer.reply(kind, choices, shown, headrace))
@@ -105,9 +152,6 @@ class StreamWriter:
         if not self._token:
             return event(data)
         return f"id: {event_id(self._token, self._at)}\n".encode() + event(data)
-
-
-DONE = b"[DONE]"
 
 
 def event(data: bytes) -> bytes:

@@ -1,11 +1,13 @@
 """The HTTP front: OpenAI's routes, health, readiness, metrics and discovery, over the frontend that gRPC uses too.
 
 Bodies are read under a limit before anything parses them. Every error, Starlette's own included, leaves in OpenAI's
-envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back.
+envelope. Requests are named by the server; a caller's `x-request-id` travels along as a label and is sent back. A
+generation goes on in `router/front/frontend.py`.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -16,21 +18,32 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.front.api import ApiError
-from router.front.form import HttpForm
-from router.http.answer import error_response, json_response
-from router.http.generation import Generates, Streams, WholeAnswer, attended
+from router.front.api import ApiError, GenerateCall, GenerateEvent, HttpForm, Position
+from router.front.resume import unknown_token
+from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope, error_reply
-from router.http.stream import StreamedAnswer
-from router.roster import Target
+from router.http.openai_stream import FIELD, positions
+from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
 BODY_LIMIT_BYTES = 4 * 1024 * 1024
 LABEL_LIMIT_CHARS = 128
 RESUMABLE_HEADER = "x-headrace-resumable"
+
+
+class Generates(Protocol):
+    """What this front needs of the frontend; an iterator may raise `ApiError` at any step."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]: ...
+
+    def resume(
+        self, token: str, positions: Sequence[Position] = ()
+    ) -> AsyncIterator[GenerateEvent]: ...
+
+    def cancel(self, token: str) -> bool: ...
 
 
 class ServerState(Protocol):
@@ -46,7 +59,7 @@ class ServerState(Protocol):
         """All metric families in Prometheus' text format."""
         ...
 
-    def targets(self, router_address: str) -> list[Target]:
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
         """What Prometheus is to scrape; the router itself at `router_address`, host:port."""
         ...
 
@@ -89,7 +102,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
         routes=[
             Route("/v1/chat/completions", _Generate(frontend, parse_chat), methods=["POST"]),
             Route("/v1/completions", _Generate(frontend, parse_completion), methods=["POST"]),
-            Route("/v1/streams/{token}", Streams(frontend), methods=["GET", "DELETE"]),
+            Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -144,7 +157,58 @@ class _Generate:
         )
         events = self._frontend.generate(call)
         answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
-        await attended(answer, scope, receive, send)
+        await _attended(answer, scope, receive, send)
+
+
+class _Streams:
+    """The endpoint `/v1/streams/TOKEN`: GET goes on with a resumable stream behind the event that `Last-Event-ID`
+    names, or the query's `last_event_id`, as a browser's `EventSource` cannot set the header itself; DELETE ends it."""
+
+    def __init__(self, frontend: Generates) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        token: str = request.path_params["token"]
+        if scope["method"] == "DELETE":
+            known = self._frontend.cancel(token)
+            gone = (
+                Response(status_code=204) if known else error_response(error_reply(unknown_token()))
+            )
+            await gone(scope, receive, send)
+            return
+        if scope["method"] != "GET":  # a HEAD would take the stream over from whoever reads it
+            raise HTTPException(405, headers={"Allow": "GET, DELETE"})
+        named = request.headers.get(FIELD) or request.query_params.get("last_event_id", "")
+        try:
+            at = positions(named, token)
+        except ApiError as error:
+            await error_response(error_reply(error))(scope, receive, send)
+            return
+        had = [Position(one.next_index, one.text_bytes) for one in at]
+        events = self._frontend.resume(token, had)
+        await _attended(StreamedAnswer(events, None, "", at), scope, receive, send)
+
+
+async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Give `answer` until the client disconnects. The request's body must have been read, or be of no interest."""
+    work = asyncio.ensure_future(answer(scope, receive, send))
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # Also reached when the server cancels us; `work` must have closed its iterator before we go.
+        watch.cancel()
+        work.cancel()
+        results = await asyncio.gather(work, watch, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request) -> bytes | None:

@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.model.cache import prepare
 from router.config import RouterConfig
-from router.http.stream import RESUME_TOKEN_HEADER
+from router.http.answers import RESUME_TOKEN_HEADER
 
 CHAT = {"messages": [{"role": "user", "content": "Count from one to twenty in words."}]}
 FORMS: dict[str, dict[str, object]] = {

@@ -2,11 +2,11 @@
 
 from random import Random
 
-from engine.messages import Accepted, Ended, Fault, PeerAddress, RequestStats
+from engine.messages import Accepted, Ended, Fault, PeerAddress, RequestStats, RouterRecord
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.events import Command, Event, Heard, Joined, Submit
+from router.core.events import Command, Connected, Event, Heard, Submit, TellWorker
 from router.core.policy import LeastCost
 from tests.router.fake_cluster import worker_info
 
@@ -35,7 +35,7 @@ class Bench:
 
     def join(self, name: str, role: str, life: int, blocks: int = 64) -> list[Command]:
         info = worker_info(name, role, life, blocks)
-        return self.do(Joined(PeerAddress(name, f"{name}:1"), info))
+        return self.do(Connected(PeerAddress(name, f"{name}:1"), info))
 
     def do(self, event: Event) -> list[Command]:
         out = self.router.handle(event, self.now)
@@ -61,6 +61,11 @@ class Bench:
         self, request: RequestId = A, placement: int = 1, worker: str = "d0"
     ) -> list[Command]:
         return self.hear(Accepted(request, placement, 0), worker)
+
+
+def is_told(command: Command, kind: type[RouterRecord]) -> bool:
+    """Whether a worker is sent a record of this kind."""
+    return isinstance(command, TellWorker) and isinstance(command.record, kind)
 
 
 def ended(

@@ -1,9 +1,9 @@
 """A prefill and a decode worker of one model whose blocks differ in size are a pair, and have a tree each."""
 
 from engine.identity import chain, root
-from engine.messages import Accepted, NeedPrefill, PeerAddress, UsePrefill
-from router.core.events import Command, Joined, SendPlace, SendUsePrefill
-from tests.router.bench import A, B, Bench, ended
+from engine.messages import Accepted, NeedPrefill, PeerAddress, Place, UsePrefill
+from router.core.events import Command, Connected
+from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load, worker_info
 
 TOKENS = 100
@@ -14,7 +14,7 @@ def bench() -> Bench:
     """`p0` has blocks of 32 tokens, `d0` of 16; nobody else."""
     found = Bench(prefills=0)
     info = worker_info("p0", "prefill", block_size=THEIRS)
-    found.do(Joined(PeerAddress("p0", "p0:1"), info))
+    found.do(Connected(PeerAddress("p0", "p0:1"), info))
     return found
 
 
@@ -29,8 +29,8 @@ def held(found: Bench) -> tuple[int, int]:
 
 
 def prefill_of(commands: list[Command]) -> str:
-    (place,) = [c for c in commands if isinstance(c, SendPlace)]
-    return place.place.prefill.name
+    (place,) = [c for c in commands if is_told(c, Place)]
+    return place.record.prefill.name
 
 
 def test_they_are_a_pair_and_each_is_believed_to_hold_its_own_blocks() -> None:
@@ -62,12 +62,12 @@ def test_each_tree_is_corrected_in_its_own_blocks() -> None:
 
 def test_another_block_size_serves_a_request_that_lost_its_prefill_worker() -> None:
     found = bench()
-    found.do(Joined(PeerAddress("p1", "p1:1"), worker_info("p1", "prefill", block_size=24)))
+    found.do(Connected(PeerAddress("p1", "p1:1"), worker_info("p1", "prefill", block_size=24)))
     first = prefill_of(found.submit(tokens=TOKENS))
     found.accept()
     (command,) = found.hear(NeedPrefill(A, 1, first))
-    assert isinstance(command, SendUsePrefill)
+    assert is_told(command, UsePrefill)
     other = {"p0": "p1", "p1": "p0"}[first]
-    assert command.answer == UsePrefill(A, 1, PeerAddress(other, f"{other}:1"))
+    assert command.record == UsePrefill(A, 1, PeerAddress(other, f"{other}:1"))
     size = {"p0": THEIRS, "p1": 24}[other]
     assert found.router.index.match(other, identities(size)) == TOKENS // size

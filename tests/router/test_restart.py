@@ -20,11 +20,11 @@ from router.front.api import (
     Finished,
     GenerateCall,
     GenerateEvent,
+    HttpForm,
     Position,
     Started,
 )
-from router.front.context import Context, pack, unpack
-from router.front.form import HttpForm
+from router.front.resume import Context, pack, unpack
 from router.front.timing import WORKER_STAGES
 from router.grpc.client import Client
 from router.observer import NullObserver
@@ -212,7 +212,7 @@ def test_a_chats_next_turn_after_a_restart() -> None:
             chat = [ChatMessage("user", "hi")]
             await read(client, GenerateCall(prompt=chat), 3, one.restart)
             assert one.app is not None
-            memory = one.app._frontend._conversations
+            memory = one.app._frontend._intake.conversations
             assert len(memory._known) == 1
             (prompt,) = memory._known.values()
             assert prompt.text == f"[user]hi<end>[assistant]{ANSWER}<end>"

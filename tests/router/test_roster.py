@@ -7,13 +7,13 @@ import pytest
 
 from engine.messages import PeerAddress
 from router.hub import Hub
-from router.roster import Target
+from router.roster import ScrapeTarget
 from telemetry.router_metrics import RouterMetrics
 from tests.router.bench import Bench
 from tests.router.fake_cluster import load, worker_info
 from tests.telemetry.pages import Samples, samples
 
-ROUTER = Target(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
+ROUTER = ScrapeTarget(["r:80"], {"instance": "router", "worker": "router", "pool": "router"})
 
 
 class Watched:
@@ -47,21 +47,21 @@ class Watched:
         return found
 
     def addresses(self) -> list[str]:
-        return [target.targets[0] for target in self.hub.targets("r:80")]
+        return [target.targets[0] for target in self.hub.roster.targets("r:80")]
 
 
 def test_a_lost_worker_stays_listed_until_it_is_back() -> None:
     """Guards against `up == 0` that nobody can see, because who is down is not scraped any more."""
     watched = Watched()
     watched.hub.expect("d0", "decode")
-    assert watched.state("d0") == "starting" and watched.hub.targets("r:80") == [ROUTER]
+    assert watched.state("d0") == "starting" and watched.hub.roster.targets("r:80") == [ROUTER]
     watched.join("d0")
-    listed = Target(["d0:9001"], {"instance": "d0", "worker": "d0", "pool": "decode"})
-    assert watched.state("d0") == "ready" and watched.hub.targets("r:80") == [ROUTER, listed]
+    listed = ScrapeTarget(["d0:9001"], {"instance": "d0", "worker": "d0", "pool": "decode"})
+    assert watched.state("d0") == "ready" and watched.hub.roster.targets("r:80") == [ROUTER, listed]
     watched.hub.lost("d0")
-    assert watched.state("d0") == "lost" and watched.hub.targets("r:80") == [ROUTER, listed]
+    assert watched.state("d0") == "lost" and watched.hub.roster.targets("r:80") == [ROUTER, listed]
     watched.hub.lost("d0", for_good=True)  # the supervisor does not name it while it is down
-    assert watched.state("d0") == "lost" and watched.hub.targets("r:80") == [ROUTER, listed]
+    assert watched.state("d0") == "lost" and watched.hub.roster.targets("r:80") == [ROUTER, listed]
     lost = {"peer": "d0", "role": "decode", "how": "lost"}
     assert watched.value("worker_losses_total", **lost) == 1
     watched.hub.expect("d0", "decode")

@@ -7,7 +7,7 @@ import pytest
 from engine.types import RequestId, RequestRecord
 from router.config import RouterConfig
 from router.front.api import GenerateCall
-from router.front.validate import to_record
+from router.front.intake import to_record
 from router.http.openai import parse_chat, parse_completion
 from tests.router.http.test_fuzz import Model
 

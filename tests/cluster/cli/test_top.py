@@ -13,7 +13,7 @@ from cluster.cli.top import frame
 from cluster.cli.trace_view import print_latest, print_trace, request_of
 from engine.messages import Load
 from router.journal import Recent
-from router.overview import Overview, WorkerView
+from router.overview import Overview, WorkerOverview
 from telemetry.flight import FlightRecorder
 
 
@@ -23,8 +23,8 @@ def load(**given: object) -> Load:
     return Load(step=7, **{f"{state}_blocks": count for state, count in blocks.items()}, **given)  # type: ignore[arg-type]
 
 
-def view(name: str, role: str, load: Load) -> WorkerView:
-    return WorkerView(
+def view(name: str, role: str, load: Load) -> WorkerOverview:
+    return WorkerOverview(
         name=name,
         role=role,
         address="h:1",

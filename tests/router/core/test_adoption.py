@@ -2,30 +2,38 @@
 
 import pytest
 
-from engine.messages import Cancel, NeedPrefill, Orphan, OrphansTold, Tokens
+from engine.messages import (
+    Cancel,
+    Finish,
+    NeedPrefill,
+    Orphan,
+    OrphansTold,
+    Place,
+    Tokens,
+    UsePrefill,
+)
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core.adoption import MAX_KNOWN, Adoptions
+from router.core.call_table import CallTable
+from router.core.cluster_view import ClusterView
 from router.core.events import (
     Adopt,
     Complete,
+    DecodeLost,
     Deliver,
-    Dropped,
     Fail,
-    Interrupted,
+    Ignored,
     Left,
     Lost,
     Named,
-    SendCancel,
-    SendFinish,
-    SendPlace,
-    SendUsePrefill,
     StopFound,
+    TellWorker,
     Tick,
 )
 from router.core.placement import LOCAL
 from router.hub import Hub
 from router.observer import NullObserver
-from tests.router.bench import A, B, Bench, ended
+from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
 
 PROMPT = list(range(40))
@@ -45,8 +53,8 @@ def orphan(*tokens: int, placement: int = 3, history: int = 0, **more: object) -
     return Orphan(record=record, placement=placement, tokens=list(tokens), **values)  # type: ignore[arg-type]
 
 
-def cancel(worker: str, placement: int) -> SendCancel:
-    return SendCancel(worker, Cancel(A, placement, FinishReason.CANCELLED))
+def cancel(worker: str, placement: int) -> TellWorker:
+    return TellWorker(worker, Cancel(A, placement, FinishReason.CANCELLED))
 
 
 def test_it_goes_on_behind_what_it_has() -> None:
@@ -54,7 +62,7 @@ def test_it_goes_on_behind_what_it_has() -> None:
     bench = Bench()
     one = orphan(5, 6, 7)
     assert bench.hear(one) == [Adopt(one), *(Deliver(A, [token]) for token in (5, 6, 7))]
-    assert bench.hear(Tokens(A, 3, 2, [7, 8])) == [Dropped("duplicate", 1), Deliver(A, [8])]
+    assert bench.hear(Tokens(A, 3, 2, [7, 8])) == [Ignored("duplicate", 1), Deliver(A, [8])]
     (done,) = bench.hear(ended(placement=3, output_tokens=4))
     assert isinstance(done, Complete) and done.reason is FinishReason.STOP
     assert bench.router.open == 0
@@ -72,7 +80,7 @@ def test_a_stop_string_that_the_dead_router_had_not_found() -> None:
     bench = Bench()
     bench.hear(orphan(5, 6, 7, 8))
     (finish,) = bench.do(StopFound(A, 2))
-    assert isinstance(finish, SendFinish) and finish.finish.tokens_kept == 2
+    assert is_told(finish, Finish) and finish.record.tokens_kept == 2
     (done,) = bench.hear(ended(placement=3, reason=FinishReason.LENGTH, output_tokens=4))
     assert isinstance(done, Complete)
     assert (done.reason, done.stats.output_tokens) == (FinishReason.STOP, 2)
@@ -89,10 +97,10 @@ def test_its_worker_is_lost_and_it_goes_on_elsewhere() -> None:
     bench.hear(load(), "p0")
     bench.hear(load(), "d1")
     interrupted, place = bench.do(Lost("d0"))
-    assert interrupted == Interrupted(A, "d0", 3)
-    assert isinstance(place, SendPlace) and place.worker == "d1"
-    assert (place.place.placement, place.place.losses) == (4, 2)
-    assert place.place.record.tokens == [*PROMPT, 5, 6, 7] and place.place.record.remaining_s == 5.0
+    assert interrupted == DecodeLost(A, "d0", 3)
+    assert is_told(place, Place) and place.worker == "d1"
+    assert (place.record.placement, place.record.losses) == (4, 2)
+    assert place.record.record.tokens == [*PROMPT, 5, 6, 7] and place.record.record.remaining_s == 5.0
     bench.accept(A, 4, "d1")
     assert bench.hear(Tokens(A, 4, 3, [8]), "d1") == [Deliver(A, [8])]
 
@@ -112,7 +120,7 @@ def test_its_deadline_goes_on() -> None:
     bench.now = 3.0
     failed, told = bench.do(Tick())
     assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
-    assert isinstance(told, SendCancel)
+    assert is_told(told, Cancel)
 
 
 def test_its_prefill_worker_may_be_replaced() -> None:
@@ -120,12 +128,12 @@ def test_its_prefill_worker_may_be_replaced() -> None:
     bench = Bench(prefills=2)
     bench.hear(orphan(prefill="p1"))
     (answer,) = bench.hear(NeedPrefill(A, 3, "p1"))
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
-    assert answer.answer.prefill.name == "p0" != LOCAL.name
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
+    assert answer.record.prefill.name == "p0" != LOCAL.name
     unknown = Bench()
     unknown.hear(orphan(prefill="p9"))
     (answer,) = unknown.hear(NeedPrefill(A, 3, "p9"))
-    assert isinstance(answer, SendUsePrefill)
+    assert is_told(answer, UsePrefill)
 
 
 @pytest.mark.parametrize("higher_first", [True, False])
@@ -139,9 +147,9 @@ def test_of_two_reports_the_higher_placement_goes_on(higher_first: bool) -> None
     else:
         bench.hear(low, "d0")
         assert bench.hear(high, "d1") == [cancel("d0", 3), Adopt(high), Deliver(A, [5]), Deliver(A, [9])]
-    assert bench.hear(Tokens(A, 3, 3, [8]), "d0") == [Dropped("stale", 1)]
+    assert bench.hear(Tokens(A, 3, 3, [8]), "d0") == [Ignored("stale", 1)]
     assert bench.hear(ended(placement=3, reason=FinishReason.CANCELLED), "d0") == [
-        Dropped("stale", 0)
+        Ignored("stale", 0)
     ]
     assert bench.hear(Tokens(A, 4, 2, [10]), "d1") == [Deliver(A, [10])]
 
@@ -153,8 +161,8 @@ def test_a_placement_that_the_dead_router_made_and_nobody_told_of_is_not_taken_f
     assert not bench.router.is_settled(bench.now)
     bench.now = 10.0
     assert bench.router.is_settled(bench.now)  # though d1 has not told
-    (place,) = [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
-    assert place.worker == "d1" and place.place.placement == 1_001
+    (place,) = [c for c in bench.do(Lost("d0")) if is_told(c, Place)]
+    assert place.worker == "d1" and place.record.placement == 1_001
     bench.accept(placement=1_001, worker="d1")
     assert bench.hear(orphan(5, placement=4), "d1") == [cancel("d1", 4)]
     assert bench.hear(Tokens(A, 1_001, 2, [7]), "d1") == [Deliver(A, [7])]
@@ -166,10 +174,10 @@ def test_it_is_placed_again_only_when_no_higher_placement_can_be_told_of() -> No
     bench.do(Named(("d0", "d1")))
     bench.hear(orphan(5, 6, placement=3), "d0")
     bench.hear(OrphansTold(), "d0")
-    assert not [c for c in bench.do(Lost("d0")) if isinstance(c, SendPlace)]
-    assert [c for c in bench.submit(B) if isinstance(c, SendPlace)], "who comes after it waits for it"
-    (place,) = [c for c in bench.hear(OrphansTold(), "d1") if isinstance(c, SendPlace)]
-    assert place.worker == "d1" and place.place.placement == 1_001
+    assert not [c for c in bench.do(Lost("d0")) if is_told(c, Place)]
+    assert [c for c in bench.submit(B) if is_told(c, Place)], "who comes after it waits for it"
+    (place,) = [c for c in bench.hear(OrphansTold(), "d1") if is_told(c, Place)]
+    assert place.worker == "d1" and place.record.placement == 1_001
 
 
 def test_of_two_reports_the_lower_one_may_have_ended() -> None:
@@ -191,8 +199,8 @@ def test_once_settled_what_was_adopted_goes_on() -> None:
     assert bench.hear(Tokens(A, 3, 2, [7]), "d0") == [Deliver(A, [7])]
     bench.hear(load(), "d1")
     *_, place = bench.do(Lost("d0"))
-    assert isinstance(place, SendPlace)
-    assert place.place.placement == 5, "a number that another worker takes for its own"
+    assert is_told(place, Place)
+    assert place.record.placement == 5, "a number that another worker takes for its own"
 
 
 def test_a_client_that_left_meanwhile() -> None:
@@ -209,7 +217,7 @@ def test_a_request_of_ones_own_is_not_adopted() -> None:
     """Guards a running request against a worker that reports it as somebody else's."""
     bench = Bench(decodes=2)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     bench.accept(worker=place.worker)
     other = {"d0": "d1", "d1": "d0"}[place.worker]
     assert bench.hear(orphan(5, placement=7), other) == [cancel(other, 7)]
@@ -226,9 +234,14 @@ def test_what_nobody_can_serve_is_cancelled() -> None:
     assert sent == [Cancel(A, 3, FinishReason.CANCELLED)]
 
 
+def adoptions() -> Adoptions:
+    view = ClusterView(10.0)
+    return Adoptions(5.0, CallTable(view), view, 0)
+
+
 def test_when_a_router_has_settled() -> None:
     """Guards against a client refused while a worker has yet to report, and one that waits for a dead one for ever."""
-    one = Adoptions(5.0)
+    one = adoptions()
     assert not one.is_settled(100.0)
     one.told("d0")
     assert not one.is_settled(101.0), "nobody has named the workers"
@@ -238,13 +251,13 @@ def test_when_a_router_has_settled() -> None:
     assert one.is_settled(104.9)
     one.named(["d0", "d1", "d2"])
     assert one.is_settled(105.0), "a worker that comes later unsettles it"
-    late = Adoptions(5.0)
+    late = adoptions()
     late.named(["d0"])
     assert not late.is_settled(0.0) and late.is_settled(5.0)
 
 
 def test_what_is_known_of_adopted_requests_is_bounded() -> None:
-    one = Adoptions(5.0)
+    one = adoptions()
     first = orphan(5)
     assert one.takes(first, 0.0)
     for number in range(MAX_KNOWN):
@@ -259,5 +272,5 @@ def test_the_last_words_of_a_worker_that_was_given_up_are_dropped() -> None:
     """Guards the router against a report that comes between the verdict on a worker and the end of its stream."""
     bench = Bench(decodes=2)
     bench.do(Lost("d0"))
-    assert bench.hear(orphan(5, 6), "d0") == [Dropped("stale", 2)]
+    assert bench.hear(orphan(5, 6), "d0") == [Ignored("stale", 2)]
     assert bench.router.open == 0

@@ -2,26 +2,23 @@
 
 import pytest
 
-from engine.messages import Accepted, Fault, Refused, Tokens
+from engine.messages import Accepted, Cancel, Fault, Finish, Place, Refused, Tokens
 from engine.types import FinishReason, RequestId
 from router.core.events import (
     Begin,
     Command,
     Complete,
     Deliver,
-    Dropped,
     Event,
     Fail,
     Heard,
+    Ignored,
     Left,
     Lost,
-    SendCancel,
-    SendFinish,
-    SendPlace,
     StopFound,
     Tick,
 )
-from tests.router.bench import A, B, Bench, ended
+from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
 
 
@@ -29,9 +26,9 @@ def test_life_of_a_request() -> None:
     """Guards the plain path: place, accept, tokens in order, end."""
     bench = Bench()
     (place,) = bench.submit(deadline_s=5.0)
-    assert isinstance(place, SendPlace) and place.worker == "d0"
-    assert (place.place.placement, place.place.prefill.name) == (1, "p0")
-    assert place.place.record.remaining_s == 5.0
+    assert is_told(place, Place) and place.worker == "d0"
+    assert (place.record.placement, place.record.prefill.name) == (1, "p0")
+    assert place.record.record.remaining_s == 5.0
     assert bench.accept() == [Begin(A)]
     assert bench.hear(Tokens(A, 1, 0, [7])) == [Deliver(A, [7])]
     assert bench.hear(Tokens(A, 1, 1, [8, 9])) == [Deliver(A, [8, 9])]
@@ -43,12 +40,12 @@ def test_life_of_a_request() -> None:
 @pytest.mark.parametrize(
     ("tokens", "commands"),
     [
-        (Tokens(A, 1, 0, [1, 2]), [Dropped("duplicate", 2)]),
-        (Tokens(A, 1, 1, [2, 3]), [Dropped("duplicate", 1), Deliver(A, [3])]),
-        (Tokens(A, 1, 3, [4]), [Dropped("gap", 1)]),
-        (Tokens(A, 2, 2, [3]), [Dropped("stale", 1)]),
-        (Tokens(A, 0, 2, [3]), [Dropped("stale", 1)]),
-        (Tokens(B, 1, 0, [3]), [Dropped("stale", 1)]),
+        (Tokens(A, 1, 0, [1, 2]), [Ignored("duplicate", 2)]),
+        (Tokens(A, 1, 1, [2, 3]), [Ignored("duplicate", 1), Deliver(A, [3])]),
+        (Tokens(A, 1, 3, [4]), [Ignored("gap", 1)]),
+        (Tokens(A, 2, 2, [3]), [Ignored("stale", 1)]),
+        (Tokens(A, 0, 2, [3]), [Ignored("stale", 1)]),
+        (Tokens(B, 1, 0, [3]), [Ignored("stale", 1)]),
     ],
 )
 def test_only_the_next_token_of_the_current_placement(
@@ -66,9 +63,9 @@ def test_tokens_of_another_worker_are_stale() -> None:
     """Guards against a worker that speaks for a request it does not hold."""
     bench = Bench(decodes=2)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     other = {"d0": "d1", "d1": "d0"}[place.worker]
-    assert bench.hear(Accepted(A, 1, 0), other) == [Dropped("stale", 0)]
+    assert bench.hear(Accepted(A, 1, 0), other) == [Ignored("stale", 0)]
 
 
 def test_an_answer_with_a_hole_is_an_error() -> None:
@@ -89,18 +86,18 @@ def test_refused_keeps_its_turn_and_waits_for_a_report() -> None:
     assert bench.submit(B) == [], "B must not overtake A on a worker that said no"
     assert bench.hear(load(active=64)) == [], "the report shows no room"
     first, second = bench.hear(load(active=10))
-    assert isinstance(first, SendPlace) and isinstance(second, SendPlace)
-    assert (first.place.record.request, first.place.placement) == (A, 2)
-    assert (second.place.record.request, second.place.placement) == (B, 1)
+    assert is_told(first, Place) and is_told(second, Place)
+    assert (first.record.record.request, first.record.placement) == (A, 2)
+    assert (second.record.record.request, second.record.placement) == (B, 1)
 
 
 def test_refused_goes_to_another_worker_at_once() -> None:
     """Guards against waiting for one worker while another has room."""
     bench = Bench(decodes=2)
     (first,) = bench.submit(A)
-    assert isinstance(first, SendPlace)
+    assert is_told(first, Place)
     (second,) = bench.hear(Refused(A, 1, 4), first.worker)
-    assert isinstance(second, SendPlace) and second.worker != first.worker
+    assert is_told(second, Place) and second.worker != first.worker
 
 
 def test_own_dispatches_count_until_a_report_does() -> None:
@@ -166,7 +163,7 @@ def test_every_end_in_every_state(state: str, end: str) -> None:
         do(Heard("d0", Tokens(A, 1, 0, [1, 2])))
         if state == "finishing":
             (finish,) = do(StopFound(A, 1))
-            assert isinstance(finish, SendFinish) and finish.finish.tokens_kept == 1
+            assert is_told(finish, Finish) and finish.record.tokens_kept == 1
         if state == "closing":
             do(Left(A))
     event: Event = {"cancel": Left(A), "deadline": Tick(), "lost": Lost("d0")}[end]
@@ -174,13 +171,13 @@ def test_every_end_in_every_state(state: str, end: str) -> None:
     out = do(event)
     on_worker = state in ("offered", "running", "finishing")
     if end != "lost":
-        assert sum(isinstance(c, SendCancel) for c in out) == on_worker
+        assert sum(is_told(c, Cancel) for c in out) == on_worker
         if on_worker or state == "closing":
             do(Heard("d0", ended(reason=FinishReason.CANCELLED)))
     elif state in ("waiting", "offered", "running"):
         assert answers == [] and bench.router.waiting == 1
         (place,) = bench.join("d0", "decode", 2)
-        assert isinstance(place, SendPlace) and place.place.placement == 2
+        assert is_told(place, Place) and place.record.placement == 2
         return
     assert len(answers) == 1
     assert isinstance(answers[0], Complete) == (state == "finishing" and end == "lost")
@@ -194,7 +191,7 @@ def test_stop_string_found_wins_over_the_workers_end() -> None:
     bench.accept()
     bench.hear(Tokens(A, 1, 0, [1, 2, 3]))
     bench.do(StopFound(A, 2))
-    assert bench.hear(Tokens(A, 1, 3, [4])) == [Dropped("overrun", 1)]
+    assert bench.hear(Tokens(A, 1, 3, [4])) == [Ignored("overrun", 1)]
     (done,) = bench.hear(ended(reason=FinishReason.LENGTH, output_tokens=4))
     assert isinstance(done, Complete)
     assert (done.reason, done.stats.output_tokens) == (FinishReason.STOP, 2)
@@ -215,13 +212,13 @@ def test_trees_learn_and_are_corrected() -> None:
     """Guards against routing by cached blocks that the worker never had, or has evicted."""
     bench = Bench(decodes=2)
     (first,) = bench.submit(A, tokens=64)
-    assert isinstance(first, SendPlace) and first.reason == "load"
+    assert is_told(first, Place) and first.reason == "load"
     home = first.worker
     bench.hear(Accepted(A, 1, 0), home)
     bench.hear(Tokens(A, 1, 0, [1]), home)
     bench.hear(ended(output_tokens=1), home)
     (second,) = bench.submit(B, tokens=64)
-    assert isinstance(second, SendPlace)
+    assert is_told(second, Place)
     assert (second.worker, second.reason) == (home, "affinity")
     bench.hear(Accepted(B, 1, 48), home)
     (done,) = bench.hear(ended(B, reason=FinishReason.LENGTH, prefill_cached_tokens=63), home)
@@ -230,7 +227,7 @@ def test_trees_learn_and_are_corrected() -> None:
     bench.hear(load(evicted=chain), home)
     bench.hear(load(evicted=chain), "p0")
     (third,) = bench.submit(RequestId("c"), tokens=64)
-    assert isinstance(third, SendPlace) and third.reason == "load"
+    assert is_told(third, Place) and third.reason == "load"
 
 
 def test_a_new_life_has_an_empty_cache_and_a_broken_stream_does_not() -> None:
@@ -254,4 +251,4 @@ def test_silent_workers_get_nothing_new() -> None:
     bench.hear(load(), "p0")
     bench.hear(load(), "d1")
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace) and place.worker == "d1"
+    assert is_told(place, Place) and place.worker == "d1"

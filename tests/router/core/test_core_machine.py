@@ -21,9 +21,13 @@ from engine.messages import (
     Orphan,
     OrphansTold,
     PeerAddress,
+    Place,
     Refused,
+    Release,
     RequestStats,
     Tokens,
+    UsePrefill,
+    Yield,
     Yielded,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
@@ -33,24 +37,19 @@ from router.core.events import (
     Adopt,
     Begin,
     Complete,
+    Connected,
+    DecodeLost,
     Deliver,
     Event,
     Fail,
     Heard,
-    Interrupted,
-    Joined,
     Left,
     Lost,
     Moved,
     Named,
-    SendCancel,
-    SendFinish,
-    SendPlace,
-    SendRelease,
-    SendUsePrefill,
-    SendYield,
     StopFound,
     Submit,
+    TellWorker,
     Tick,
 )
 from router.core.policy import LeastCost
@@ -106,24 +105,21 @@ class RouterMachine(RuleBasedStateMachine):
     def do(self, event: Event) -> None:
         for command in self.router.handle(event, self.now):
             match command:
-                case SendPlace():
-                    assert command.worker in self.up
+                case TellWorker(worker, Place()):
+                    assert worker in self.up
                     self.placed(command)
-                case SendUsePrefill():
-                    answer = command.answer
-                    job = self.job(command.worker, answer.request, answer.placement)
-                    job.prefill = answer.prefill.name if answer.prefill else ""
+                case TellWorker(worker, UsePrefill(request, placement, prefill)):
+                    job = self.job(worker, request, placement)
+                    job.prefill = prefill.name if prefill else ""
                     assert not job.prefill or job.prefill in self.up
-                case SendCancel():
-                    self.tell(command.worker, command.cancel)
-                case SendFinish():
-                    self.tell(command.worker, command.finish)
-                case SendYield(worker, order):
-                    job = self.job(worker, order.request, order.placement)
+                case TellWorker(worker, Cancel() | Finish() as told):
+                    self.tell(worker, told)
+                case TellWorker(worker, Yield(request, placement)):
+                    job = self.job(worker, request, placement)
                     assert worker in self.leaving and job.accepted and not job.asked_to_yield
                     job.asked_to_yield = True
-                case SendRelease(worker, release):
-                    self.kept.remove((worker, release.request, release.placement))
+                case TellWorker(worker, Release(request, placement)):
+                    self.kept.remove((worker, request, placement))
                 case Moved():
                     self.interrupted.add(command.request)
                 case Begin():
@@ -137,7 +133,7 @@ class RouterMachine(RuleBasedStateMachine):
                     self.begun.add(request)
                     self.interrupted.discard(request)
                     self.given[request], self.ends[request] = [], 0
-                case Interrupted():
+                case DecodeLost():
                     assert command.emitted_tokens == len(self.given[command.request])
                     self.interrupted.add(command.request)
                 case Deliver():
@@ -155,21 +151,21 @@ class RouterMachine(RuleBasedStateMachine):
         (job,) = [j for j in self.jobs if (j.worker, j.request, j.placement) == wanted]
         return job
 
-    def placed(self, command: SendPlace) -> None:
+    def placed(self, command: TellWorker) -> None:
         """History is exactly what the client has, behind the unchanged prompt; nothing is placed that is complete."""
-        record = command.place.record
+        record = command.record.record
         history = record.tokens[record.prompt_tokens :]
         assert history == self.given[record.request] and len(history) < record.max_tokens
         assert record.tokens[: record.prompt_tokens] == [1] * record.prompt_tokens
         assert not self.ends[record.request]
         assert all(
-            job.placement < command.place.placement
+            job.placement < command.record.placement
             for job in self.jobs + self.ghosts
             if job.request == record.request
         )
-        prefill = command.place.prefill.name
+        prefill = command.record.prefill.name
         assert prefill in self.up if prefill else not self.up & set(PREFILLS)
-        place = command.place
+        place = command.record
         kept = {worker for worker, request, _ in self.kept if request == record.request}
         assert {prefill} == kept if kept else prefill not in WORKERS
         assert command.worker not in self.known_leaving
@@ -188,7 +184,7 @@ class RouterMachine(RuleBasedStateMachine):
         peer = PeerAddress(name, f"{name}:1")
         # One prefill worker has blocks of another size: its tree has other identities, the pairs are the same.
         size = 24 if name == PREFILLS[-1] else 16
-        self.do(Joined(peer, worker_info(name, role, self.lives[name], blocks, size)))
+        self.do(Connected(peer, worker_info(name, role, self.lives[name], blocks, size)))
         if name in self.leaving:
             self.report(name, 0)
 

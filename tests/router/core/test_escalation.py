@@ -3,21 +3,20 @@
 import msgspec
 import pytest
 
-from engine.messages import Load, PeerAddress, Tokens
+from engine.messages import Load, PeerAddress, Place, Tokens
 from engine.types import Incarnation
 from router.core.escalation import Verdict
 from router.core.events import (
     Command,
     Complete,
+    Condemn,
+    DecodeLost,
     Fail,
-    GiveUp,
-    Interrupted,
     Lost,
     Named,
-    SendPlace,
     Tick,
 )
-from tests.router.bench import A, Bench, ended
+from tests.router.bench import A, Bench, ended, is_told
 from tests.router.fake_cluster import load
 
 ESCALATE_S, HUNG_S = 5.0, 30.0
@@ -54,13 +53,13 @@ def _silent(*lives: int) -> Load:
 
 
 def given_up(out: list[Command]) -> list[str]:
-    return [command.verdict.name for command in out if isinstance(command, GiveUp)]
+    return [command.verdict.name for command in out if isinstance(command, Condemn)]
 
 
 def running(court: Court) -> str:
     """A request that runs and has one token; its decode worker."""
     (place,) = court.submit()
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     court.accept(worker=place.worker)
     court.hear(Tokens(A, 1, 0, [7]), place.worker)
     return place.worker
@@ -105,9 +104,9 @@ def test_a_request_of_a_hung_engine_goes_on_elsewhere_in_time() -> None:
     assert not given_up(court.pass_s(HUNG_S - 0.5, ("p0", other)))
     out = court.pass_s(0.5, ("p0", other))
     assert given_up(out) == [hung]
-    assert [type(c) for c in out if isinstance(c, Interrupted | Complete | Fail)] == [Interrupted]
-    (again,) = [c for c in out if isinstance(c, SendPlace)]
-    assert again.worker == other and again.place.record.tokens[-1] == 7
+    assert [type(c) for c in out if isinstance(c, DecodeLost | Complete | Fail)] == [DecodeLost]
+    (again,) = [c for c in out if is_told(c, Place)]
+    assert again.worker == other and again.record.record.tokens[-1] == 7
     court.accept(placement=2, worker=other)
     court.hear(Tokens(A, 1, 1, [8]), hung)  # the hung one wakes up: a ghost
     court.hear(Tokens(A, 2, 1, [9]), other)
@@ -129,7 +128,7 @@ def test_a_condemned_life_never_works_again_and_the_next_one_does(again: int) ->
     else:
         assert not given_up(out)
         (place,) = places
-        assert isinstance(place, SendPlace) and place.worker == "d0"
+        assert is_told(place, Place) and place.worker == "d0"
 
 
 def test_a_worker_taken_away_is_forgotten() -> None:

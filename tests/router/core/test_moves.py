@@ -7,9 +7,11 @@ from engine.messages import (
     Accepted,
     Cancel,
     NeedPrefill,
+    Place,
     Release,
     RequestStats,
     Tokens,
+    UsePrefill,
     Yield,
     Yielded,
 )
@@ -18,18 +20,14 @@ from router.core.events import (
     Begin,
     Complete,
     Deliver,
-    Dropped,
+    Ignored,
     Left,
     Lost,
     Moved,
-    SendCancel,
-    SendPlace,
-    SendRelease,
-    SendUsePrefill,
-    SendYield,
     StopFound,
+    TellWorker,
 )
-from tests.router.bench import A, B, Bench, ended
+from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.core.test_recovery import running
 from tests.router.fake_cluster import load
 
@@ -52,12 +50,12 @@ def yielded(request: RequestId = A, placement: int = 1) -> Yielded:
     return Yielded(request=request, placement=placement, stats=SPENT)
 
 
-def moving(bench: Bench, *ids: int) -> tuple[str, SendPlace]:
+def moving(bench: Bench, *ids: int) -> tuple[str, TellWorker]:
     """A request that was yielded by its worker, and its next placement."""
     home = running(bench, *ids)
-    assert leave(bench, home) == [SendYield(home, Yield(A, 1))]
+    assert leave(bench, home) == [TellWorker(home, Yield(A, 1))]
     moved, place = bench.hear(yielded(), home)
-    assert moved == Moved(A, home, SPENT.stages) and isinstance(place, SendPlace)
+    assert moved == Moved(A, home, SPENT.stages) and is_told(place, Place)
     return home, place
 
 
@@ -65,13 +63,13 @@ def test_a_request_goes_on_from_the_kv_that_it_leaves_behind() -> None:
     """Guards against a move that computes anything again, blames anybody, or keeps the source's blocks for ever."""
     bench = Bench(decodes=2)
     home, place = moving(bench, 7, 8)
-    record = place.place.record
-    assert place.worker != home and place.place.prefill.name == home
-    assert record.tokens == [*range(40), 7, 8] and place.place.placement == 2
+    record = place.record.record
+    assert place.worker != home and place.record.prefill.name == home
+    assert record.tokens == [*range(40), 7, 8] and place.record.placement == 2
     assert bench.accept(A, 2, place.worker) == [Begin(A)]
     assert bench.hear(Tokens(A, 2, 2, [9]), place.worker) == [
         Deliver(A, [9]),
-        SendRelease(home, Release(A, 1)),
+        TellWorker(home, Release(A, 1)),
     ]
     assert bench.hear(Tokens(A, 2, 3, [10]), place.worker) == [Deliver(A, [10])]
     call = bench.router._calls[A]
@@ -91,7 +89,7 @@ def test_nobody_is_asked_for_what_no_other_worker_could_hold() -> None:
     other = {"d0": "d1", "d1": "d0"}[home]
     bench.hear(load(active=4, blocks=6), other)
     assert leave(bench, home) == [] and not bench.router._calls[A].yielding
-    assert bench.hear(load(blocks=6), other) == [SendYield(home, Yield(A, 1))]
+    assert bench.hear(load(blocks=6), other) == [TellWorker(home, Yield(A, 1))]
 
 
 def test_a_few_at_a_time_and_not_those_without_tokens() -> None:
@@ -103,16 +101,16 @@ def test_a_few_at_a_time_and_not_those_without_tokens() -> None:
         if name != A:
             bench.hear(Tokens(name, 1, 0, [5]))
     bench.join("d1", "decode", 1)
-    assert leave(bench, "d0") == [SendYield("d0", Yield(B, 1))]
+    assert leave(bench, "d0") == [TellWorker("d0", Yield(B, 1))]
     assert leave(bench, "d0") == []
     _, place = bench.hear(yielded(B))
-    assert isinstance(place, SendPlace) and place.place.prefill.name == "d0"
+    assert is_told(place, Place) and place.record.prefill.name == "d0"
     assert leave(bench, "d0") == [], "the first move is not over"
     bench.accept(B, 2, "d1")
     assert bench.hear(Tokens(B, 2, 1, [6]), "d1") == [
         Deliver(B, [6]),
-        SendRelease("d0", Release(B, 1)),
-        SendYield("d0", Yield(C, 1)),
+        TellWorker("d0", Release(B, 1)),
+        TellWorker("d0", Yield(C, 1)),
     ]
 
 
@@ -127,14 +125,14 @@ def test_a_leaving_worker_gets_nothing_new_but_is_alive() -> None:
     bench = Bench(prefills=2)
     leave(bench, "p0")
     (place,) = bench.submit(A)
-    assert isinstance(place, SendPlace) and place.place.prefill.name == "p1"
+    assert is_told(place, Place) and place.record.prefill.name == "p1"
     leave(bench, "d0")
     assert bench.submit(B) == []
     bench.now = 9.0
     leave(bench, "d0")
     assert bench.router.waiting == 1
     (place,) = bench.join("d1", "decode", 1)
-    assert isinstance(place, SendPlace) and place.worker == "d1"
+    assert is_told(place, Place) and place.worker == "d1"
 
 
 def test_a_prefill_worker_that_has_left_is_no_victim() -> None:
@@ -147,7 +145,7 @@ def test_a_prefill_worker_that_has_left_is_no_victim() -> None:
         leave(bench, name)
         bench.do(Lost(name))
         (answer,) = bench.hear(NeedPrefill(A, 1, name))
-        assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+        assert is_told(answer, UsePrefill) and answer.record.prefill is not None
     assert not bench.router._calls[A].victims
 
 
@@ -171,8 +169,8 @@ def test_the_next_worker_dies_before_its_first_token(again: bool) -> None:
     if not again:
         bench.hear(Tokens(A, 2, 1, [8]), place.worker)
     *_, third = bench.do(Lost(place.worker))
-    assert isinstance(third, SendPlace)
-    assert third.place.prefill.name == (home if again else "p0")
+    assert is_told(third, Place)
+    assert third.record.prefill.name == (home if again else "p0")
 
 
 def test_a_source_that_dies_is_replaced_by_a_prefill_worker() -> None:
@@ -181,8 +179,8 @@ def test_a_source_that_dies_is_replaced_by_a_prefill_worker() -> None:
     bench.accept(A, 2, place.worker)
     bench.do(Lost(home))
     (answer,) = bench.hear(NeedPrefill(A, 2, home), place.worker)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
-    assert answer.answer.prefill.name == "p0"
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
+    assert answer.record.prefill.name == "p0"
     assert bench.hear(Tokens(A, 2, 1, [8]), place.worker) == [Deliver(A, [8])]
 
 
@@ -191,7 +189,7 @@ def test_a_source_that_will_not_do_is_released() -> None:
     home, place = moving(bench, 7)
     bench.accept(A, 2, place.worker)
     release, answer = bench.hear(NeedPrefill(A, 2, home), place.worker)
-    assert release == SendRelease(home, Release(A, 1)) and isinstance(answer, SendUsePrefill)
+    assert release == TellWorker(home, Release(A, 1)) and is_told(answer, UsePrefill)
 
 
 def test_ends_that_cross_the_yield() -> None:
@@ -201,15 +199,15 @@ def test_ends_that_cross_the_yield() -> None:
     leave(bench, home)
     bench.do(StopFound(A, 2))
     release, done = bench.hear(yielded(), home)
-    assert release == SendRelease(home, Release(A, 1)) and isinstance(done, Complete)
+    assert release == TellWorker(home, Release(A, 1)) and isinstance(done, Complete)
     assert done.stats.output_tokens == 2 and bench.router.open == 0
 
     bench = Bench(decodes=2)
     home = running(bench, 5)
     leave(bench, home)
     told = bench.do(Left(A))[-1]
-    assert told == SendCancel(home, Cancel(A, 1, FinishReason.CANCELLED))
-    assert bench.hear(yielded(), home) == [SendRelease(home, Release(A, 1))]
+    assert told == TellWorker(home, Cancel(A, 1, FinishReason.CANCELLED))
+    assert bench.hear(yielded(), home) == [TellWorker(home, Release(A, 1))]
     assert bench.router.open == 0
 
 
@@ -219,20 +217,20 @@ def test_a_client_that_leaves_while_it_waits_frees_the_source() -> None:
     bench.hear(load(active=63), place.worker)
     bench.do(Lost(place.worker))
     assert bench.router.waiting == 1
-    assert bench.do(Left(A))[-1] == SendRelease(home, Release(A, 1))
+    assert bench.do(Left(A))[-1] == TellWorker(home, Release(A, 1))
 
 
 def test_what_a_ghost_yields_is_released() -> None:
     """Guards blocks that a worker keeps for a placement which the router has given up."""
     bench = Bench(decodes=2)
     assert bench.hear(yielded(C, 4), "d0") == [
-        SendRelease("d0", Release(C, 4)),
-        Dropped("stale", 0),
+        TellWorker("d0", Release(C, 4)),
+        Ignored("stale", 0),
     ]
 
 
 def test_a_yield_before_the_acceptance_is_not_believed() -> None:
     bench = Bench()
     bench.submit(A)
-    assert bench.hear(yielded()) == [Dropped("early", 0)]
+    assert bench.hear(yielded()) == [Ignored("early", 0)]
     assert bench.hear(Accepted(A, 1, 0)) == [Begin(A)]

@@ -2,30 +2,37 @@
 
 import pytest
 
-from engine.messages import Accepted, NeedPrefill, PeerAddress, Refused, Tokens
+from engine.messages import (
+    Accepted,
+    Cancel,
+    NeedPrefill,
+    PeerAddress,
+    Place,
+    Refused,
+    Tokens,
+    UsePrefill,
+)
 from engine.types import FinishReason, RequestId
 from router.core.events import (
     Begin,
     Command,
     Complete,
+    DecodeLost,
     Deliver,
-    Dropped,
     Fail,
-    Interrupted,
+    Ignored,
     Left,
     Lost,
     Poisonous,
-    SendCancel,
-    SendPlace,
-    SendUsePrefill,
     StopFound,
+    TellWorker,
     Tick,
 )
 from router.core.placement import LOCAL
 from router.core.recovery import MAX_UNHEARD, RetryBudget
 from router.hub import Hub
 from router.observer import NullObserver
-from tests.router.bench import STOP_ID, A, B, Bench, ended
+from tests.router.bench import STOP_ID, A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
 
 C = RequestId("c")
@@ -34,17 +41,17 @@ C = RequestId("c")
 def running(bench: Bench, *ids: int, request: RequestId = A, **more: object) -> str:
     """Submit and run to the given tokens; the decode worker's name."""
     (place,) = bench.submit(request, **more)  # type: ignore[arg-type]
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     bench.accept(request, worker=place.worker)
     if ids:
         bench.hear(Tokens(request, 1, 0, list(ids)), place.worker)
     return place.worker
 
 
-def lose(bench: Bench, worker: str) -> tuple[list[Command], SendPlace]:
+def lose(bench: Bench, worker: str) -> tuple[list[Command], TellWorker]:
     """Lose a decode worker; what came before the new placement, and that."""
     *before, place = bench.do(Lost(worker))
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     return before, place
 
 
@@ -57,16 +64,16 @@ def test_a_request_goes_on_behind_what_its_client_has(emitted: int) -> None:
     bench.now = 4.0
     bench.hear(load(), "p0")
     before, place = lose(bench, home)
-    assert before == [Interrupted(A, home, emitted)]
-    record = place.place.record
-    assert place.worker != home and place.place.placement == 2
+    assert before == [DecodeLost(A, home, emitted)]
+    record = place.record.record
+    assert place.worker != home and place.record.placement == 2
     assert record.tokens == [*range(40), *given] and record.prompt_tokens == 40
     assert (record.seed, record.remaining_s, record.max_tokens) == (1, 5.0, 24)
-    assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Dropped("early", 1)]
+    assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Ignored("early", 1)]
     assert bench.accept(A, 2, place.worker) == [Begin(A)]
     tree = bench.router.index._trees[place.worker]
     assert len(tree) == (40 + emitted) // 16, "history is not in what the new worker will hold"
-    assert bench.hear(Tokens(A, 1, emitted, [6]), place.worker) == [Dropped("stale", 1)]
+    assert bench.hear(Tokens(A, 1, emitted, [6]), place.worker) == [Ignored("stale", 1)]
     assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Deliver(A, [7])]
     last = ended(A, 2, FinishReason.STOP, output_tokens=emitted + 1, prefill_cached_tokens=40)
     (done,) = bench.hear(last, place.worker)
@@ -112,10 +119,10 @@ def test_it_waits_at_the_head_of_the_line() -> None:
     home = running(bench, 5)
     running(bench, 6, request=B)
     assert bench.submit(C, tokens=100) == []
-    assert bench.do(Lost(home)) == [Interrupted(A, home, 1), Interrupted(B, home, 1)]
+    assert bench.do(Lost(home)) == [DecodeLost(A, home, 1), DecodeLost(B, home, 1)]
     first, second = bench.join("d0", "decode", 2, 8)
-    assert isinstance(first, SendPlace) and isinstance(second, SendPlace)
-    assert [p.place.record.request for p in (first, second)] == [A, B]
+    assert is_told(first, Place) and is_told(second, Place)
+    assert [p.record.record.request for p in (first, second)] == [A, B]
 
 
 def test_a_deadline_ends_the_waiting_for_another_worker() -> None:
@@ -134,7 +141,7 @@ def test_a_worker_that_never_took_it_is_no_victim() -> None:
     home = running(bench, 5)
     _, place = lose(bench, home)
     (again,) = bench.do(Lost(place.worker))
-    assert isinstance(again, SendPlace) and again.worker not in (home, place.worker)
+    assert is_told(again, Place) and again.worker not in (home, place.worker)
 
 
 def test_offers_lost_unheard_are_no_lost_placements() -> None:
@@ -143,9 +150,9 @@ def test_offers_lost_unheard_are_no_lost_placements() -> None:
     bench = Bench(decodes=20, max_placements=2)
     (place,) = bench.submit(A)
     for _ in range(MAX_UNHEARD - 1):
-        assert isinstance(place, SendPlace)
+        assert is_told(place, Place)
         (place,) = bench.do(Lost(place.worker))
-    assert isinstance(place, SendPlace)
+    assert is_told(place, Place)
     (end,) = bench.do(Lost(place.worker))
     assert isinstance(end, Fail) and end.fault.code == "UNAVAILABLE"
 
@@ -169,7 +176,7 @@ def test_a_cut_stream_kills_nobody() -> None:
     for placement in (2, 3):
         bench.do(Lost("d0"))
         (place,) = bench.join("d0", "decode", 1)
-        assert isinstance(place, SendPlace) and place.place.placement == placement
+        assert is_told(place, Place) and place.record.placement == placement
         bench.accept(A, placement)
     (failed,) = bench.do(Lost("d0"))
     assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
@@ -185,11 +192,11 @@ def test_a_worker_that_is_back_alive_is_no_victim(unseen: bool) -> None:
     bench.accept(A, 2, place.worker)
     if unseen:  # the second is cut, and is back before anybody heard of it
         interrupted, place = bench.join(place.worker, "decode", 1)
-        assert isinstance(interrupted, Interrupted)
+        assert isinstance(interrupted, DecodeLost)
     else:  # the first was only cut
         bench.join(first, "decode", 1)
         _, place = lose(bench, place.worker)
-    assert isinstance(place, SendPlace) and place.place.placement == 3
+    assert is_told(place, Place) and place.record.placement == 3
     assert bench.accept(A, 3, place.worker) == [Begin(A)]
 
 
@@ -198,8 +205,8 @@ def test_a_cut_that_is_only_seen_when_it_is_mended() -> None:
     bench = Bench()
     running(bench, 5)
     interrupted, place = bench.join("d0", "decode", 1)
-    assert interrupted == Interrupted(A, "d0", 1)
-    assert isinstance(place, SendPlace) and place.place.record.tokens[-1] == 5
+    assert interrupted == DecodeLost(A, "d0", 1)
+    assert is_told(place, Place) and place.record.record.tokens[-1] == 5
 
 
 def test_the_budget_is_shared_and_grows_with_requests() -> None:
@@ -232,16 +239,16 @@ def test_another_prefill_worker_is_named_and_then_none() -> None:
     """Guards against a decode worker sent back to the one it lost, or left without an answer."""
     bench = Bench(prefills=2)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace)
-    first = place.place.prefill.name
+    assert is_told(place, Place)
+    first = place.record.prefill.name
     bench.accept()
     (answer,) = asked(bench, "d0", first)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
-    second = answer.answer.prefill.name
-    assert {first, second} == {"p0", "p1"} and answer.answer.placement == 1
-    assert asked(bench, "d0", first) == [Dropped("stale", 0)], "asked twice, answered once"
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
+    second = answer.record.prefill.name
+    assert {first, second} == {"p0", "p1"} and answer.record.placement == 1
+    assert asked(bench, "d0", first) == [Ignored("stale", 0)], "asked twice, answered once"
     (answer,) = asked(bench, "d0", second)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is None
+    assert is_told(answer, UsePrefill) and answer.record.prefill is None
     assert bench.hear(Tokens(A, 1, 0, [5])) == [Deliver(A, [5])]
 
 
@@ -249,14 +256,14 @@ def test_the_other_prefill_worker_is_the_cheapest_one() -> None:
     """Guards against a choice blind to queues."""
     bench = Bench(prefills=3)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace)
-    first = place.place.prefill.name
+    assert is_told(place, Place)
+    first = place.record.prefill.name
     bench.accept()
     busy, idle = sorted({"p0", "p1", "p2"} - {first})
     bench.hear(load(waiting_tokens=5000), busy)
     (answer,) = asked(bench, "d0", first)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
-    assert answer.answer.prefill.name == idle
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
+    assert answer.record.prefill.name == idle
 
 
 def test_a_new_life_of_a_lost_prefill_worker_may_be_asked() -> None:
@@ -266,27 +273,27 @@ def test_a_new_life_of_a_lost_prefill_worker_may_be_asked() -> None:
     assert bench.router.index._trees["p0"]
     bench.join("p0", "prefill", 2)
     (answer,) = asked(bench, "d0", "p0")
-    assert isinstance(answer, SendUsePrefill)
-    assert answer.answer.prefill == PeerAddress("p0", "p0:1")
+    assert is_told(answer, UsePrefill)
+    assert answer.record.prefill == PeerAddress("p0", "p0:1")
 
 
 def test_a_prompt_that_kills_prefill_workers_is_poison() -> None:
     """Guards the prefill pool against one prompt: lost before it is reported, or after."""
     bench = Bench(prefills=3)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace)
-    first = place.place.prefill.name
+    assert is_told(place, Place)
+    first = place.record.prefill.name
     bench.accept()
     bench.do(Lost(first))
     (answer,) = asked(bench, "d0", first)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
-    second = answer.answer.prefill.name
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
+    second = answer.record.prefill.name
     (answer,) = asked(bench, "d0", second)
-    assert isinstance(answer, SendUsePrefill) and answer.answer.prefill is not None
+    assert is_told(answer, UsePrefill) and answer.record.prefill is not None
     bench.do(Lost(second))
-    named, failed, cancel = asked(bench, "d0", answer.answer.prefill.name)
+    named, failed, cancel = asked(bench, "d0", answer.record.prefill.name)
     assert named == Poisonous(A, sorted((first, second)))
-    assert isinstance(failed, Fail) and isinstance(cancel, SendCancel)
+    assert isinstance(failed, Fail) and is_told(cancel, Cancel)
     bench.hear(ended(reason=FinishReason.CANCELLED))
     assert bench.router.open == 0
 
@@ -295,14 +302,14 @@ def test_without_prefill_workers_the_decode_worker_does_it_alone() -> None:
     """Guards against requests that wait, or fail, while a worker is there that could run them."""
     bench = Bench(prefills=0)
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace) and place.place.prefill == LOCAL == PeerAddress("", "")
+    assert is_told(place, Place) and place.record.prefill == LOCAL == PeerAddress("", "")
     bench.accept()
     bench.hear(Tokens(A, 1, 0, [5]))
     (done,) = bench.hear(ended(output_tokens=1))
     assert isinstance(done, Complete)
     bench.join("p0", "prefill", 1)
     (place,) = bench.submit(B)
-    assert isinstance(place, SendPlace) and place.place.prefill.name == "p0"
+    assert is_told(place, Place) and place.record.prefill.name == "p0"
 
 
 def test_a_silent_prefill_worker_is_passed_by() -> None:
@@ -311,7 +318,7 @@ def test_a_silent_prefill_worker_is_passed_by() -> None:
     bench.now = 30.0
     bench.hear(load())
     (place,) = bench.submit()
-    assert isinstance(place, SendPlace) and place.place.prefill == LOCAL
+    assert is_told(place, Place) and place.record.prefill == LOCAL
 
 
 def test_history_that_no_prefill_pool_holds_is_prefilled_locally() -> None:
@@ -320,7 +327,7 @@ def test_history_that_no_prefill_pool_holds_is_prefilled_locally() -> None:
     bench.join("p0", "prefill", 1, 3)
     home = running(bench, *range(200, 209))  # 49 tokens: four blocks
     _, place = lose(bench, home)
-    assert place.place.prefill == LOCAL and len(place.place.record.tokens) == 49
+    assert place.record.prefill == LOCAL and len(place.record.record.tokens) == 49
 
 
 def test_a_local_prefill_cannot_crowd_out_the_line() -> None:
@@ -329,7 +336,7 @@ def test_a_local_prefill_cannot_crowd_out_the_line() -> None:
     bench.submit()
     assert bench.hear(Refused(A, 1, 4)) == []
     (place,) = bench.hear(load())
-    assert isinstance(place, SendPlace) and place.place.placement == 2
+    assert is_told(place, Place) and place.record.placement == 2
     assert bench.hear(Accepted(A, 2, 0)) == [Begin(A)]
 
 

@@ -21,10 +21,10 @@ from router.front.api import (
     Started,
 )
 from router.front.output import Output
-from router.front.progress import RECONNECT_S, Progress
-from router.front.stream import Stream
+from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
+from router.grpc.progress import RECONNECT_S, Progress
 from router.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
@@ -212,7 +212,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
 
     async def body() -> None:
         data = [*ANSWER.encode(), 0xC3]
-        stream = Stream(
+        stream = SampleStream(
             Started("r", "m", 1, "t"),
             Output(ByteDetokenizer(), stop),
             Timeline(0.0),

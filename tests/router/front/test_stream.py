@@ -6,7 +6,7 @@ import pytest
 
 from router.front.api import Started
 from router.front.output import Output
-from router.front.stream import Stream
+from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteDetokenizer
@@ -33,7 +33,7 @@ class Counting(NullObserver):
 def test_whoever_is_too_late_did_not_cancel(left_s: float, outcome: str) -> None:
     """Guards the failure rate: gRPC ends a call at its deadline before we look, and that is no client's wish."""
     counting = Counting()
-    stream = Stream(
+    stream = SampleStream(
         Started("r", "m", 1),
         Output(ByteDetokenizer(), ()),
         Timeline(0.0),

@@ -22,9 +22,8 @@ from router.front.api import (
     Started,
 )
 from router.front.resume import unknown_token
-from router.http.generation import Generates
-from router.http.routes import build_app
-from router.roster import Target
+from router.http.routes import Generates, build_app
+from router.roster import ScrapeTarget
 
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(
@@ -106,8 +105,8 @@ class FakeState:
     async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"
 
-    def targets(self, router_address: str) -> list[Target]:
-        return [Target([router_address], {"worker": "router"})]
+    def targets(self, router_address: str) -> list[ScrapeTarget]:
+        return [ScrapeTarget([router_address], {"worker": "router"})]
 
 
 def ask(

@@ -11,7 +11,8 @@ from engine.messages import PeerAddress, Place, decode_router_frame, encode
 from engine.types import FieldError, RequestId, TooLongError
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall, GenerateEvent
-from router.front.validate import UnknownModelError, check_call, to_record
+from router.front.intake import to_record
+from router.front.validate import UnknownModelError, check_call
 from router.http.openai import ChatRequest, CompletionRequest
 from tests.router.http.fakes import ANSWER, ask
 

@@ -15,8 +15,8 @@ from engine.messages import Cancel, Place
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
-from router.http.event_ids import At, event_id, positions
-from router.http.stream import RESUME_TOKEN_HEADER
+from router.http.answers import RESUME_TOKEN_HEADER
+from router.http.openai_stream import EventPosition, event_id, positions
 from router.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
@@ -141,7 +141,7 @@ def test_a_cut_anywhere_loses_and_repeats_nothing(form: str) -> None:
             ) as reply:
                 if reply.status_code == 200:
                     got += complete(await read(reply, 150))
-            was_running = bool(app._frontend._resumables.find(token).samples.streams[0].end is None)  # type: ignore[union-attr]
+            was_running = bool(app._frontend._resumables.find(token).streams[0].end is None)  # type: ignore[union-attr]
             if not got.endswith(b"[DONE]\n\n"):
                 got += await go_on(client, token, last_id(got))
             assert got == await go_on(client, token, ""), f"cut at {cut}"
@@ -163,7 +163,7 @@ def test_the_token_is_known_before_there_is_output() -> None:
         json_body = {"prompt": "x", "stream": True, "max_tokens": 2}
         async with client.stream("POST", TEXT[0], json=json_body, headers=headers) as reply:
             token = reply.headers[RESUME_TOKEN_HEADER]
-            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).samples.streams[0].ids  # type: ignore[union-attr]
+            assert app.hub.core.open == 1 and not app._frontend._resumables.find(token).streams[0].ids  # type: ignore[union-attr]
         async with client.stream("GET", f"/v1/streams/{token}") as reply:
             assert reply.headers["x-request-id"] == "mine"
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -230,11 +230,11 @@ def test_what_cannot_be_resumed_here() -> None:
         (at,) = positions(last_id(data), token)
         bad = {
             "nonsense": "Last-Event-ID",
-            event_id("another", [At()]): "Last-Event-ID",
-            event_id(token, [At(10**6, 0, 0)]): "Last-Event-ID",
-            event_id(token, [At(0, 2, 0)]): "Last-Event-ID",
-            event_id(token, [At(1, 1, 1)]): "Last-Event-ID",
-            event_id(token, [At(at.next_index, at.text_bytes, at.closing + 1)]): "Last-Event-ID",
+            event_id("another", [EventPosition()]): "Last-Event-ID",
+            event_id(token, [EventPosition(10**6, 0, 0)]): "Last-Event-ID",
+            event_id(token, [EventPosition(0, 2, 0)]): "Last-Event-ID",
+            event_id(token, [EventPosition(1, 1, 1)]): "Last-Event-ID",
+            event_id(token, [EventPosition(at.next_index, at.text_bytes, at.closing + 1)]): "Last-Event-ID",
         }
         for value, param in bad.items():
             reply = await client.get(f"/v1/streams/{token}", headers={"Last-Event-ID": value})
@@ -248,7 +248,7 @@ def test_what_cannot_be_resumed_here() -> None:
 def test_silence_between_ids_is_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards OpenAI's Python client, which makes an event without data of an empty line that follows an id and a
     comment, and fails on it."""
-    monkeypatch.setattr("router.http.stream.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("router.http.answers.KEEP_ALIVE_S", 0.02)
 
     async def body(app: RouterApp, client: httpx.AsyncClient, workers: FakeWorkers) -> None:
         workers.slow_s = 0.1
@@ -269,8 +269,8 @@ a_position = st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.
 
 @given(st.lists(a_position, min_size=1, max_size=4))
 def test_ids_are_read_as_they_were_written(numbers: list[tuple[int, int, int]]) -> None:
-    assert positions(event_id("a-_9", [At(*n) for n in numbers]), "a-_9") == [
-        At(*n) for n in numbers
+    assert positions(event_id("a-_9", [EventPosition(*n) for n in numbers]), "a-_9") == [
+        EventPosition(*n) for n in numbers
     ]
 
 

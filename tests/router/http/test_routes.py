@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from router.front.api import ApiError, Delta
-from router.http import stream as http_stream
+from router.http import answers as http_stream
 from tests.router.http.fakes import ANSWER, FINISHED, STARTED, FakeFrontend, FakeState, ask, refusal
 
 CHAT = "/v1/chat/completions"

@@ -1,7 +1,7 @@
-"""What the router believes of its workers because of its own requests: written as they are placed, accepted and ended.
+"""The router's view of its workers, which may be stale: updated as its own requests are placed, accepted and ended.
 
 Every placement adds to the load of its two workers until a report counts it; every acceptance and every end corrects
-what is believed to be cached. `registry` and `index` hold the beliefs; the core owns all three.
+what is believed to be cached.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,11 @@ from router.core.prefix_index import PrefixIndex
 from router.core.registry import Registry
 
 
-class Beliefs:
+class ClusterView:
+    """The router core owns it."""
+
+    # Mutable state: the connected workers with their load, and what each is believed to hold.
+
     def __init__(self, silent_s: float) -> None:
         self.registry = Registry(silent_s)
         self.index = PrefixIndex()

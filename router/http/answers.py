@@ -1,4 +1,4 @@
-"""A streamed answer over HTTP (server-sent events), from its beginning or resumed.
+"""An answer over HTTP: all at once, or as a stream of server-sent events, from its beginning or resumed.
 
 The status line is held back until there is output, so that a refusal keeps its own status; that of a resumable stream
 leaves as soon as a worker has the request, since it carries the token. Silence longer than `KEEP_ALIVE_S` sends the 200
@@ -7,23 +7,58 @@ client takes a part for the whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.front.api import ApiError, Delta, Finished, GenerateEvent, Started
-from router.front.form import HttpForm
+from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.resume import unknown_token
-from router.http.answer import checked, error_response, first
-from router.http.event_ids import At
-from router.http.openai_reply import error_reply
-from router.http.openai_stream import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, StreamWriter, event
+from router.http.openai_reply import ErrorReply, Writer, error_reply
+from router.http.openai_stream import (
+    KEEP_ALIVE,
+    KEEP_ALIVE_BETWEEN_IDS,
+    EventPosition,
+    StreamWriter,
+    event,
+)
 
 KEEP_ALIVE_S = 10.0
 RESUME_TOKEN_HEADER = "x-headrace-resume-token"
+
+log = logging.getLogger("headrace.router.http")
+
+
+class WholeAnswer:
+    """An ASGI application: all of an answer at once."""
+
+    def __init__(self, events: AsyncIterator[GenerateEvent], form: HttpForm) -> None:
+        self._events = events
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        label = self._form.label
+        try:
+            async with aclosing(_checked(self._events)) as events:
+                started = await _first(events)
+                label = label or started.request_id
+                answers: list[list[Delta]] = [[] for _ in range(started.samples)]
+                ends: list[Finished] = []
+                async for item in events:
+                    if isinstance(item, Delta):
+                        answers[item.sample].append(item)
+                    elif isinstance(item, Finished):
+                        ends.append(item)
+                ends.sort(key=lambda end: end.sample)
+                body = Writer(started, self._form).whole(answers, ends)
+                headers = {"content-type": "application/json", "x-request-id": label}
+                response = Response(body, headers=headers)
+        except ApiError as error:
+            response = error_response(error_reply(error), label)
+        await response(scope, receive, send)
 
 
 class StreamedAnswer:
@@ -35,7 +70,7 @@ class StreamedAnswer:
         events: AsyncIterator[GenerateEvent],
         form: HttpForm | None,
         label: str,
-        at: Sequence[At] = (),
+        at: Sequence[EventPosition] = (),
     ) -> None:
         self._events = events
         self._form = form
@@ -47,8 +82,8 @@ class StreamedAnswer:
         out = _EventStream(send, self._label)
         pulse = asyncio.ensure_future(out.keep_alive())
         try:
-            async with aclosing(checked(self._events)) as events:
-                writer = await self._open(await first(events), out)
+            async with aclosing(_checked(self._events)) as events:
+                writer = await self._open(await _first(events), out)
                 async for item in events:
                     if isinstance(item, Delta):
                         await out.write(writer.delta(item))
@@ -144,3 +179,52 @@ class _EventStream:
         await self._start()
         self._quiet = False
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _first(events: AsyncGenerator[GenerateEvent, None]) -> Started:
+    """Raises `ApiError`."""
+    item = await anext(events)
+    if not isinstance(item, Started):
+        raise _internal("the frontend's first event was not Started")
+    return item
+
+
+async def _checked(events: AsyncIterator[GenerateEvent]) -> AsyncGenerator[GenerateEvent, None]:
+    """The frontend's events up to the last sample's `Finished`, which is always the last.
+
+    Any failure leaves as `ApiError`, and leaving early closes the frontend's iterator.
+    """
+    left = 1
+    try:
+        async for item in events:
+            yield item
+            if isinstance(item, Started):
+                left = item.samples
+            left -= isinstance(item, Finished)
+            if not left:
+                return
+        raise _internal("the frontend's events ended without Finished")
+    except ApiError:
+        raise
+    except Exception as error:
+        raise _internal("the frontend failed on a request") from error
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+def _internal(what: str) -> ApiError:
+    """Log our own fault, with the exception being handled if there is one; the caller learns no details."""
+    log.error(what, exc_info=True)
+    return ApiError("INTERNAL", "the server failed on this request")
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def error_response(reply: ErrorReply, label: str = "") -> Response:
+    headers = reply.headers | ({"x-request-id": label} if label else {})
+    return json_response(reply.envelope, reply.status, headers)

@@ -1,4 +1,5 @@
-"""What a client has of a resumable stream, and whether it comes back after an error. Pure: time is an argument."""
+"""Keeps what a client has of a resumable stream, and decides whether it comes back after an error. Pure: time is an
+argument."""
 
 from router.front.api import ApiError, Delta, GenerateEvent, Position, Started
 

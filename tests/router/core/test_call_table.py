@@ -4,8 +4,8 @@ import pytest
 
 from engine.messages import Place, Refused, Tokens
 from engine.types import RequestId, RequestRecord
-from router.core.events import Begin, Command, Lost, SendPlace, Submit
-from tests.router.bench import A, Bench
+from router.core.events import Begin, Command, Lost, Submit
+from tests.router.bench import A, Bench, is_told
 from tests.router.fake_cluster import load
 
 PROMPT = 40
@@ -30,7 +30,7 @@ def submit(bench: Bench, at: int, max_tokens: int = 24) -> list[Command]:
 
 
 def placed(commands: list[Command]) -> list[tuple[str, Place]]:
-    return [(c.worker, c.place) for c in commands if isinstance(c, SendPlace)]
+    return [(c.worker, c.record) for c in commands if is_told(c, Place)]
 
 
 def test_samples_are_offered_beside_the_first_one() -> None:

@@ -1,0 +1,87 @@
+"""The requests that the router knows: by name, in groups of samples, by their deadlines. Pure."""
+
+import heapq
+from collections.abc import Iterator
+
+from engine.messages import Release
+from engine.types import RequestId, RequestRecord
+from router.core.call import Call, State
+from router.core.cluster_view import ClusterView
+from router.core.events import Command, TellWorker
+
+
+class CallTable:
+    """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
+
+    # Mutable state: the calls by request, those of each group by sample index, and deadlines, whose stale entries are
+    # skipped.
+
+    def __init__(self, view: ClusterView) -> None:
+        self.calls: dict[RequestId, Call] = {}
+        self._view = view
+        self._groups: dict[str, dict[int, Call]] = {}
+        self._deadlines: list[tuple[float, RequestId]] = []
+        self._turns = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(call.state is State.WAITING for call in self.calls.values())
+
+    def open(
+        self,
+        record: RequestRecord,
+        deadline_s: float | None,
+        state: State = State.WAITING,
+        placement: int = 0,
+    ) -> Call:
+        """Note a request that was not known. Its turn is behind all others'."""
+        self._turns += 1
+        call = Call(record, self._turns, deadline_s, state, placement)
+        self.calls[record.request] = call
+        if record.group:
+            self._groups.setdefault(record.group, {})[record.sample_index] = call
+        if deadline_s is not None:
+            heapq.heappush(self._deadlines, (deadline_s, record.request))
+        return call
+
+    def hosts(self, call: Call) -> Iterator[Call]:
+        """Other samples of its prompt that a decode worker has, or is offered: the first one of each worker."""
+        seen: set[str] = set()
+        group = self._groups.get(call.record.group, {})
+        for index in sorted(group):
+            other = group[index]
+            here = other.state in (State.OFFERED, State.RUNNING) and not other.yielding
+            if other is not call and here and other.decode not in seen:
+                seen.add(other.decode)
+                yield other
+
+    def release(self, call: Call, out: list[Command]) -> None:
+        """The KV that a leaving worker keeps for `call` is not needed any more."""
+        if call.source is not None:
+            out.append(TellWorker(call.source[0], Release(call.record.request, call.source_placement)))
+            call.source = None
+
+    def forget(self, call: Call, out: list[Command]) -> None:
+        """No worker holds it, and nobody waits for it."""
+        record = call.record
+        del self.calls[record.request]
+        group = self._groups.get(record.group, {})
+        if group.get(record.sample_index) is call:
+            del group[record.sample_index]
+            if not group:
+                del self._groups[record.group]
+        self._view.release(call)
+        self.release(call, out)
+
+    def overdue(self, now: float) -> Iterator[RequestId]:
+        """Names whose deadline has passed, each once; some may be forgotten."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            yield heapq.heappop(self._deadlines)[1]
+
+    def check(self) -> None:
+        """Raise AssertionError if what is kept twice disagrees."""
+        self._view.check(self.calls)
+        known = [call for group in self._groups.values() for call in group.values()]
+        grouped = [call for call in self.calls.values() if call.record.group]
+        assert len(known) == len(grouped) and all(self._groups.values())
+        assert all(self.calls.get(call.record.request) is call for call in known)

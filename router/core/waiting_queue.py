@@ -1,0 +1,139 @@
+"""The requests that wait for a worker, and their offers to workers, from the head of the queue.
+
+It is strictly first come, first served: a refused request keeps its turn, and small ones do not overtake it. A worker
+that refused is not asked again before its next report, so re-offers come at the rate of reports and never spin.
+A sample of a prompt is offered first to a worker that has another one. `router/core/placement.py`, where the way goes
+on, finds the workers. Pure: time is an argument.
+"""
+
+import heapq
+
+import msgspec
+
+from engine.messages import Place
+from engine.types import FinishReason, RequestId
+from router.core.adoption import Adoptions
+from router.core.call import Call, State
+from router.core.call_table import CallTable
+from router.core.cluster_view import ClusterView
+from router.core.events import Command, Fail, TellWorker
+from router.core.placement import Placer
+from router.core.policy import Choice, Demand
+from router.core.registry import ModelKey
+
+
+class WaitingQueue:
+    """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile."""
+
+    # Mutable state: (turn, request) of those in the queue and of those put aside; stale entries are skipped.
+
+    def __init__(self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions) -> None:
+        self._table = table
+        self._view = view
+        self._registry = view.registry
+        self._placer = placer
+        self._adoptions = adoptions
+        self._queue: list[tuple[int, RequestId]] = []
+        self._aside: list[tuple[int, RequestId]] = []
+
+    def join(self, call: Call) -> None:
+        """A request waits from now on, behind all that came before it."""
+        heapq.heappush(self._queue, (call.turn, call.record.request))
+
+    def rejoin(self, call: Call) -> None:
+        """Its decode worker has it no more: it waits again, with its old turn."""
+        call.move(State.WAITING)
+        self._view.release(call)
+        call.prefill = call.decode = ""
+        call.prefill_life = call.decode_life = None
+        call.yielding = False
+        self.join(call)
+
+    def advance(self, now: float, out: list[Command]) -> None:
+        """Offer requests from the head of the queue while some worker may have room."""
+        if self._aside and self._adoptions.is_settled(now):
+            for entry in self._aside:
+                heapq.heappush(self._queue, entry)
+            self._aside.clear()
+        while (call := self._head()) is not None:
+            request = call.record.request
+            if self._adoptions.is_unsure(request, now):
+                self._aside.append(heapq.heappop(self._queue))
+                continue
+            if not self._offer(call, now, out):
+                # It may have come while no worker was known; now that some are, it may be too large for each.
+                fault = self._placer.impossible(call.record)
+                if fault is None:
+                    return
+                self._table.forget(call, out)
+                out.append(Fail(request, fault, FinishReason.REJECTED))
+            heapq.heappop(self._queue)
+
+    def check(self) -> None:
+        """Raise AssertionError if a request waits outside of the queue."""
+        queued = {request for _, request in self._queue + self._aside}
+        for request, call in self._table.calls.items():
+            if call.state is State.WAITING:
+                assert request in queued, f"{request} waits outside of the queue"
+                assert not call.decode
+
+    def _head(self) -> Call | None:
+        """Whose turn it is."""
+        while self._queue:
+            turn, request = self._queue[0]
+            call = self._table.calls.get(request)
+            if call is not None and call.state is State.WAITING and call.turn == turn:
+                return call
+            heapq.heappop(self._queue)
+        return None
+
+    def _offer(self, call: Call, now: float, out: list[Command]) -> bool:
+        host, placed = self._beside(call, now)
+        if placed is None:
+            # Who keeps the KV of a request that was yielded to be placed elsewhere.
+            source = None if call.source is None else self._registry.get(call.source[0])
+            placed = self._placer.choose(call.record, call.chain, now, source)
+        if placed is None:
+            return False
+        choice, demand, key = placed
+        decode = self._registry.get(choice.decode.name)
+        assert decode is not None
+        call.move(State.OFFERED)
+        call.placement = max(call.placement, call.highest) + 1
+        call.key = key
+        call.decode, call.decode_life = decode.name, decode.life
+        call.believed_decode_blocks = choice.decode.cached_blocks
+        record = call.record
+        blocks = demand.blocks - choice.decode.cached_blocks
+        self._registry.dispatched(call.decode, record.request, 0, blocks)
+        if call.deadline_s is not None:
+            record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))
+        place = Place(
+            record=record,
+            placement=call.placement,
+            prefill=self._view.use_prefill(call, choice.prefill),
+            losses=call.losses,
+            fork_of=host,
+        )
+        out.append(TellWorker(call.decode, place, _reason(call, host, choice)))
+        return True
+
+    def _beside(
+        self, call: Call, now: float
+    ) -> tuple[RequestId | None, tuple[Choice, Demand, ModelKey] | None]:
+        """Another sample of its prompt to share blocks with, and the place there."""
+        if call.source is None:
+            for host in self._table.hosts(call):
+                home = self._registry.get(host.decode)
+                assert home is not None
+                placed = self._placer.beside(call.record, home, host.prefill, now)
+                if placed is not None:
+                    return host.record.request, placed
+        return None, None
+
+
+def _reason(call: Call, host: RequestId | None, choice: Choice) -> str:
+    """Why a placement is what it is: bound to where its KV is, without any prefill worker, or by the policy."""
+    if host is not None or call.source is not None:
+        return "pinned"
+    return choice.reason if choice.prefill.name else "fallback"
