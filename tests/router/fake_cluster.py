@@ -158,8 +158,10 @@ class FakeWorkers:
     async def stop(self) -> None:
         for task in self._running.values():
             task.cancel()
-        if self._server is not None:
-            await self._server.stop(0)
+        # Stopped once only: a second stop of an aio server can wait for ever.
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(0)
 
     @property
     def peers(self) -> tuple[list[PeerAddress], list[PeerAddress]]:
