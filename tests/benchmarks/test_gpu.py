@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import decode, engine, others, peers, transport
+from benchmarks.gpu import decode, engine, others, peers, sampling, transport
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import Clock, dry_card
-from benchmarks.gpu.parts import LIMIT_S, PARTS
+from benchmarks.gpu.parts import LIMIT_S, PARTS, within
 from tests.benchmarks import slim
 from tests.engine.recording import FakeRecorder
 
@@ -77,7 +77,16 @@ def test_the_engine_runs_recorded_and_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [decode.orders, decode.shapes, decode.eight_bits, decode.blocks, others.prefill, others.copies]
+    "part",
+    [
+        decode.orders,
+        decode.shapes,
+        decode.eight_bits,
+        decode.blocks,
+        others.prefill,
+        others.copies,
+        sampling.sampling,
+    ],
 )
 def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[Line]]) -> None:
     """Guards figures that are lost with the one that could not be had."""
@@ -100,6 +109,15 @@ def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[
 
 def test_all_parts_together_are_under_eight_minutes() -> None:
     assert sum(part.budget_s for part in PARTS.values()) <= LIMIT_S < 480
+
+
+def test_parts_that_are_asked_for_have_all_the_time() -> None:
+    """Guards `--only transport`, whose four ways of three processes each had the part's own 30 seconds."""
+    assert within(["transport"], LIMIT_S)["transport"].budget_s == LIMIT_S
+    some = within(["transport", "correct"], 280.0)
+    assert list(some) == ["correct", "transport"]
+    assert [part.budget_s for part in some.values()] == pytest.approx([180.0, 100.0])
+    assert within(list(PARTS), LIMIT_S) == PARTS
 
 
 def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
