@@ -1,4 +1,4 @@
-"""The command line of `python -m benchmarks.gpu`, and the file that it writes."""
+"""The command line of `python3 -m benchmarks.gpu`, and the file that it writes."""
 
 import argparse
 import json
@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = within(list(dict.fromkeys(options.only or PARTS)), limit_s)
     stages.run(parts, dry_card if options.dry_run else whole_card, _show, on_end)
     told["goals"] = judged(told["results"])
+    for line in told["goals"]:
+        _show("goals", line)
     path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}")
     wrong = [line for lines in told["results"].values() for line in lines if line.get("right") == 0]
