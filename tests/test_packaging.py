@@ -45,8 +45,8 @@ def test_kernels_is_ours() -> None:
 
 
 def test_tests_are_ours(tmp_path: Path) -> None:
-    """Guards `tests/gpu` on a machine where some package has brought its own `tests` along: that would be found before a
-    folder of ours that is no package."""
+    """Guards `tests/gpu` on a machine where some package has brought its own `tests` along: that would be found before
+    a folder of ours that is no package."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     command = [sys.executable, "-c", "import tests.benchmarks.slim"]
