@@ -19,7 +19,7 @@ DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture extras proto setup clean
+.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture extras bundle proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -77,6 +77,10 @@ contract: $(DEV)
 extras: $(READY)
 	$(PIP) --dry-run ".[cuda12]"
 	$(PIP) --dry-run ".[cuda13]"
+
+# One file for a machine with a GPU and without a network (docs/gpu.md): the project, and wheels it may lack.
+bundle: $(READY)
+	$(BIN)/python -m benchmarks.gpu.bundle --out headrace-gpu.tar.gz $(ARGS)
 
 proto: $(DEV)
 	$(BIN)/python -m protos.generate

@@ -25,6 +25,9 @@ from torch import Tensor
 from kernels.block_shape import BlockShape
 from kernels.configs import KernelConfig
 
+PROGRAMS = 64
+"""The grid of a worker's copies."""
+
 
 @triton.jit
 def _wp64(word, index):
@@ -103,7 +106,7 @@ def copy_blocks(
     config: KernelConfig,
     *,
     tokens: Tensor | None = None,
-    programs: int = 64,
+    programs: int = PROGRAMS,
 ) -> Tensor | None:
     """Copy `source[source_blocks[i]]` to `target[target_blocks[i]]` (nowhere if `target` is None).
 

@@ -120,6 +120,8 @@ BENCHMARKS_WITH_PROCESSES = (
     "benchmarks/gpu/absent.py",
     "benchmarks/gpu/dry.py",
     "benchmarks/gpu/transport.py",
+    "benchmarks/gpu/versions.py",
+    "benchmarks/gpu/wheels.py",
     "benchmarks/peers.py",
 )
 

@@ -8,7 +8,10 @@ ours.
 
 import importlib.metadata
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,16 @@ def test_kernels_is_ours() -> None:
     assert Path(found.origin).read_bytes() == b""
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.distribution("kernels")
+
+
+def test_tests_are_ours(tmp_path: Path) -> None:
+    """Guards `tests/gpu` on a machine where some package has brought its own `tests` along: that would be found before
+    a folder of ours that is no package."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    command = [sys.executable, "-c", "import tests.benchmarks.slim"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 
 def test_transformers_does_not_take_ours_for_theirs() -> None:

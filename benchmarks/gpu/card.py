@@ -34,7 +34,7 @@ class Sizes:
     batch: int = 32
     unit: int = 1
     layers: int = 32
-    pool_bytes: int = 64 << 30
+    pool_bytes: int = 32 << 30
     rounds: int = 9
     programs_per_sm: int = 3
 

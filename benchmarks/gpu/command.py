@@ -1,4 +1,4 @@
-"""The command line of `python -m benchmarks.gpu`, and the file that it writes."""
+"""The command line of `python3 -m benchmarks.gpu`, and the file that it writes."""
 
 import argparse
 import json
@@ -15,10 +15,11 @@ from benchmarks.gpu import stages
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.goals import judged
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import LIMIT_S, PARTS, within
 from benchmarks.gpu.stages import Outcome
 from cluster.bench.environment import describe as describe_host
 from kernels.configs import DRY_RUN
+from telemetry.build import revision
 
 FILE = "gpu.json"
 SLOWER = 4.0
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told: dict[str, Any] = {
         "benchmark": "gpu",
         "date": date.today().isoformat(),
+        "revision": revision(),
         "card": what,
         "environment": describe_host(),
         "results": {},
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "logs": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / FILE
+    path = options.out / options.file
 
     def on_end(name: str, outcome: Outcome) -> None:
         """What there is by now is written: a command that is cut short has not been for nothing."""
@@ -64,13 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(outcome.log), file=sys.stderr)
         path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
-    slower = SLOWER if options.dry_run else 1.0
-    parts = {
-        name: PARTS[name]._replace(budget_s=PARTS[name].budget_s * slower)
-        for name in options.only or PARTS
-    }
+    limit_s = options.seconds * (SLOWER if options.dry_run else 1.0)
+    parts = within(list(dict.fromkeys(options.only or PARTS)), limit_s)
     stages.run(parts, dry_card if options.dry_run else whole_card, _show, on_end)
     told["goals"] = judged(told["results"])
+    for line in told["goals"]:
+        _show("goals", line)
     path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}")
     wrong = [line for lines in told["results"].values() for line in lines if line.get("right") == 0]
@@ -100,10 +101,17 @@ def _cell(value: str | int | float) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description="Measures all that only a GPU can show."
+        prog="python3 -m benchmarks.gpu", description="Measures all that only a GPU can show."
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"for {FILE}")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
+    parser.add_argument(
+        "--file", default=FILE, metavar="NAME", help="of the results (default: %(default)s)"
+    )
     parser.add_argument("--only", action="append", choices=list(PARTS), help="of these parts")
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT_S, metavar="N",
+        help="for all parts together (default: %(default)g)",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes, no GPU: measures nothing"
     )

@@ -24,7 +24,7 @@ ORDERS = {
 """Orders in memory, as the permutations that lead from them to `[blocks, heads, layers, 2, tokens, head_dim]`."""
 
 
-LEAST_POOL_BYTES = 64 << 30
+LEAST_POOL_BYTES = 32 << 30
 
 
 def orders(card: Card) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""Prefill attention (K7) and the copying of blocks (K6)."""
+"""Prefill attention (K7) and the copying of blocks (K6) with the device to itself; beside a step: `overlap`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -6,10 +6,11 @@ from random import Random
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.card import Card, Line
-from kernels.block_copy import as_words, copy_blocks
+from kernels.block_copy import PROGRAMS, as_words, copy_blocks
 from kernels.block_shape import BlockShape
 from kernels.configs import ConfigKey, KernelConfig, config_for
 from kernels.pool import KVPool
@@ -17,21 +18,26 @@ from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_
 
 
 def prefill(card: Card) -> Iterator[Line]:
-    """K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention."""
+    """K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention, in the kernel
+    that it chooses and in cuDNN's."""
     size = card.sizes
-    for length in (size.tokens(4096), size.tokens(16384)):
+    lengths = size.tokens(4096), size.tokens(16384)
+    for length in lengths:
         chunk = size.tokens(2048)
         for count in (length, chunk):
             taken = _prefill_s(card, count, length)
             yield _prefill_line(card, f"{count} new of {length}", count, length, taken)
-        q = card.random(1, size.heads, length, size.head_dim)
-        k, v = (card.random(1, size.kv_heads, length, size.head_dim) for _ in range(2))
-        theirs = card.timer.seconds(
-            lambda q=q, k=k, v=v: scaled_dot_product_attention(  # type: ignore[misc]
-                q, k, v, is_causal=True, enable_gqa=True
-            )
-        )
+        theirs = card.timer.seconds(_torch(card, length))
         yield _prefill_line(card, "torch, contiguous", length, length, theirs)
+    # Last, since what fails on the way may leave the device unusable.
+    for length in lengths:
+        try:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                theirs = card.timer.seconds(_torch(card, length))
+        except RuntimeError as error:
+            yield {"id": "K7", "what": "torch, cuDNN", "refused": str(error).partition("\n")[0]}
+        else:
+            yield _prefill_line(card, "torch, cuDNN", length, length, theirs)
 
 
 def _prefill_s(card: Card, count: int, length: int) -> float:
@@ -59,6 +65,13 @@ def prefill_step(
     return lambda: prefill_attention(q, pool, 0, tiles, tables, chosen, out=out)
 
 
+def _torch(card: Card, length: int) -> Callable[[], Tensor]:
+    size = card.sizes
+    q = card.random(1, size.heads, length, size.head_dim)
+    k, v = (card.random(1, size.kv_heads, length, size.head_dim) for _ in range(2))
+    return partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+
+
 def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) -> Line:
     """Operations of the pairs that a causal mask leaves: 4 x head_dim each."""
     pairs = count * (length - count) + count * (count + 1) / 2
@@ -73,8 +86,8 @@ PROGRAMS_PER_SM = 4
 
 
 def copies(card: Card) -> Iterator[Line]:
-    """K6: scattered blocks of 16 tokens into a row of them and back, on the programs of 16 SMs and of all, with and
-    without digests."""
+    """K6: scattered blocks of 16 tokens into a row of them and back, on as many programs as a worker's copies have and
+    on as many as the card holds, with and without digests."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     block_bytes = size.kv_heads * shape.words * 8
@@ -90,7 +103,7 @@ def copies(card: Card) -> Iterator[Line]:
     plain = card.timer.seconds(lambda: packed.copy_(pool[:count]))
     yield _copy_line("torch, contiguous", packed.nbytes, plain, plain)
     ways = {"pack": (pool, packed, scattered, in_order), "unpack": (packed, pool, in_order, scattered)}
-    for sms in (16, card.sms):
+    for grid, programs in (("a worker's", PROGRAMS), ("the card's", PROGRAMS_PER_SM * card.sms)):
         for way, (source, target, sources, targets) in ways.items():
             for digest in (False, True):
                 taken = card.timer.seconds(
@@ -103,12 +116,12 @@ def copies(card: Card) -> Iterator[Line]:
                         shape,
                         config,
                         tokens=tokens if digest else None,
-                        programs=PROGRAMS_PER_SM * sms,
+                        programs=programs,
                     )
                 )
                 what = f"{way}{', digests' if digest else ''}"
                 line = _copy_line(what, packed.nbytes, taken, plain)
-                yield {**line, "multiprocessors": sms}
+                yield {**line, "grid": grid, "programs": programs}
 
 
 def _copy_line(what: str, nbytes: int, taken: float, plain: float) -> Line:

@@ -66,8 +66,13 @@ def run(
             work = server.Process(target=_work, args=(part, open_card, says, log), name=name)
             work.start()
             says.close()
-            outcome.failure = _hear(work, heard, outcome, deadline_s, partial(on_line, name))
-            _end(work, 0.0 if outcome.failure else PATIENCE_S)
+            patience_s = 0.0
+            try:
+                outcome.failure = _hear(work, heard, outcome, deadline_s, partial(on_line, name))
+                patience_s = 0.0 if outcome.failure else PATIENCE_S
+            finally:
+                # Also after Ctrl-C, which a process that leads its own session does not hear of.
+                _end(work, patience_s)
             heard.close()
             if outcome.failure and log.exists():
                 outcome.log = _tail(log)

@@ -1,7 +1,7 @@
-"""Writes the measured figures into docs/gpu.md: python -m benchmarks.gpu.tables [--check]
+"""Writes the measured figures into docs/gpu.md: python3 -m benchmarks.gpu.tables [--check]
 
-They come from `benchmarks/results/gpu.json`, which `python -m benchmarks.gpu --out benchmarks/results` writes. Where
-there is no such file, the page says that nothing was measured, and leaves the figures empty.
+They come from `benchmarks/results/gpu.json`, which `python3 -m benchmarks.gpu` writes on a card and somebody takes
+there. Where there is no such file, the page says that nothing was measured, and leaves the figures empty.
 """
 
 import argparse
@@ -62,9 +62,11 @@ def _told(told: Mapping[str, Any]) -> str:
     if card["gpu"] == DRY_RUN:
         raise ValueError("these are the figures of a dry run, which mean nothing")
     versions = ", ".join(f"{name} {host[name]}" for name in VERSIONS if name in host)
+    revision = told.get("revision", "unknown")
     facts = (
         f"{card['gpu']} ({card['memory_bytes'] / 2**30:.0f} GiB, {card['multiprocessors']} multiprocessors), "
-        f"CUDA {card['cuda']}, {host['cpu']} ({host['cores']} cores), {versions}; {told['date']}."
+        f"CUDA {card['cuda']}, {host['cpu']} ({host['cores']} cores), {versions}; revision {revision}, "
+        f"{told['date']}."
     )
     parts = [facts]
     if told.get("goals"):

@@ -1,27 +1,21 @@
-"""KV blocks between two workers on one GPU, over `cuda_ipc` and `nccl`: python -m benchmarks.gpu.transport --out DIR
+"""KV blocks between two workers on one GPU, over `cuda_ipc` and `nccl`.
 
 Two processes, each with a pool and the transfer thread of a worker; chunks of blocks are digested, moved and verified
 as in a handoff. Reported are the time from posting a receive to its verified end, the bytes per second in it, what a
 pair costs in device memory, and how soon the receiver is free after the sender was killed in the middle.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import queue
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from benchmarks.gpu.card import Card
 from cluster.bench.environment import describe
@@ -252,41 +246,3 @@ def transport(card: Card) -> Iterator[Line]:
                 if kind == "cuda_ipc":
                     raise
                 yield {"transport": kind, "works": 0, "why": f"{type(error).__name__}: {error}"}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for gpu_transport.json")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu.transport: there is no GPU", file=sys.stderr)
-        return 2
-    results: dict[str, list[Line]] = {}
-    failures: dict[str, str] = {}
-    spawn = multiprocessing.get_context("spawn")
-    for kind in WAYS:
-        with ProcessPoolExecutor(1, mp_context=spawn) as alone:
-            try:
-                results[kind] = alone.submit(measure, kind, options.rounds).result()
-            except Exception as error:
-                failures[kind] = f"{type(error).__name__}: {error}"
-        for line in results.get(kind, []):
-            print("  ".join(f"{key}={value}" for key, value in line.items()))
-    told = {
-        "benchmark": "gpu_transport",
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "environment": describe(),
-        "results": results,
-        "failures": failures,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu_transport.json").write_text(json.dumps(told, indent=2) + "\n")
-    for kind, why in failures.items():
-        print(f"{kind} failed: {why}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

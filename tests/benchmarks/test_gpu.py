@@ -1,7 +1,6 @@
-"""`benchmarks.gpu` without a GPU: what it says, and that every part runs, on tiny shapes in the interpreter."""
+"""`benchmarks.gpu` without a GPU: what it says, and parts of it on tiny shapes in the interpreter. All of it, on a
+machine that has little, is run by `test_gpu_bundle.py`."""
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import decode, engine, others, peers, transport
+from benchmarks.gpu import decode, engine, others, sampling
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import Clock, dry_card
-from benchmarks.gpu.parts import LIMIT_S, PARTS
-from tests.benchmarks import slim
+from benchmarks.gpu.parts import LIMIT_S, PARTS, within
 from tests.engine.recording import FakeRecorder
-
-ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
 
@@ -32,40 +28,6 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_all_of_it_runs_on_a_machine_that_has_little(tmp_path: Path) -> None:
-    """Guards the one command, each of whose parts would else fail first on a card: a package that such a machine does
-    not have, a part that breaks, figures of a dry run that pass for measured ones. All but the measuring itself is the
-    same code."""
-    python = slim.make(tmp_path / "venv")
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    for absent in ("msgspec", "xxhash", "ray", "gguf"):
-        asked = subprocess.run([python, "-c", f"import {absent}"], capture_output=True, cwd=ROOT)
-        assert b"ModuleNotFoundError" in asked.stderr, f"{absent} is there: nothing would be proven"
-    command = [python, "-m", "benchmarks.gpu", "--dry-run", "--out", tmp_path]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
-    )
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads((tmp_path / "gpu.json").read_text())
-    results = told["results"]
-    assert "mean nothing" in told["card"]["gpu"] and told["environment"]["msgspec"] == "not installed"
-    assert list(results) == list(PARTS) and not told["failures"]
-    assert all(results.values())
-    assert all(line["right"] for line in [*results["correct"], *results["cluster"]])
-    assert {line["id"] for line in results["decode"]} == {"K1", "K2", "K3", "split"}
-    assert [line["what"] for line in results["orders"]] == list(decode.ORDERS)
-    assert {line["id"] for line in told["goals"]} == {*(f"K{n}" for n in range(9)), "T1"}
-    missing = {line["id"] for line in told["goals"] if line["met"] == "not measured"}
-    assert missing == {"T1"}, "shared memory stands in for the transports of a card"
-    assert all(line["planned_ahead"] > line["planned_at_once"] for line in results["engine"])
-    absent_peers = {line["what"] for line in results["peers"] if "absent" in line}
-    every = {*peers.PEERS, *peers.CASCADES}
-    assert absent_peers == every, "a package is installed here, or its absence was not told"
-    assert [line["blocks"] for line in results["transport"] if "blocks" in line] == list(transport.CHUNKS)
-    assert "absent" in results["demo"][0]
-
-
 def test_the_engine_runs_recorded_and_not() -> None:
     """Guards the lines of recorded steps, which only a GPU has, and that both are of the same requests."""
     lines = list(engine.engine(dry_card(), lambda device: FakeRecorder()))
@@ -77,7 +39,16 @@ def test_the_engine_runs_recorded_and_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [decode.orders, decode.shapes, decode.eight_bits, decode.blocks, others.prefill, others.copies]
+    "part",
+    [
+        decode.orders,
+        decode.shapes,
+        decode.eight_bits,
+        decode.blocks,
+        others.prefill,
+        others.copies,
+        sampling.sampling,
+    ],
 )
 def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[Line]]) -> None:
     """Guards figures that are lost with the one that could not be had."""
@@ -100,6 +71,15 @@ def test_a_part_that_fails_has_told_what_it_had(part: Callable[[Card], Iterator[
 
 def test_all_parts_together_are_under_eight_minutes() -> None:
     assert sum(part.budget_s for part in PARTS.values()) <= LIMIT_S < 480
+
+
+def test_parts_that_are_asked_for_have_all_the_time() -> None:
+    """Guards `--only transport`, whose four ways of three processes each had the part's own 30 seconds."""
+    assert within(["transport"], LIMIT_S)["transport"].budget_s == LIMIT_S
+    some = within(["transport", "correct"], 280.0)
+    assert list(some) == ["correct", "transport"]
+    assert [part.budget_s for part in some.values()] == pytest.approx([180.0, 100.0])
+    assert within(list(PARTS), LIMIT_S) == PARTS
 
 
 def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,20 @@ def test_a_part_that_hangs_is_ended_with_all_it_started() -> None:
         assert _is_gone(int(outcomes[name].lines[0]["child"])), f"a process of {name} lives on"
 
 
+def test_a_run_that_is_interrupted_ends_its_part() -> None:
+    """Guards the card's memory after Ctrl-C, of which a part in a session of its own does not hear."""
+    child = 0
+
+    def interrupt(name: str, line: Line) -> None:
+        nonlocal child
+        child = int(line["child"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run({"hangs": Part(f"{HERE}:hangs", 60)}, dry_card, interrupt, lambda name, outcome: None)
+    assert child and _is_gone(child)
+
+
 def test_time_that_was_not_used_is_there_for_those_behind() -> None:
     outcomes = ended(("fine", 100), ("leaves_one", 10))
     assert outcomes["leaves_one"].limit_s > 60

@@ -13,6 +13,7 @@ from kernels.configs import DRY_RUN
 TOLD: dict[str, Any] = {
     "benchmark": "gpu",
     "date": "2001-02-03",
+    "revision": "0123456789ab",
     "card": {
         "gpu": "NVIDIA Imaginary",
         "memory_bytes": 1 << 37,
@@ -58,7 +59,7 @@ def test_results_are_shown_as_they_are() -> None:
         "| K1 | TB/s | not measured |",
         "| K1 |  | no \\| such thing |",
         "Failed: its process died: SIGKILL",
-        "2001-02-03",
+        "revision 0123456789ab, 2001-02-03.",
     ):
         assert line in full
     before, after = page().partition(tables.BEGIN)[0], page().partition(tables.END)[2]

@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 HERE = Path(__file__).relative_to(ROOT)
 FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
-    r"(?:    )?(?:\$ )?(?:\.venv/bin/|(?:headrace|make|ray|curl|docker|kubectl|prometheus|pip|python|git) [a-z'./-])"
+    r"(?:    )?(?:\$ )?(?:\.venv/bin/|(?:headrace|make|ray|curl|docker|kubectl|prometheus|pip|python3?|git) [a-z'./-])"
 )
 BIN = Path(sys.executable).parent
 
