@@ -140,6 +140,10 @@ class TritonAttention:
         )
         self._step = _Step(room, decoding, tiles, chunk_tables, slots)
 
+    def kinds(self, rows: int) -> Sequence[str]:
+        """Of which kinds the work list of so many rows may be: one row shares with nobody."""
+        return (PLAIN, SHARED) if rows > 1 else (PLAIN,)
+
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
         """Bring the work list of these decoding rows to the device, and say of which kind it is. `lengths` with the new
         tokens; `tables` cover them."""
