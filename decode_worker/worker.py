@@ -142,6 +142,7 @@ class DecodeWorker:
             self._metrics.families,
             partial(device_memory, device.kv.device),
             cast("Nccl | None", self._transports.get("nccl")),
+            lambda: device.compilations.counts,
         )
         self._closers.append(self._metrics.close)
         self._account = Account(
@@ -190,6 +191,7 @@ class DecodeWorker:
             lambda: self._scheduler.receiver.unfinished,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)
+        device.compilations.serve()
         self._mover.start()
         self._thread.start()
         return self.info

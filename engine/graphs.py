@@ -95,7 +95,9 @@ class DecodeGraphs:
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._recordings: dict[tuple[str, int], Recording] = {}
-        shape = (3, self._sizes[-1])
+        # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
+        # kernels are not compiled again for them.
+        shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
         self._hosts = [
@@ -104,7 +106,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._inputs[2] = -1
         # Not of the recordings: each would keep as many rows as it has, together several times the largest.
-        self._logits = torch.empty(shape[1], model.config.vocab, device=model.device)
+        self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
         self._every_row = torch.arange(self._sizes[-1], device=model.device)
 
     def prepare(self) -> None:

@@ -134,6 +134,7 @@ class PrefillWorker:
             self._metrics.families,
             partial(device_memory, device.kv.device),
             cast("Nccl | None", self._transports.get("nccl")),
+            lambda: device.compilations.counts,
         )
         self._closers.append(self._metrics.close)
         if tiering is not None:
@@ -169,6 +170,7 @@ class PrefillWorker:
             wire=self._config.transfer.wire,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)
+        device.compilations.serve()
         self._mover.start()
         self._thread.start()
         return self.info

@@ -174,7 +174,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _open_device(config: object, limits: object, host_tier_bytes: int = 0) -> SimpleNamespace:
+def _open_device(config: object, limits: object, *other_bytes: int) -> SimpleNamespace:
     plan, process = _world.plan, _world.starting
     blocks, size = plan.blocks[process.role], plan.block_size[process.role]
     opened = shadow.device(process, blocks, size, plan.context_tokens)
