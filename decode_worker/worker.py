@@ -130,6 +130,7 @@ class DecodeWorker:
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
+        self._mover.warm_up(self._config.transfer.wire)
         self._metrics = WorkerMetrics(device.model, self.name, "decode")
         self._metrics.opened(
             block_size=device.layout.block_size,

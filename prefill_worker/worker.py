@@ -122,6 +122,7 @@ class PrefillWorker:
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
+        self._mover.warm_up(self._config.transfer.wire)
         self._metrics = WorkerMetrics(device.model, self.name, "prefill")
         self._metrics.opened(
             block_size=device.layout.block_size,

@@ -13,7 +13,7 @@ from kernels.pool import KVPool
 from transfer.algorithms import digest_shape
 from transfer.commands import IncomingBlock
 from transfer.device import Device
-from transfer.device_landing import DeviceConverted, held_heads, planes, store, unsigned
+from transfer.device_landing import DeviceConverted, held_heads, planes, store
 
 BLOCKS_PER_DIGEST = 32
 """Converted at a time to make digests of what will be sent."""
@@ -29,17 +29,6 @@ def heads_of(memory: Tensor, layout: KVLayout, form: KVLayout) -> KVPool:
     read those."""
     payload, _ = pool_views(memory, layout)
     return KVPool(payload[:, held_heads(form, layout)])
-
-
-def warm_up(device: Device, like: Tensor, layout: KVLayout, sent: KVLayout, got: KVLayout) -> None:
-    """Have kernels compiled that else were when they are first called, while a request waits: those that convert to
-    `sent`, and from `got` where both workers have blocks of one size. `like` is memory of the device. Waits for it."""
-    block = like.new_zeros(1, layout.block_bytes)
-    for digests in DevicePacked(device, heads_of(block, layout, sent), sent, [0]).digests([0], [1]):
-        unsigned(digests)
-    if got.block_size == layout.block_size:
-        arrived = as_pool(like.new_zeros(1, got.block_bytes).view(torch.int64), got)
-        device.convert(arrived, heads_of(block, layout, got), [0], [0])
 
 
 class DevicePacked:

@@ -6,16 +6,19 @@ this thread: the callback puts them into the engine's inbox and returns. The col
 such thread and call `run_once` instead.
 """
 
+import logging
 import select
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import product
 
-from engine.kv.layout import KVLayout
+from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation
+from transfer.algorithms import AS_STORED, WP64
 from transfer.bell import Bell
 from transfer.commands import (
     CancelRecv,
@@ -34,6 +37,7 @@ from transfer.commands import (
     Unreachable,
 )
 from transfer.digest import Tally
+from transfer.negotiation import Agreement
 from transfer.route import Checked, Route, open_route
 from transfer.transport import (
     Completion,
@@ -44,6 +48,8 @@ from transfer.transport import (
     Transport,
 )
 from transfer.watchdog import LOOK_S
+
+log = logging.getLogger(__name__)
 
 _Key = tuple[str, Ticket]  # transport name, ticket
 
@@ -80,6 +86,18 @@ class Mover:
         """Queue a command; never blocks."""
         self._commands.append(command)
         self._bell.ring()
+
+    def warm_up(self, wire: str) -> None:
+        """Have everything compiled that blocks need on their way to and from workers like this one, as they are stored
+        and as `wire`. Before `start`; for a peer of another kind it is done when they meet."""
+        wires = {AS_STORED, wire if self._layout.dtype in DTYPE_BYTES else AS_STORED}
+        for transport, form in product(self._transports.values(), sorted(wires)):
+            if transport.device is not None:
+                agreement = Agreement(self._layout, digest=WP64, wire=form)
+                try:
+                    open_route(transport, self._memory, self._layout, agreement, Tally()).warm_up()
+                except (ValueError, TransferError) as error:
+                    log.warning("blocks cannot travel as %s over %s: %s", form, transport.name, error)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
@@ -195,6 +213,7 @@ class Mover:
             route = open_route(
                 transport, self._memory, self._layout, command.agreement, self.digests
             )
+            route.warm_up()
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
