@@ -64,6 +64,11 @@ MEMORY_KEYS = {
     "decode.engine.memory_bytes": "decode.engine.pool_bytes",
 }
 """Worked out from the machine where the pool of the same engine is "auto"."""
+SHARE_KEYS = {
+    "prefill": ("prefill.engine.device_share", "prefill.transfer.nccl.drain_s"),
+    "decode": ("decode.engine.device_share", "decode.transfer.nccl.drain_s"),
+}
+"""Worked out from the workers that have one GPU together: the first is divided, the second multiplied."""
 THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
 
 _MAY_BE_ZERO = frozenset(
@@ -96,7 +101,7 @@ _MAY_BE_ZERO = frozenset(
 MAX_WORKERS = 1024
 """Of a pool: more is a slip of the keyboard."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SHARES = (".digest_sample", "tracing.sample")
+_SHARES = (".digest_sample", ".device_share", "tracing.sample")
 _POOL_SIZES = ("prefill_workers", "decode_workers")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 

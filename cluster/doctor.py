@@ -48,7 +48,8 @@ class Check(msgspec.Struct, frozen=True):
 
 def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
     """Every check, in the order in which a start would fail."""
-    from cluster.doctor_gpu import gpu_checks
+    from cluster.doctor_gpu import allocator_checks, gpu_checks
+    from transfer.allocator import is_exported
 
     groups: list[Callable[[], Iterator[Check]]] = [
         _system,
@@ -61,6 +62,10 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
         lambda: _folders(config, environ),
         lambda: _ray(config, environ),
         lambda: gpu_checks(_gpu_wanted(config)),
+        lambda: allocator_checks(
+            any(is_exported(pool.engine.device, pool.transfer) for pool in (config.prefill, config.decode)),
+            environ,
+        ),
     ]
     return [check for group in groups for check in group()]
 

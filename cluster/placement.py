@@ -43,6 +43,21 @@ def gpus(kind: Kind, device: str, config: RayConfig) -> float:
     return config.gpus_per_worker if kind != "router" and device == "cuda" else 0.0
 
 
+def gpu_share(device: str, config: RayConfig, is_cluster: bool, devices: Iterable[str]) -> float:
+    """Of a GPU, the part that a worker on `device` has, as far as can be told. `devices`: those of all workers, which
+    are on this host unless they run on a Ray cluster."""
+    if device == "cpu":
+        return 1.0
+    if is_cluster:
+        asked = config.gpus_per_worker
+        return asked if device == "cuda" and 0 < asked < 1 else 1.0
+    return 1.0 / max(1, sum(_numbered(other) == _numbered(device) for other in devices))
+
+
+def _numbered(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
 def selector(
     kind: Kind, config: RayConfig, nodes: Iterable[Node], ours: Mapping[str, int], here: str
 ) -> dict[str, str]:

@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.config import (
     MEMORY_KEYS,
+    SHARE_KEYS,
     THREAD_KEYS,
     ClusterConfig,
     ConfigError,
@@ -26,7 +27,9 @@ from cluster.config import (
     problem,
 )
 from cluster.memory import available_bytes
+from cluster.placement import gpu_share
 from transfer.algorithms import AS_STORED
+from transfer.config import NcclConfig
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -111,6 +114,12 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
+    for pool, (share_key, drain_key) in SHARE_KEYS.items():
+        share = _gpu_share(config, pool)
+        for key, default, more in ((share_key, 1.0, share), (drain_key, NcclConfig().drain_s, 1.0 / share)):
+            if origins[key] == "default" and share < 1.0:
+                values[key] = default * more
+                origins[key] = f"computed: a worker has {share:.2g} of a GPU"
     prefill, decode = config.prefill.engine, config.decode.engine
     kept = [engine.kv_dtype_of(engine.dtype) for engine in (prefill, decode)]
     for name, is_same in (("dtype", prefill.dtype == decode.dtype), ("kv_dtype", kept[0] == kept[1])):
@@ -129,6 +138,13 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
             )
     settings = tuple(Setting(key, values[key], origins[key]) for key in known)
     return Resolved(build(values), settings)
+
+
+def _gpu_share(config: ClusterConfig, pool: str) -> float:
+    pools = {"prefill": config.prefill.engine.device, "decode": config.decode.engine.device}
+    workers = [pools["prefill"]] * config.prefill_workers + [pools["decode"]] * config.decode_workers
+    is_cluster = config.launcher == "ray" and config.ray.address != "local"
+    return gpu_share(pools[pool], config.ray, is_cluster, workers)
 
 
 def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, str]]:

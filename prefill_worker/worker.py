@@ -93,7 +93,9 @@ class PrefillWorker:
     def start(self) -> WorkerInfo:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
-        device = open_device(config.engine, config.step_limits, config.tiers.host_bytes)
+        device = open_device(
+            config.engine, config.step_limits, config.tiers.host_bytes, config.transfer.device_bytes
+        )
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
         self._scheduler = PrefillScheduler(

@@ -18,6 +18,7 @@ from itertools import product
 from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation
+from kernels.compilations import OWN
 from transfer.algorithms import AS_STORED, WP64
 from transfer.bell import Bell
 from transfer.commands import (
@@ -129,8 +130,9 @@ class Mover:
 
     @property
     def beat(self) -> int | None:
-        """Changes with every command and transport that the thread comes back from; None while it waits for work."""
-        return self._calls if self._busy else None
+        """Changes with every command and transport that the thread comes back from, and with every kernel that is
+        compiled meanwhile, of which a call may need several; None while it waits for work."""
+        return self._calls + OWN.total if self._busy else None
 
     @property
     def is_due(self) -> bool:

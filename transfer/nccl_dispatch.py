@@ -47,7 +47,7 @@ class Dispatch:
         self._posted = posted
         self._rest = rest
         self._warmed = warmed
-        self._lane = Lane(device, library)
+        self._lane = Lane(device, library, config.drain_s)
         self._current: tuple[Peer, Piece | None] | None = None
         self._called: deque[tuple[Peer, Go]] = deque()
         self._scatter = Scatter(device)

@@ -1,6 +1,7 @@
 """Nothing is compiled for blocks that move: Triton's own keys of whole handoffs are those of the worker's start, or,
 for a peer of another kind, of when the two met."""
 
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 
 from engine.kv.layout import KVLayout
 from engine.types import BlockId
+from kernels.compilations import OWN
 from tests.kernels.cases import DEVICE
 from tests.kernels.specializations import Key, launched
 from tests.transfer import fake_device
@@ -19,6 +21,7 @@ from transfer.commands import Arrived, ExpectedBlock, OutgoingBlock, Settled
 from transfer.conversion import rows_by_block
 from transfer.device_kernels import DeviceKernels
 from transfer.device_route import DeviceRoute
+from transfer.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of Triton's interpreter")
 
@@ -134,3 +137,34 @@ def test_a_warm_up_leaves_the_pool_alone() -> None:
         assert worker.pool.block(BlockId(0)) == bytes([0x5A]) * worker.pool.block_bytes
         assert (worker.pool.memory == 0x5A).all()
     pair.close()
+
+
+def test_who_compiles_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a worker that is ended while it meets a peer of another kind, for which several kernels are compiled within
+    one call: each of them is progress, and nothing else is. The start is nobody's hang: no thread runs yet."""
+    pair, meeting, done = Pair("nccl"), threading.Event(), threading.Event()
+    mover, beats = pair.prefill.mover, list[int | None]()
+    real = DeviceRoute.warm_up
+
+    def slow(route: DeviceRoute) -> None:
+        beats.append(mover.beat)
+        if len(beats) > 1:
+            meeting.set()
+            assert done.wait(30)
+        real(route)
+
+    monkeypatch.setattr(DeviceRoute, "warm_up", slow)
+    mover.warm_up(AS_STORED)
+    assert beats == [None]
+    dog = Watchdog(2.0)
+    mover.start()
+    try:
+        pair.prefill.connect(pair.decode, 1.0)
+        assert meeting.wait(30)
+        assert not any(dog.is_stuck(mover.beat, float(second)) for second in range(2))
+        OWN.compiled("copy_blocks_kernel")
+        assert not any(dog.is_stuck(mover.beat, 2.0 + second) for second in range(2))
+        assert dog.is_stuck(mover.beat, 4.0)
+    finally:
+        done.set()
+        pair.close()
