@@ -164,7 +164,9 @@ def _open_on_gpu(
     from engine.graphs import CudaRecorder
     from engine.triton_runner import TritonOpener
 
-    opener = TritonOpener(model, layout, limits or ANY_STEP, lambda: CudaRecorder(model.device))
+    # One for the trial and for what comes after it: workspaces of libraries stay with it.
+    stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+    opener = TritonOpener(model, layout, limits or ANY_STEP, lambda: CudaRecorder(model.device, stream))
     return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 

@@ -50,10 +50,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, which share the memory of what is given back while they are recorded."""
+    """CUDA graphs of one device, which share the memory of what is given back while they are recorded. `stream`: the
+    one to record on, else a new one; libraries keep workspaces for each that they have seen."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def record(self, work: Callable[[], Tensor]) -> Recording:

@@ -86,6 +86,7 @@ class TritonOpener:
                 kept_bytes += config.reserve_bytes
                 kv_bytes = auto_pool_bytes(peak, config.device_share, weights_bytes, kept_bytes)
         blocks = config.blocks_in(kv_bytes, self._layout.block_bytes)
+        memory.release()
         free_bytes = memory.free_bytes()
         if blocks * self._layout.block_bytes > free_bytes:
             raise ValueError(

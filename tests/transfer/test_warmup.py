@@ -140,8 +140,8 @@ def test_a_warm_up_leaves_the_pool_alone() -> None:
 
 
 def test_who_compiles_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a worker that is ended while it meets a peer of another kind, for which several kernels are compiled within
-    one call: each of them is progress, and nothing else is. The start is nobody's hang: no thread runs yet."""
+    """Guards a worker that is ended while it meets a peer of another kind, for which several kernels are compiled
+    within one call: each of them is progress, and nothing else is. The start is nobody's hang: no thread runs yet."""
     pair, meeting, done = Pair("nccl"), threading.Event(), threading.Event()
     mover, beats = pair.prefill.mover, list[int | None]()
     real = DeviceRoute.warm_up
