@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig, StepLimits
-from engine.gpu_memory import Peak, auto_pool_bytes, measure_peak
+from engine.device import open_device
+from engine.gpu_memory import CudaMemory, Peak, auto_pool_bytes, measure_peak
 from engine.graphs import Recording
 from engine.kv.layout import KVLayout
 from engine.model.llama import Llama, load_model
@@ -20,6 +21,7 @@ from engine.step import StepPlan
 from engine.triton_runner import TRIAL_BLOCKS, TritonOpener
 from engine.types import BlockId
 from engine.workspace import LiveBytes
+from kernels.compilations import OWN
 from tests.engine.test_model_families import BASE
 from tests.engine.test_triton_step import SMALL, prepared
 from tests.kernels.cases import DEVICE
@@ -255,3 +257,46 @@ def test_a_warm_up_is_carried_out(folder: Path) -> None:
     assert torch.equal(kv.memory[BlockId(0)], kv.memory[BlockId(1)])
 
 
+@needs_interpreter
+def test_a_worker_on_a_gpu_opens_its_device_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way from a worker's config to the trial: limits, what transports will take, the count of
+    compilations. The card is of this host's memory, and the model's tensors are too."""
+    model = load_model(folder, device=DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr("engine.device.load_model", lambda *args, **options: model)
+    streams: list[object] = []
+
+    def recorder(device: torch.device, stream: object) -> HoldingRecorder:
+        streams.append(stream)
+        return HoldingRecorder()
+
+    monkeypatch.setattr("engine.graphs.CudaRecorder", recorder)
+    config = msgspec.structs.replace(AUTO, model_dir=str(folder), device="cuda", reserve_bytes=1 << 20)
+    sizes = []
+    for transport_bytes in (0, 1 << 22):
+        with LiveBytes() as counter, launched():
+            card = CountedCard(counter)
+            monkeypatch.setattr("engine.gpu_memory.CudaMemory", lambda device, card=card: card)
+            opened = open_device(config, LIMITS, transport_bytes=transport_bytes)
+        sizes.append(opened.memory.kv_bytes)
+        assert opened.kv.nbytes == opened.memory.kv_bytes and opened.memory.workspace_bytes > 0
+        assert opened.compilations is OWN
+    assert sizes[0] - sizes[1] == pytest.approx(1 << 22, abs=opened.layout.block_bytes)
+    assert streams == ["a stream"] * 4, "a trial and the real one, twice"
+
+
+def test_the_cards_memory_is_read_off_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the trial's figures: of this device, with the allocator's peak since the last release."""
+    device, done = torch.device("cuda", 1), list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (60, 100)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {device: 9}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {device: 30}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: done.append(f"synchronize {of}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda of: done.append(f"reset {of}"))
+    card = CudaMemory(device)
+    assert (card.total_bytes, card.free_bytes(), card.reserved_bytes()) == (100, 60, (9, 30))
+    card.release()
+    assert done == ["synchronize cuda:1", "empty", "reset cuda:1"]
