@@ -64,8 +64,12 @@ MEMORY_KEYS = {
     "decode.engine.memory_bytes": "decode.engine.pool_bytes",
 }
 """Worked out from the machine where the pool of the same engine is "auto", on the CPU."""
+SHARE_KEYS: dict[Literal["prefill", "decode"], tuple[str, str]] = {
+    "prefill": ("prefill.engine.device_share", "prefill.transfer.nccl.drain_s"),
+    "decode": ("decode.engine.device_share", "decode.transfer.nccl.drain_s"),
+}
+"""Worked out from the workers that have one GPU together: the first is divided, the second multiplied."""
 THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
-SHARE_KEYS = ("prefill.engine.device_share", "decode.engine.device_share")
 DEVICE_KEYS = ("prefill.engine.device", "decode.engine.device")
 DTYPE_KEYS = ("prefill.engine.dtype", "decode.engine.dtype")
 

@@ -39,6 +39,7 @@ from cluster.defaults import (
 )
 from cluster.memory import available_bytes
 from engine.config import EngineConfig
+from transfer.config import NcclConfig
 from transfer.handoff.negotiation import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
@@ -157,10 +158,12 @@ def _work_out(
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
-    for key in SHARE_KEYS:
-        share = device_share(config, _pool(key))
-        if origins[key] == "default" and share < 1.0:
-            values[key], origins[key] = share, "computed: 1 / workers on the card"
+    for pool, (share_key, drain_key) in SHARE_KEYS.items():
+        share = device_share(config, pool)
+        for key, default, more in ((share_key, 1.0, share), (drain_key, NcclConfig().drain_s, 1.0 / share)):
+            if origins[key] == "default" and share < 1.0:
+                values[key] = default * more
+                origins[key] = f"computed: a worker has {share:.2g} of a GPU"
     for key in DTYPE_KEYS:
         if values[key] == "auto" and devices[_pool(key)] == "cpu":
             values[key], origins[key] = CPU_DTYPE, f"{origins[key]} for cpu"

@@ -100,7 +100,11 @@ class DecodeWorker:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
         device = open_device(
-            config.engine, config.step_limits, config.tiers.host_bytes, progress
+            config.engine,
+            config.step_limits,
+            config.tiers.host_bytes,
+            progress,
+            config.transfer.device_bytes,
         )
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
@@ -133,6 +137,7 @@ class DecodeWorker:
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
+        self._mover.warm_up(self._config.transfer.wire)
         self._metrics = WorkerMetrics(device.model, self.name, "decode")
         self._metrics.opened(
             block_size=device.layout.block_size,
@@ -145,6 +150,7 @@ class DecodeWorker:
             self._metrics.families,
             partial(device_memory, device.kv.device),
             cast("Nccl | None", self._transports.get("nccl")),
+            lambda: device.compilations.counts,
         )
         self._closers.append(self._metrics.close)
         self._account = Account(
@@ -193,6 +199,7 @@ class DecodeWorker:
             lambda: self._scheduler.receiver.unfinished,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)
+        device.compilations.serve()
         self._mover.start()
         self._thread.start()
         return self.info

@@ -37,8 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
     host. A worker that replaces another is told the same number, whatever the others have filled by then."""
     reserve_bytes: int = 512 * 1024 * 1024
-    """Left alone by "auto": interpreter, libraries, frames under way. On a GPU, "auto" takes what is free there at
-    start but for this; `memory_bytes`, which is the host's, does not count."""
+    """Left alone by "auto": interpreter, libraries, frames under way. On a GPU, "auto" takes what a trial of the
+    largest step leaves free there, but for this and for what transports will take; `memory_bytes`, which is the
+    host's, does not count."""
     device_share: float = 1.0
     """Of the GPU, above 0: no more than this share of its memory is taken by "auto". `cluster` sets it to 1 / workers
     of one GPU where it can tell how many there are; what another process has taken already is never counted on."""
@@ -68,6 +69,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.dtype not in ("auto", prepared):
             raise ValueError(f"engine.dtype: {self.dtype}, but {self.model_dir} was prepared in {prepared}")
         return msgspec.structs.replace(self, dtype=prepared)
+
+    def blocks_in(self, kv_bytes: int, block_bytes: int) -> int:
+        """Raises ValueError where a pool of so many bytes does not hold even one."""
+        blocks = kv_bytes // block_bytes
+        if blocks < 1:
+            raise ValueError(
+                f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}"
+            )
+        return blocks
 
     def kv_dtype_of(self, dtype: str) -> str:
         """Of a model in `dtype`."""
@@ -108,5 +118,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of a prompt, at the end of a full context."""
     batch: int = 0
     """Decoding sequences beside it, each at the end of a full context."""
+    prompts: int = 1
+    """Sequences that may share the chunk, beside a full batch; each may have its first token drawn."""
     context_tokens: int = 0
     """Of each sequence; 0 stands for the model's longest."""

@@ -19,13 +19,17 @@ from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
 from engine.model.loading import loaded_bytes
 from engine.native_attention import NativeAttention, attends
-from engine.runner import ModelRunner, Runner
+from engine.runner import ModelRunner, Opened, Runner
 from engine.text.files import TextFiles
-from engine.workspace import estimate_workspace, measure_workspace
+from engine.workspace import measure_workspace
+from kernels.compilations import OWN, Compilations
 from kernels.native import Native
 from kernels.native import native as find_native
 
 log = logging.getLogger(__name__)
+
+ANY_STEP = StepLimits(chunk_tokens=16)
+"""What a GPU is made ready for where nobody knows which steps will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Device:
     """Every token is a function of its own sequence alone."""
     arithmetic: str = ""
     """Whose rounding it is: KV computed by another may differ in its last bits."""
+    compilations: Compilations = field(default_factory=Compilations)
+    """Of this process's GPU kernels; of another device, none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
@@ -56,15 +62,17 @@ def open_device(
     limits: StepLimits | None = None,
     host_tier_bytes: int = 0,
     progress: Progress | None = None,
+    transport_bytes: int = 0,
 ) -> Device:
     """Load the prepared model and allocate the pool. Sets this process's compute threads. `progress` hears of weights
     that are copied to a device, in bytes.
 
-    `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
-    for on a GPU; `host_tier_bytes` are left out of a pool that is sized by this host's memory. Raises ModelError for a
-    model that is not whole, ValueError for a pool too small to hold one block, for a profile without limits, for
-    kernels that do not run on the device, for another dtype than the model was prepared in, and where `deterministic`
-    is on and cannot be kept.
+    `limits` are those of the steps to come: what a profiled workspace is measured for, and on a GPU all is compiled and
+    recorded for before this returns; `host_tier_bytes` are left out of a pool that is sized by this host's memory,
+    `transport_bytes` out of one that is sized by a GPU's. Raises ModelError for a model that is not whole, ValueError
+    for a pool too small to hold one block, for a profile without limits, for kernels that do not run on the device, for
+    another dtype than the model was prepared in, for a pool beside which a GPU has no room for a step, and where
+    `deterministic` is on and cannot be kept.
     """
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
@@ -94,75 +102,79 @@ def open_device(
         dtype=config.kv_dtype_of(config.dtype),
     )
     weights_bytes = loaded_bytes(model_dir) + model.table_bytes
-    workspace_bytes = 0
-    if config.profile_workspace or config.pool_bytes == "auto":
-        if limits is None:
-            raise ValueError("a workspace can only be measured for known step limits")
-        workspace_bytes = _workspace(config, model, limits)
-    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
-    if config.pool_bytes == "auto" and config.device != "cpu":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(config.device)
-        ours_bytes = int(total_bytes * config.device_share) - torch.cuda.memory_reserved(config.device)
-        free_bytes = min(free_bytes, ours_bytes)
-        kv_bytes = free_bytes - config.reserve_bytes - workspace_bytes
-    blocks = kv_bytes // layout.block_bytes
-    if blocks < 1:
-        raise ValueError(
-            f"pool_bytes {config.pool_bytes}: {kv_bytes} bytes hold no block of {layout.block_bytes}"
-        )
-    kv, runner = _open_runner(config, model, layout, blocks, native, stable, limits)
-    memory = MemoryUse(weights_bytes, workspace_bytes, kv.nbytes)
+    if limits is None and (config.profile_workspace or config.pool_bytes == "auto"):
+        raise ValueError("a workspace can only be measured for known step limits")
+    compilations = Compilations()
+    if config.device != "cpu":
+        opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
+        compilations = OWN
+    else:
+        opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
+    memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
     return Device(
         model=shape.name,
         layout=layout,
-        blocks=blocks,
-        kv=kv,
-        runner=runner,
+        blocks=opened.kv.blocks,
+        kv=opened.kv,
+        runner=opened.runner,
         fingerprint=f"{shape.fingerprint}/{layout.dtype}",
         vocab=shape.vocab,
         context_tokens=shape.context_tokens,
         stop_ids=frozenset(TextFiles.load(model_dir).settings.stop_ids),
         memory=memory,
         is_deterministic=stable,
-        arithmetic=_arithmetic(native, kv),
+        arithmetic=_arithmetic(native, opened.kv),
+        compilations=compilations,
     )
 
 
-def _open_runner(
+def _open_on_cpu(
     config: EngineConfig,
     model: Llama,
     layout: KVLayout,
-    blocks: int,
     native: Native | None,
     stable: bool,
     limits: StepLimits | None,
-) -> tuple[KVTensors, Runner]:
-    on_cpu = model.device.type == "cpu"
-    if config.kernels != "triton":
-        kv = PagedKV(layout, blocks)
-        cores = process_cores(config.threads) if native is not None and config.lend_cores else None
-        if native is not None and cores is not None:
-            native.threads = cores.threads
-        return kv, ModelRunner(model, kv, _attention(model, native, stable), cores=cores)
-    # Triton is imported by those who use it.
-    from engine.graphs import CudaRecorder, DecodeGraphs, ladder
-    from engine.kv.device_pool import DeviceKV
-    from engine.triton_attention import TritonAttention, arch_of
+    weights_bytes: int,
+    host_tier_bytes: int,
+) -> Opened:
+    workspace_bytes = 0
+    if limits is not None and (config.profile_workspace or config.pool_bytes == "auto"):
+        kv_dtype = config.kv_dtype_of(model.config.dtype)
+        workspace_bytes = measure_workspace(Path(config.model_dir), config.block_size, limits, kv_dtype)
+    kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
+    kv = PagedKV(layout, config.blocks_in(kv_bytes, layout.block_bytes))
+    if config.kernels == "triton":
+        from engine.triton_attention import TritonAttention
 
-    batch = max(1, limits.batch if limits else 1)
-    pool = (
-        PagedKV(layout, blocks)
-        if on_cpu
-        else DeviceKV(layout, blocks, model.device, arch_of(model.device))
-    )
-    triton = TritonAttention(model.config, layout, model.device, max_batch=batch)
-    if on_cpu or not (limits and limits.batch):
-        return pool, ModelRunner(model, pool, triton)
-    graphs = DecodeGraphs(model, pool, triton, CudaRecorder(model.device), ladder(batch))
-    with torch.inference_mode():
-        graphs.prepare()
-    return pool, ModelRunner(model, pool, triton, graphs)
+        rows = limits.batch + limits.prompts if limits is not None else 1
+        attention = TritonAttention(model.config, layout, "cpu", max_batch=rows)
+        return Opened(kv, ModelRunner(model, kv, attention), workspace_bytes)
+    cores = process_cores(config.threads) if native is not None and config.lend_cores else None
+    if native is not None and cores is not None:
+        native.threads = cores.threads
+    runner = ModelRunner(model, kv, _attention(model, native, stable), cores=cores)
+    return Opened(kv, runner, workspace_bytes)
+
+
+def _open_on_gpu(
+    config: EngineConfig,
+    model: Llama,
+    layout: KVLayout,
+    limits: StepLimits | None,
+    weights_bytes: int,
+    transport_bytes: int,
+) -> Opened:
+    # Triton is imported by those who use it.
+    from engine.gpu_memory import CudaMemory
+    from engine.graphs import CudaRecorder
+    from engine.triton_runner import TritonOpener
+
+    # One for the trial and for what comes after it: workspaces of libraries stay with it.
+    stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+    opener = TritonOpener(model, layout, limits or ANY_STEP, lambda: CudaRecorder(model.device, stream))
+    return opener.sized(config, CudaMemory(model.device), weights_bytes, transport_bytes)
 
 
 def _native(config: EngineConfig) -> Native | None:
@@ -187,15 +199,6 @@ def _attention(model: Llama, native: Native | None, stable: bool) -> TorchAttent
     if native is not None:
         return NativeAttention(model.config.heads, native)
     return TorchAttention(model.config.heads, stable, TORCH_DTYPES[model.config.dtype])
-
-
-def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
-    if model.device.type == "cpu":
-        return measure_workspace(
-            Path(config.model_dir), config.block_size, limits, config.kv_dtype_of(model.config.dtype)
-        )
-    shape = model.config
-    return estimate_workspace(shape, shape.dtype, config.block_size, limits, in_place=True)
 
 
 def _holds(model: Llama, config: EngineConfig, attention: TorchAttention) -> bool:

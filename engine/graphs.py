@@ -2,8 +2,9 @@
 
 A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
 before each replay. Tokens, positions and slots lie in one tensor here, work list and block tables in the attention's
-buffers. A step of n rows runs in the smallest recorded size that holds it; the rows beyond have no context, write no
-KV, and their logits are not looked at. Mixed steps, and larger ones than were recorded, run as they are.
+buffers; logits of every size are left in one tensor, which no recording owns. A step of n rows runs in the smallest
+recorded size that holds it; the rows beyond have no context, write no KV, and their logits are not looked at. Mixed
+steps, and larger ones than were recorded, run as they are. Every size and kind is recorded before the first step.
 
 What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
 """
@@ -21,13 +22,14 @@ from engine.kv.paged import KVTensors
 from engine.model.llama import Llama
 from engine.step import Row
 
-PLAIN = "decode"
-
 
 class GraphAttention(AttentionBackend, Protocol):
     """Attention that can be recorded: `engine.triton_attention.TritonAttention`."""
 
     max_batch: int
+
+    def kinds(self, rows: int) -> Sequence[str]:
+        """Of which kinds the work list of so many decoding rows may be."""
 
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str: ...
 
@@ -35,7 +37,8 @@ class GraphAttention(AttentionBackend, Protocol):
 
 
 class Recording(NamedTuple):
-    """`replay` queues the work again, over the same memory; `result` is where its answer then lies."""
+    """`replay` queues the work again, over the same memory; `result` is where its answer then lies, as the work said.
+    What the work itself allocated belongs to the recording, and to the ones after it."""
 
     replay: Callable[[], None]
     result: Tensor
@@ -47,10 +50,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, which share their memory: of all results, only the latest replay's is valid."""
+    """CUDA graphs of one device, which share the memory of what is given back while they are recorded. `stream`: the
+    one to record on, else a new one; libraries keep workspaces for each that they have seen."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
@@ -92,7 +96,9 @@ class DecodeGraphs:
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._recordings: dict[tuple[str, int], Recording] = {}
-        shape = (3, self._sizes[-1])
+        # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
+        # kernels are not compiled again for them.
+        shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
         self._hosts = [
@@ -100,13 +106,15 @@ class DecodeGraphs:
         ]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._inputs[2] = -1
+        # Not of the recordings: each would keep as many rows as it has, together several times the largest.
+        self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
         self._every_row = torch.arange(self._sizes[-1], device=model.device)
 
     def prepare(self) -> None:
-        """Record every size of the plain kind, largest first, so that no step waits for it. Steps with shared prefixes
-        are recorded when they first come."""
+        """Record every size of every kind, largest first, so that no step waits for it."""
         for size in reversed(self._sizes):
-            self._recording(PLAIN, size)
+            for kind in self._attention.kinds(size):
+                self._record(kind, size)
 
     def takes(self, rows: Sequence[Row]) -> bool:
         """Is this a pure decode step of a size that is recorded?"""
@@ -132,27 +140,26 @@ class DecodeGraphs:
             [row.end for row in rows],
             [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows],
         )
-        recording = self._recording(kind, size)
+        recording = self._recordings[kind, size]
         recording.replay()
         self.replays[kind, size] += 1
         if all(row.draw for row in rows):
             return recording.result
         return recording.result[[at for at, row in enumerate(rows) if row.draw]]
 
-    def _recording(self, kind: str, size: int) -> Recording:
-        if (kind, size) not in self._recordings:
-            tokens, positions, slots = self._inputs[:, :size]
-            # All of it stays here: a recording keeps addresses alive no more than values.
-            rows = self._every_row[:size]
-            batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
+    def _record(self, kind: str, size: int) -> None:
+        tokens, positions, slots = self._inputs[:, :size]
+        # All of it stays here: a recording keeps addresses alive no more than values.
+        rows = self._every_row[:size]
+        batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
+        logits = self._logits[:size]
 
-            def work() -> Tensor:
-                return self._model.forward(batch, self._kv, self._attention)
+        def work() -> Tensor:
+            return self._model.forward(batch, self._kv, self._attention, logits)
 
-            # Outside of what is recorded: it may allocate buffers, which a replay would clear.
-            self._attention.fix(kind, size, slots)
-            self._recordings[kind, size] = self._recorder.record(work)
-        return self._recordings[kind, size]
+        # Outside of what is recorded: it may allocate buffers, which a replay would clear.
+        self._attention.fix(kind, size, slots)
+        self._recordings[kind, size] = self._recorder.record(work)
 
 
 def ladder(most: int) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,15 @@ class ModelRunner:
         )
         self._attention.begin(batch, self.kv)
         return self._model.forward(batch, self.kv, self._attention)
+
+
+class Opened(NamedTuple):
+    """A pool and the runner over it. `workspace_bytes`: what steps take beside weights and pool, where it was found
+    out."""
+
+    kv: KVTensors
+    runner: ModelRunner
+    workspace_bytes: int = 0
 
 
 def _computed(row: Row) -> int:

@@ -74,7 +74,8 @@ class TritonAttention:
     """Fulfils `AttentionBackend`, and what `engine.graphs` asks for. On a CUDA device, or in Triton's interpreter.
 
     `max_batch`: decoding sequences of a step; more of them cost new buffers. `programs`: the decode grid's size; 0: by
-    the device. Raises ValueError where there is neither a GPU nor the interpreter.
+    the device. `share_tokens`: what rows must have in common for it to be read once. Raises ValueError where there is
+    neither a GPU nor the interpreter.
     """
 
     row_multiple = ROW_MULTIPLE
@@ -99,7 +100,7 @@ class TritonAttention:
         self._head_dim, self._block_size = layout.head_dim, layout.block_size
         self._table_blocks = layout.blocks_for(shape.context_tokens)
         self.max_batch = max_batch
-        self._share_tokens = share_tokens
+        self.share_tokens = share_tokens
         self._programs = programs or _programs(self.device)
         group, arch = shape.heads // layout.kv_heads, arch_of(self.device)
         dtype = str(TORCH_DTYPES[layout.dtype]).removeprefix("torch.")
@@ -139,6 +140,10 @@ class TritonAttention:
             batch.slots, (0, len(batch.tokens) - batch.rows), value=-1
         )
         self._step = _Step(room, decoding, tiles, chunk_tables, slots)
+
+    def kinds(self, rows: int) -> Sequence[str]:
+        """Of which kinds the work list of so many rows may be: one row shares with nobody."""
+        return (PLAIN, SHARED) if rows > 1 else (PLAIN,)
 
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
         """Bring the work list of these decoding rows to the device, and say of which kind it is. `lengths` with the new
@@ -218,7 +223,7 @@ class TritonAttention:
         self._ahead = rows, plan_decode(rows[0], room.buffers.geometry, shared)
 
     def _load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> _Room:
-        shared = shared_prefixes(tables, lengths, self._block_size, self._share_tokens)
+        shared = shared_prefixes(tables, lengths, self._block_size, self.share_tokens)
         room = self._room(SHARED if shared else PLAIN, len(lengths))
         if self._ahead is not None and self._ahead[0] == (lengths, shared):
             plan = self._ahead[1]

@@ -41,7 +41,7 @@ LAYERS = 2
 SAMPLER_BYTES = 60
 """Live bytes per vocabulary entry while one row is drawn with penalties, top-k, top-p and min-p in 64 bits."""
 
-_EVERY_OPTION = SamplingParams(
+EVERY_OPTION = SamplingParams(
     temperature=1.0,
     top_k=50,
     top_p=0.9,
@@ -226,7 +226,7 @@ def _record(tokens: int) -> RequestRecord:
         prompt_tokens=1,
         max_tokens=1,
         seed=0,
-        sampling=_EVERY_OPTION,
+        sampling=EVERY_OPTION,
     )
 
 

@@ -30,7 +30,8 @@ def _widened(ptr, mask, factor, FORMAT: tl.constexpr):
         return widen_e4m3(values).to(tl.float32) * 256.0 * factor[:, None]
 
 
-@triton.jit(do_not_specialize=["units"])
+# However many they are, and wherever their tensor lies: they are read one at a time.
+@triton.jit(do_not_specialize=["source_blocks_ptr", "target_blocks_ptr", "units"])
 def convert_blocks_kernel(
     source_ptr,
     source_scales_ptr,

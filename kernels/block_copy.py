@@ -38,7 +38,11 @@ def _wp64(word, index):
     return (x ^ (x >> 29)).to(tl.int64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["units", "parts"])
+# However many they are, and wherever their tensor lies: they are read one at a time.
+_NUMBERS = ("source_blocks_ptr", "target_blocks_ptr", "tokens_ptr", "units", "parts")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def copy_blocks_kernel(
     source_ptr,
     target_ptr,

@@ -1,10 +1,14 @@
-"""What every Triton wrapper asks before it launches."""
+"""What every Triton wrapper asks before it launches, and what is told of its compilations."""
+
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
+
+from kernels.compilations import OWN, Compilations
 
 REFUSED = (OutOfResources, CompilationError)
 """What a launch raises where a configuration asks for more than the GPU has, or the compiler will not have it."""
@@ -22,3 +26,13 @@ def check_interpretable(*tensors: Tensor) -> None:
         raise TypeError(
             "Triton's interpreter computes garbage with bfloat16: use float16 or float32"
         )
+
+
+def count_compilations() -> Compilations:
+    """Have Triton tell of every kernel that it compiles, or loads, from now on; returns where they are counted."""
+    triton.knobs.runtime.jit_post_compile_hook = _compiled
+    return OWN
+
+
+def _compiled(*, fn: Any, **_: object) -> None:
+    OWN.compiled(fn.name)

@@ -125,7 +125,16 @@ def eight_bit_views(
     `memory`, uint8 `[blocks, kv_heads, head_bytes]`. Raises ValueError where head_dim is not a multiple of 4."""
     if head_dim % 4:
         raise ValueError(f"head_dim {head_dim} leaves the scales unaligned")
-    shape = (layers, 2, block_size)
     split = layers * 2 * block_size * head_dim
-    payload = memory[:, :, :split].view(dtype).unflatten(-1, (*shape, head_dim))
-    return payload, memory[:, :, split:].view(torch.float32).unflatten(-1, shape)
+    payload, scales = memory[:, :, :split].view(dtype), memory[:, :, split:].view(torch.float32)
+    # Strides are constants of the kernels: views would give those of one block, or one head, other ones than of many.
+    inner = (2 * block_size, block_size, 1)
+    return (
+        payload.as_strided(
+            (*payload.shape[:2], layers, 2, block_size, head_dim),
+            (*payload.stride()[:2], *(stride * head_dim for stride in inner), 1),
+        ),
+        scales.as_strided(
+            (*scales.shape[:2], layers, 2, block_size), (*scales.stride()[:2], *inner)
+        ),
+    )

@@ -80,7 +80,13 @@ def _threshold(logits, weights, goal, VOCAB: tl.constexpr, TILE: tl.constexpr, C
     return found
 
 
-@triton.jit
+# Each row's parameters are read one at a time, wherever a step's tensor of them lies: no reason to compile again.
+_PARAMETERS = (
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PARAMETERS)
 def sample_kernel(
     logits_ptr,
     weights_ptr,

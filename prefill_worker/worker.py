@@ -95,7 +95,11 @@ class PrefillWorker:
         """Load the model, open the pool, serve. Raises what `open_device` raises, and OSError for a taken port."""
         config = self._config
         device = open_device(
-            config.engine, config.step_limits, config.tiers.host_bytes, progress
+            config.engine,
+            config.step_limits,
+            config.tiers.host_bytes,
+            progress,
+            config.transfer.device_bytes,
         )
         self._closers.append(device.kv.close)
         tiering = open_tiers(config.tiers, device, self.name, self._thread.put)
@@ -125,6 +129,7 @@ class PrefillWorker:
             self._thread.put,
         )
         self._closers.append(self._mover.stop)
+        self._mover.warm_up(self._config.transfer.wire)
         self._metrics = WorkerMetrics(device.model, self.name, "prefill")
         self._metrics.opened(
             block_size=device.layout.block_size,
@@ -137,6 +142,7 @@ class PrefillWorker:
             self._metrics.families,
             partial(device_memory, device.kv.device),
             cast("Nccl | None", self._transports.get("nccl")),
+            lambda: device.compilations.counts,
         )
         self._closers.append(self._metrics.close)
         if tiering is not None:
@@ -172,6 +178,7 @@ class PrefillWorker:
             wire=self._config.transfer.wire,
         )
         self._readers = Readers(hello, self._transports, self._mover.submit)
+        device.compilations.serve()
         self._mover.start()
         self._thread.start()
         return self.info

@@ -1,4 +1,4 @@
-"""What a worker shows of its GPU's memory and of its NCCL communicators; zeros where there is neither.
+"""What a worker shows of its GPU's memory, of its kernels and of its NCCL communicators; zeros where there is neither.
 
 All of it is read when a page is rendered: the engine and the transfer thread spend nothing on it.
 """
@@ -11,6 +11,10 @@ from telemetry.families import Families
 DEVICE_MEMORY = ("tensors", "reserved", "used", "total")
 """Of PyTorch's tensors in this process; of what its allocator holds, these included; of all processes on the device; of
 the device."""
+
+
+COMPILED = ("start", "serving")
+"""When kernels were compiled: before the worker was ready, or after it."""
 
 
 class NcclReadings(Protocol):
@@ -34,14 +38,15 @@ class Nccl(Protocol):
 
 
 class GpuMetrics:
-    """Families of one worker. `read_memory` returns bytes by DEVICE_MEMORY, or nothing without a GPU, in any thread;
-    `nccl` is the worker's transport of that name, if it has one."""
+    """Families of one worker. `read_memory` returns bytes by DEVICE_MEMORY, or nothing without a GPU, `compilations`
+    counts by COMPILED, both in any thread; `nccl` is the worker's transport of that name, if it has one."""
 
     def __init__(
         self,
         families: Families,
         read_memory: Callable[[], Mapping[str, int]],
         nccl: Nccl | None,
+        compilations: Callable[[], Mapping[str, int]],
     ) -> None:
         self._read_memory = read_memory
         self._nccl = nccl
@@ -50,6 +55,12 @@ class GpuMetrics:
             "GPU memory: of this worker's tensors, reserved by it, used by all processes, and all there is.",
             "state",
             self._memory,
+        )
+        families.asked(
+            "kernel_compilations_total",
+            "Kernels compiled by Triton, or loaded from its cache: before the worker serves, or while requests wait.",
+            "phase",
+            compilations,
         )
         families.asked(
             "nccl_memory_bytes",

@@ -22,6 +22,9 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An operation that both ends have begun and that takes longer costs its communicator."""
     join_s: float = 20.0
     """Within this a communicator must be made and warmed up."""
+    drain_s: float = 5.0
+    """Within this the kernels of an aborted communicator must have ended, else the worker ends: its memory is not safe.
+    `cluster` takes as many times as much where it knows of as many workers on one GPU, which take turns there."""
     one_sided: bool = False
     """Put pieces into a ring of the receiver's instead of sending them to it, where both workers say so, NCCL has the
     verbs (2.29.2) and the devices can: copy engines do the work, no multiprocessor does."""
@@ -59,6 +62,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     tier up when the thread of that has not. A call moves at most one chunk or 16 MiB."""
 
     nccl: NcclConfig = NcclConfig()
+
+    @property
+    def device_bytes(self) -> int:
+        """Of a GPU's memory, what transports may come to take: slots, and for as many communicators as there may be,
+        rings and four buffers of NCCL's a channel. What else NCCL takes is only known when it has."""
+        if self.transport not in ("auto", "nccl"):
+            return 0
+        nccl = self.nccl
+        pair = 4 * nccl.channels * nccl.buffer_bytes + (4 * nccl.put_bytes if nccl.one_sided else 0)
+        return 4 * nccl.piece_bytes + nccl.communicators * pair
 
     @property
     def digest_share(self) -> float:

@@ -6,16 +6,19 @@ this thread: the callback puts them into the engine's inbox and returns. The col
 such thread and call `run_once` instead.
 """
 
+import logging
 import select
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import product
 
-from engine.kv.layout import KVLayout
+from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Handoff
 from engine.types import Incarnation
+from kernels.compilations import OWN
 from transfer.bell import Bell
 from transfer.digest import Tally
 from transfer.handoff.commands import (
@@ -34,6 +37,7 @@ from transfer.handoff.commands import (
     Sent,
     Unreachable,
 )
+from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
 from transfer.registry import open_route
 from transfer.route import Checked, Route
 from transfer.transport import (
@@ -45,6 +49,8 @@ from transfer.transport import (
     Transport,
 )
 from transfer.watchdog import LOOK_S
+
+log = logging.getLogger(__name__)
 
 _Key = tuple[str, Ticket]  # transport name, ticket
 
@@ -82,6 +88,18 @@ class Mover:
         self._commands.append(command)
         self._bell.ring()
 
+    def warm_up(self, wire: str) -> None:
+        """Have everything compiled that blocks need on their way to and from workers like this one, as they are stored
+        and as `wire`. Before `start`; for a peer of another kind it is done when they meet."""
+        wires = {AS_STORED, wire if self._layout.dtype in DTYPE_BYTES else AS_STORED}
+        for transport, form in product(self._transports.values(), sorted(wires)):
+            if transport.device is not None:
+                agreement = Agreement(self._layout, digest=WP64, wire=form)
+                try:
+                    open_route(transport, self._memory, self._layout, agreement, Tally()).warm_up()
+                except (ValueError, TransferError) as error:
+                    log.warning("blocks cannot travel as %s over %s: %s", form, transport.name, error)
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._thread.start()
@@ -112,8 +130,9 @@ class Mover:
 
     @property
     def beat(self) -> int | None:
-        """Changes with every command and transport that the thread comes back from; None while it waits for work."""
-        return self._calls if self._busy else None
+        """Changes with every command and transport that the thread comes back from, and with every kernel that is
+        compiled meanwhile, of which a call may need several; None while it waits for work."""
+        return self._calls + OWN.total if self._busy else None
 
     @property
     def is_due(self) -> bool:
@@ -196,6 +215,7 @@ class Mover:
             route = open_route(
                 transport, self._memory, self._layout, command.agreement, self.digests
             )
+            route.warm_up()
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))

@@ -80,6 +80,9 @@ class Route:
             return InPlace(self._memory, command.blocks, check)
         return Repacked(self._memory, command.blocks, check, self.incoming, self._layout)
 
+    def warm_up(self) -> None:
+        """Have everything compiled that this way's blocks need, on their way out and in. Nothing is, for the CPU."""
+
     def _digest(self, view: memoryview, block: OutgoingBlock, handoff: Handoff) -> int:
         bound = binding(block.identity, block.generation, handoff)
         if not is_sampled(bound, self._share):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.gpu.wheels import ROOT, environment, unpack
-from cluster.leftovers import descendants
+from cluster.processes.leftovers import descendants
 from telemetry.build import NOTE, revision
 
 TOLD, LOG = "first-run.json", "first-run.log"

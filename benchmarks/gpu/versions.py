@@ -14,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe
+from cluster.bench.environment import describe
 from telemetry.build import revision
 
 PACKAGES = (
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "flash-attn", "flashinfer-python", "vllm",
     "xxhash", "protobuf", "prometheus-client", "safetensors", "pytest", "hypothesis", "gguf",
 )  # fmt: skip
-"""Beside those of `benchmarks.environment`."""
+"""Beside those of `cluster.bench.environment`."""
 TOOLS = ("nvidia-smi", "ncu", "cc", "git", "python")
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 

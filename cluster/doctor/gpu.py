@@ -1,11 +1,12 @@
 """The doctor's look at GPUs: driver, PyTorch, peer access between them, NCCL and CuPy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import permutations
 from pathlib import Path
 
 from cluster.doctor.check import Check
+from transfer.allocator import without_handles
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x")
 
@@ -39,6 +40,14 @@ def gpu_checks(
     yield _peers(count)
     yield _nccl()
     yield _cupy()
+
+
+def allocator_checks(is_exported: bool, environ: Mapping[str, str]) -> Iterator[Check]:
+    """A line where workers of this host are to read each other's blocks, and the allocator does not allow it."""
+    why = without_handles(environ) if is_exported else ""
+    if why:
+        found, _, fix = why.rpartition("; ")
+        yield Check("gpu allocator", "fail", found, fix)
 
 
 def _peers(count: int) -> Check:

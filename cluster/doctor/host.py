@@ -19,12 +19,13 @@ from rich.text import Text
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.doctor.check import Check, Level
-from cluster.doctor.gpu import gpu_checks
+from cluster.doctor.gpu import allocator_checks, gpu_checks
 from cluster.memory import available_bytes
 from cluster.processes.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
 from engine.config import EngineConfig, TierConfig
+from transfer.allocator import is_exported
 
 FILES = (1024, 8192)
 """Open files of a process: fewer than the first fail under load, fewer than the second may with many workers."""
@@ -49,6 +50,10 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
         lambda: _folders(config, environ),
         lambda: _ray(config, environ),
         lambda: gpu_checks(_gpu_wanted(config)),
+        lambda: allocator_checks(
+            any(is_exported(pool.engine.device, pool.transfer) for pool in (config.prefill, config.decode)),
+            environ,
+        ),
     ]
     return [check for group in groups for check in group()]
 

@@ -15,6 +15,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
+from transfer.allocator import is_exported, without_handles
 from transfer.liveness import host_id
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
@@ -38,6 +39,7 @@ class Hosted:
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
+        self._config = config
         self._server: Any = (
             factory(config, spec.model_dir)
             if spec.kind == "router"
@@ -47,6 +49,8 @@ class Hosted:
     def start(self, report: Callable[[int, int], None] | None = None) -> ChildReady:
         """Start it and return where it is reached. `report` hears of weights that it loads, in bytes. Raises whatever
         stops it from starting."""
+        if self._spec.kind != "router":
+            _check_allocator(self._config)
         if self._spec.kind == "router":
             up = self._server.start()
             return ChildReady(
@@ -100,6 +104,13 @@ class Hosted:
         if self._spec.kind != "router":
             raise LaunchError(f"{self._spec.name} is no router: it has no {verb}")
         return self._server
+
+
+def _check_allocator(config: PrefillConfig | DecodeConfig) -> None:
+    """Before a model is loaded, and with a reason: the library's own error has none. Raises LaunchError."""
+    why = without_handles(os.environ) if is_exported(config.engine.device, config.transfer) else ""
+    if why:
+        raise LaunchError(why)
 
 
 def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:

@@ -84,21 +84,25 @@ class Llama:
         return int(self._cos.nbytes + self._sin.nbytes)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
-        """Logits `[len(batch.logit_rows), vocab]` in float32. `attention` has begun this batch.
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend, out: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[len(batch.logit_rows), vocab]` in float32, in `out` if given. `attention` has begun this batch.
 
         Tokens and positions must be in range: the caller has checked them.
         """
-        return self.logits(self.hidden(batch, kv, attention)[batch.logit_rows])
+        return self.logits(self.hidden(batch, kv, attention)[batch.logit_rows], out)
 
     @torch.inference_mode()
-    def logits(self, rows: Tensor) -> Tensor:
-        """float32 `[rows, vocab]` from what the last layer leaves."""
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 `[rows, vocab]` from what the last layer leaves, in `out` if given."""
         if isinstance(self._head, Panels) and (kernels := native()) is not None:
             normed = kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps)
-            return kernels.linear(normed, self._head)
-        wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
-        return linear(wanted, self._head).float()
+            product = kernels.linear(normed, self._head)
+        else:
+            wanted = rms_norm(rows, (self.config.hidden,), self._norm, self.config.norm_eps)
+            product = linear(wanted, self._head)
+        return product.float() if out is None else out.copy_(product)
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:

@@ -38,6 +38,7 @@ class Line:
         self.running: list[Job] = []
         self._kv = kv
         self._chunk_tokens = config.chunk_tokens
+        self._max_prompts = config.max_prompts
         self._arriving = Arriving(fetches, kv.block_size)
 
     def __iter__(self) -> Iterator[Job]:
@@ -113,12 +114,14 @@ class Line:
         return self._kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
-        """How many tokens of the next step each running job has, the first in order first; some have none."""
+        """How many tokens of the next step each running job has, the first in order first; some have none, and those
+        beyond `max_prompts` are not named."""
         self.running.sort(
             key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True
         )
-        missing = [job.remaining for job in self.running]
-        return list(zip(self.running, share_budget(missing, self._chunk_tokens), strict=True))
+        first = self.running[: self._max_prompts]
+        missing = [job.remaining for job in first]
+        return list(zip(first, share_budget(missing, self._chunk_tokens), strict=True))
 
     def check(self) -> None:
         """Recompute the invariants."""

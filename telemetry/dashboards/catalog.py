@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from prometheus_client import Metric
 
 from telemetry.families import ProcessMetrics
-from telemetry.gpu_metrics import GpuMetrics
+from telemetry.gpu_metrics import COMPILED, GpuMetrics
 from telemetry.labels import ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
@@ -47,7 +47,7 @@ def catalog() -> dict[str, Shown]:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)
         worker.opened(block_size=16, blocks=1, dtype="float32", transport="auto", memory=memory)
-        GpuMetrics(worker.families, dict, None)
+        GpuMetrics(worker.families, dict, None, dict.fromkeys(COMPILED, 0).copy)
         TierMetrics(worker.families)
         if pool == "decode":
             SwapMetrics(worker.families, block_bytes=1)

@@ -102,6 +102,15 @@ PROCESSES = Dashboard(
                     proof=Proof.SHOWN,
                 ),
                 one(
+                    "Kernels compiled while serving",
+                    "By Triton, or loaded from its cache, in the last hour: requests waited for it. Anything but zero "
+                    "is a launch that the warm-up lacks; the worker's log names the kernel.",
+                    "none",
+                    S.grown("kernel_compilations_total", "1h", TARGET, phase="serving"),
+                    "{{worker}}",
+                    proof=Proof.SHOWN,
+                ),
+                one(
                     "Open files",
                     "Of those allowed.",
                     "percentunit",

@@ -150,6 +150,38 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         resolved("--config", str(file))
 
 
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [
+        ((), (1.0, 5.0), (1.0, 5.0)),
+        (("--set", "decode.engine.device=cuda"), (1.0, 5.0), (1.0, 5.0)),
+        (("--set", "decode.engine.device=cuda", "--decode", "4"), (1.0, 5.0), (0.25, 20.0)),
+        (("--set", "decode.engine.device=cuda", "--set", "prefill.engine.device=cuda:0"), (0.5, 10.0), (0.5, 10.0)),
+        (("--set", "decode.engine.device=cuda:1", "--set", "prefill.engine.device=cuda"), (1.0, 5.0), (1.0, 5.0)),
+        (
+            ("--set", "decode.engine.device=cuda", "--set", "ray.address=auto", "--set", "ray.gpus_per_worker=0.5",
+             "--decode", "8"),
+            (1.0, 5.0), (0.5, 10.0),
+        ),
+        (("--set", "decode.engine.device=cuda", "--set", "ray.address=auto", "--decode", "8"), (1.0, 5.0), (1.0, 5.0)),
+        (
+            ("--set", "decode.engine.device=cuda", "--decode", "2", "--set", "decode.engine.device_share=0.3",
+             "--set", "decode.transfer.nccl.drain_s=3"),
+            (1.0, 5.0), (0.3, 3.0),
+        ),
+    ],
+)  # fmt: skip
+def test_workers_of_one_gpu_know_of_each_other(
+    flags: tuple[str, ...], prefill: tuple[float, float], decode: tuple[float, float]
+) -> None:
+    """Guards against two pools that each take the whole of a card, and limits for a card of one's own."""
+    result = resolved(*flags)
+    for pool, told in ((result.config.prefill, prefill), (result.config.decode, decode)):
+        assert (pool.engine.device_share, pool.transfer.nccl.drain_s) == told
+    computed = "computed" in origin(result, "decode.engine.device_share")
+    assert computed is (decode[0] in (0.25, 0.5))
+
+
 def test_threads_are_shared_out_unless_given() -> None:
     """Guards against two workers that each take every core: their steps were measured six times
     slower at the tail."""

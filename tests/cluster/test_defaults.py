@@ -227,7 +227,7 @@ def test_workers_of_one_card_share_its_memory(
 def test_the_share_is_worked_out_and_can_be_said() -> None:
     two = resolved("--launcher", "process", *ON_CUDA)
     assert two.config.decode.engine.device_share == 0.5
-    assert origin(two, "decode.engine.device_share") == "computed: 1 / workers on the card"
+    assert origin(two, "decode.engine.device_share") == "computed: a worker has 0.5 of a GPU"
     said = resolved("--launcher", "process", *ON_CUDA, "--set", "decode.engine.device_share=0.7")
     assert said.config.decode.engine.device_share == 0.7
     assert resolved(*GPUS).config.decode.engine.device_share == 1.0

@@ -1,11 +1,12 @@
 """Recorded decode steps: which steps replay, what a replay reads, what padding writes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.graphs import CudaRecorder, DecodeGraphs, Recorder, ladder
+from engine.graphs import CudaRecorder, DecodeGraphs, Recorder, Recording, ladder
 from engine.runner import ModelRunner
 from engine.step import StepPlan
 from engine.triton_attention import TritonAttention
@@ -24,6 +25,8 @@ def recorded(folder: Path, sizes: list[int], share_tokens: int = 256) -> tuple[S
     side = Side(folder, "triton", share_tokens=share_tokens)
     assert isinstance(side.attention, TritonAttention)
     graphs = DecodeGraphs(side.model, side.kv, side.attention, recorder(), sizes)
+    with torch.inference_mode():
+        graphs.prepare()
     side.runner = ModelRunner(side.model, side.kv, side.attention, graphs)
     return side, graphs
 
@@ -35,7 +38,6 @@ def test_replayed_steps_give_the_tokens_of_steps_that_are_not(folder: Path) -> N
     cpu, (gpu, graphs) = Side(folder, "torch"), recorded(folder, [1, 3])
     texts = {1: prompt(1, 15), 2: prompt(2, 30), 3: prompt(3, 16), 4: prompt(4, 3)}
     tables = {1: FIRST, 2: SECOND, 3: THIRD, 4: [15]}
-    graphs.prepare()
     assert not graphs.replays
     for side in (cpu, gpu):
         for n in (1, 2):
@@ -74,13 +76,12 @@ def test_a_replay_of_a_smaller_step_writes_no_kv_beside_its_own(folder: Path) ->
 
 
 @torch.inference_mode()
-def test_steps_with_shared_prefixes_are_recorded_when_they_come(folder: Path) -> None:
+def test_steps_with_shared_prefixes_replay_recordings_of_their_own(folder: Path) -> None:
     """Guards the two kinds of work list: each reads its own buffers."""
     cpu, (gpu, graphs) = Side(folder, "torch"), recorded(folder, [2], share_tokens=16)
     stem = prompt(4, 16)
     for side in (cpu, gpu):
         side.run(row(0, stem, 0, [4], draw=False))
-    graphs.prepare()
     for at in range(2):
         texts = [stem + prompt(7, at), stem + prompt(8, at)]
         rows = [row(n, [*text, 9], 16 + at, [4, 20 + n]) for n, text in enumerate(texts)]
@@ -88,6 +89,46 @@ def test_steps_with_shared_prefixes_are_recorded_when_they_come(folder: Path) ->
     lone = [row(1, prompt(9, 1), 0, [5]), row(2, prompt(10, 1), 0, [6])]
     assert gpu.run(*lone) == cpu.run(*lone)
     assert graphs.replays == {("decode_shared", 2): 2, ("decode", 2): 1}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the fake device")
+def test_no_step_waits_for_a_recording(folder: Path) -> None:
+    """Guards a kind or a size that is recorded when it first comes, while requests wait; one row shares with nobody."""
+    fake = FakeRecorder()
+    gpu = Side(folder, "triton", share_tokens=16)
+    assert isinstance(gpu.attention, TritonAttention)
+    graphs = DecodeGraphs(gpu.model, gpu.kv, gpu.attention, fake, [1, 2, 3])
+    with torch.inference_mode():
+        graphs.prepare()
+    assert fake.recorded == 5
+    gpu.kv.memory.zero_()  # nobody has filled what the steps read
+    gpu.runner = ModelRunner(gpu.model, gpu.kv, gpu.attention, graphs)
+    for batch in (1, 2, 3):
+        gpu.run(*(row(n, prompt(n, 17), 16, [4, 20 + n]) for n in range(batch)))
+        gpu.run(*(row(n, prompt(n, 17), 16, [7 + n, 20 + n]) for n in range(batch)))
+    kinds = ("decode", 1), ("decode_shared", 2), ("decode", 2), ("decode_shared", 3), ("decode", 3)
+    assert graphs.replays == dict.fromkeys(kinds, 1) | {("decode", 1): 2}
+    assert fake.recorded == 5
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the fake device")
+@torch.inference_mode()
+def test_recordings_share_one_buffer_of_logits(folder: Path) -> None:
+    """Guards the memory of a card: with a buffer for each size, those of a ladder to 256 are five times the largest."""
+    gpu = Side(folder, "triton")
+    assert isinstance(gpu.attention, TritonAttention)
+    results: list[torch.Tensor] = []
+
+    class Keeping(FakeRecorder):
+        def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+            results.append(super().record(work).result)
+            return Recording(lambda: None, results[-1])
+
+    DecodeGraphs(gpu.model, gpu.kv, gpu.attention, Keeping(), [1, 2, 4]).prepare()
+    vocab = gpu.model.config.vocab
+    assert [tuple(result.shape) for result in results] == [(n, vocab) for n in (4, 4, 2, 2, 1)]
+    assert len({result.data_ptr() for result in results}) == 1
+    assert results[0].untyped_storage().nbytes() == 4 * vocab * 4
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the fake device")

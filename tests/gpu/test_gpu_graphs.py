@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_recording_is_not_spoilt_by_another_threads_looks() -> None:
-    """Guards the first step with a shared prefix, which is recorded while the transfer thread looks at its events,
-    allocates and copies: by default CUDA refuses both it and the recording."""
+    """Guards a recording while another thread looks at its events, allocates and copies: by default CUDA refuses both
+    it and the recording."""
     device = torch.device("cuda", 0)
     x = torch.zeros(64, device=device)
     looks, failures, stopping = [0], list[Exception](), threading.Event()

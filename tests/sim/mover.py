@@ -69,6 +69,9 @@ class SimMover:
         self.beat: int | None = None
         world.movers[self._process.pid] = self
 
+    def warm_up(self, wire: str) -> None:
+        pass
+
     def start(self) -> None:
         pass
 

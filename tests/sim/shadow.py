@@ -21,6 +21,7 @@ from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
 from engine.step import Candidates, Drawn, Row, StepPlan
 from engine.types import Beam, BlockId, RequestRecord
+from kernels.compilations import Compilations
 from tests.sim.clock import Process, Violation
 from transfer import digest
 
@@ -202,6 +203,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
         stop_ids=STOP_IDS,
         manager=manager,
         memory=MemoryUse(),
+        compilations=Compilations(),
     )
 
 

@@ -6,7 +6,7 @@ Both libraries use the process's one CUDA context of the device, and the `libncc
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,8 @@ import torch.utils.dlpack
 from cupy.cuda import nccl, runtime
 from torch import Tensor
 
-from kernels.block_convert import convert_blocks
-from kernels.block_copy import copy_blocks
-from kernels.block_shape import BlockShape
-from kernels.configs import ConfigKey, config_for
-from kernels.pool import KVPool
 from transfer.gpu.device import DeviceMemory, Event, Stream
+from transfer.gpu.kernels import DeviceKernels
 from transfer.transport import TransferError
 
 _SUCCESS = 0
@@ -94,8 +90,8 @@ class CudaDevice:
         except (RuntimeError, AssertionError, ValueError) as error:
             raise TransferError(f"no device {name}: {error}") from error
         self.name = str(properties.uuid)
-        self._arch = 90 if properties.major >= 9 else 80
-        self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", self._arch))
+        kernels = DeviceKernels(self._device, 90 if properties.major >= 9 else 80)
+        self.copy, self.convert = kernels.copy, kernels.convert
         self._mapped: dict[bytes, int] = {}
 
     def stream(self) -> CudaStream:
@@ -110,33 +106,6 @@ class CudaDevice:
         # on the stream that is current here, have yet to write.
         with self.digest_stream.use():
             return torch.empty(count, dtype=torch.int64, device=self._device)
-
-    def copy(
-        self,
-        source: Tensor,
-        target: Tensor | None,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
-        shape: BlockShape,
-        tokens: Sequence[int] | None = None,
-    ) -> Tensor | None:
-        numbers = [source_blocks, target_blocks, tokens or source_blocks]
-        rows = torch.tensor(numbers, dtype=torch.int32).to(self._device)
-        valid = None if tokens is None else rows[2]
-        return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
-
-    def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
-    ) -> None:
-        numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
-        eight = source if source.scales is not None else target
-        dtype = str(eight.payload.dtype).removeprefix("torch.")
-        key = ConfigKey("convert_blocks", source.head_dim, 0, source.block_size, dtype, self._arch)
-        convert_blocks(source, target, numbers[0], numbers[1], config_for(key))
 
     def view(self, address: int, nbytes: int) -> Tensor:
         return self._bytes(address, nbytes).view(torch.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from transfer.digest import Tally, binding, combine, is_sampled
-from transfer.gpu.device import Device, DeviceMemory, words_of
+from transfer.gpu.device import Device, words_of
 from transfer.handoff.commands import IncomingBlock, Rows
 from transfer.handoff.negotiation import digest_shape
 from transfer.transport import BlockSlice
@@ -56,12 +56,12 @@ class Verifier:
 
 
 class DeviceInPlace:
-    """Equal layouts: blocks land where they stay."""
+    """Equal layouts: blocks land where they stay. `memory`: uint8 `[blocks, block_bytes]`."""
 
     def __init__(
         self,
         device: Device,
-        memory: DeviceMemory,
+        memory: Tensor,
         layout: KVLayout,
         blocks: Sequence[IncomingBlock],
         verifier: Verifier,
@@ -73,7 +73,7 @@ class DeviceInPlace:
         self._shape = digest_shape(layout)
         self._heads = layout.kv_heads
         every = BlockSlice(0, layout.block_bytes, layout.block_bytes)
-        self._pool = words_of(memory.memory, every).unflatten(1, (self._heads, -1))
+        self._pool = words_of(memory, every).unflatten(1, (self._heads, -1))
         self._pending: list[tuple[Sequence[IncomingBlock], Tensor]] = []
 
     def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
@@ -90,13 +90,14 @@ class DeviceInPlace:
 
 
 class DeviceConverted(ABC):
-    """Blocks come as `unit` and are stored as `layout`, where their digests fit. Raises ValueError if `unit` has heads
+    """Blocks come as `unit` and are stored as `layout` in `memory`, uint8 `[blocks, block_bytes]`, where their digests
+    fit. Raises ValueError if `unit` has heads
     that `layout` has not."""
 
     def __init__(
         self,
         device: Device,
-        memory: DeviceMemory,
+        memory: Tensor,
         layout: KVLayout,
         unit: KVLayout,
         blocks: Sequence[IncomingBlock],
@@ -104,7 +105,7 @@ class DeviceConverted(ABC):
     ) -> None:
         self.wrong = 0
         self._device = device
-        self._memory = memory.memory
+        self._memory = memory
         self._layout = layout
         self._unit = unit
         held_heads(unit, layout)

@@ -11,7 +11,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
-from transfer.gpu.landing import DeviceConverted, held_heads, planes, store, unsigned
+from transfer.gpu.landing import DeviceConverted, held_heads, planes, store
 from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import digest_shape
 
@@ -29,17 +29,6 @@ def heads_of(memory: Tensor, layout: KVLayout, form: KVLayout) -> KVPool:
     read those."""
     payload, _ = pool_views(memory, layout)
     return KVPool(payload[:, held_heads(form, layout)])
-
-
-def warm_up(device: Device, like: Tensor, layout: KVLayout, sent: KVLayout, got: KVLayout) -> None:
-    """Have kernels compiled that else were when they are first called, while a request waits: those that convert to
-    `sent`, and from `got` where both workers have blocks of one size. `like` is memory of the device. Waits for it."""
-    block = like.new_zeros(1, layout.block_bytes)
-    for digests in DevicePacked(device, heads_of(block, layout, sent), sent, [0]).digests([0], [1]):
-        unsigned(digests)
-    if got.block_size == layout.block_size:
-        arrived = as_pool(like.new_zeros(1, got.block_bytes).view(torch.int64), got)
-        device.convert(arrived, heads_of(block, layout, got), [0], [0])
 
 
 class DevicePacked:

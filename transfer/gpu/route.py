@@ -1,21 +1,29 @@
 """The route of a peer whose blocks go from device to device: `transfer.route`, with digests that the device makes."""
 
+from collections.abc import Sequence
 from typing import cast
 
+from torch import Tensor
+
 from engine.kv.layout import KVLayout
+from engine.messages import Handoff
+from engine.types import BlockId, Incarnation, RequestId
 from transfer.digest import Tally, binding, combine, is_sampled
-from transfer.gpu.device import Device, DeviceMemory, words_of
+from transfer.gpu.device import Device, DeviceMemory, flat, words_of
 from transfer.gpu.landing import (
+    DeviceConverted,
     DeviceInPlace,
     DeviceRepacked,
     Verifier,
     unsigned,
 )
-from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of, warm_up
-from transfer.handoff.commands import PostRecv, PostSend
+from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of
+from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend, Rows
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement, digest_shape
 from transfer.route import Checked, Route
 from transfer.transport import KVMemory, Transport
+
+NOBODYS = Handoff(RequestId(""), 0, 0, Incarnation(0), Incarnation(0))
 
 
 class DeviceRoute(Route):
@@ -39,11 +47,47 @@ class DeviceRoute(Route):
         self._shape = digest_shape(self.outgoing)
         if self.wire != AS_STORED:
             self._stored = heads_of(self._pool.memory, layout, self.outgoing)
-            with self._stream.use():
-                warm_up(self._device, self._pool.memory, layout, self.outgoing, self.incoming)
             return
         words = words_of(self._pool.memory, self.sent)
         self._source = words.unflatten(1, (self.outgoing.kv_heads, -1))
+
+    def warm_up(self) -> None:
+        """Each kernel is launched once as it will be, on memory that nobody uses: those that pack and digest what is
+        sent, and those that store what comes. Waits for the device."""
+        with self._stream.use():
+            self._send_nothing()
+            self._receive_nothing()
+
+    def _send_nothing(self) -> None:
+        scratch = self._scratch(self._layout.block_bytes)
+        if self.wire != AS_STORED:
+            stored = heads_of(scratch, self._layout, self.outgoing)
+            for piece in DevicePacked(self._device, stored, self.outgoing, [0]).digests([0], [1]):
+                unsigned(piece)
+            return
+        words = words_of(scratch, self.sent)
+        by_head = words.unflatten(1, (self.outgoing.kv_heads, -1))
+        made = self._device.copy(by_head, None, [0], [0], self._shape, [1])
+        assert made is not None
+        unsigned(made)
+        if not self.transport.reads_remotely:
+            (source, shape), (slot, _) = flat(words), flat(words.new_empty(1, words.shape[1]))
+            self._device.copy(source, slot, [0], [0], shape)
+
+    def _receive_nothing(self) -> None:
+        words = words_of(self._scratch(self.received.block_bytes), self.received)
+        if not self.transport.reads_remotely:
+            words = words.contiguous()  # as in a slot
+        block = IncomingBlock((Rows(0, BlockId(0), 0, 1),), generation=0, tokens=1, identity=b"", digest=0)
+        landing = self._land(
+            self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally())
+        )
+        landing.land(0, words, [0])
+        landing.landed()
+
+    def _scratch(self, block_bytes: int) -> Tensor:
+        """Two blocks, so that the distance from one to the next is that of a pool."""
+        return self._pool.memory.new_zeros(2, block_bytes)
 
     def pack(self, command: PostSend) -> DevicePacked | None:
         if self.wire == AS_STORED:
@@ -76,11 +120,12 @@ class DeviceRoute(Route):
 
     def landing(self, command: PostRecv) -> Checked:
         verifier = Verifier(command.move.handoff, self._share, self._tally)
+        return self._land(self._pool.memory, command.blocks, verifier)
+
+    def _land(
+        self, memory: Tensor, blocks: Sequence[IncomingBlock], verifier: Verifier
+    ) -> DeviceInPlace | DeviceConverted:
         if self.incoming == self._layout:
-            return DeviceInPlace(
-                self._device, self._pool, self._layout, command.blocks, verifier
-            )
+            return DeviceInPlace(self._device, memory, self._layout, blocks, verifier)
         kind = DeviceRepacked if self.wire == AS_STORED else DeviceWidened
-        return kind(
-            self._device, self._pool, self._layout, self.incoming, command.blocks, verifier
-        )
+        return kind(self._device, memory, self._layout, self.incoming, blocks, verifier)

@@ -46,7 +46,7 @@ class PieceDispatcher:
         self._posted = posted
         self._rest = rest
         self._warmed = warmed
-        self._lane = Lane(device, library)
+        self._lane = Lane(device, library, config.drain_s)
         self._current: tuple[NcclPeer, ChunkPiece | None] | None = None
         self._called: deque[tuple[NcclPeer, Go]] = deque()
         self._scatter = Scatter(device)

@@ -15,8 +15,6 @@ from transfer.gpu.device import Device, Event, Peek, StuckStreamError
 from transfer.nccl.library import Comm, LateError, NcclLibrary
 from transfer.nccl.ring import Ring
 
-DRAIN_S = 1.0
-"""The kernels of an aborted communicator must have ended within this."""
 WORD_BYTES = 8
 
 
@@ -68,8 +66,9 @@ class Lane:
 
     # Mutable state: the job under way, or since when an aborted one is drained.
 
-    def __init__(self, device: Device, library: NcclLibrary) -> None:
+    def __init__(self, device: Device, library: NcclLibrary, drain_s: float) -> None:
         self._library = library
+        self._drain_s = drain_s
         self._device = device
         self._stream = device.stream()
         self.job: Operation | None = None
@@ -146,7 +145,7 @@ class Lane:
         abort()
         if job is not None:
             self._drain = self._stream.record()
-            self._drain_until_s = now + DRAIN_S
+            self._drain_until_s = now + self._drain_s
         return job
 
     def _is_flagged(self, job: Operation) -> bool:
@@ -165,5 +164,5 @@ class Lane:
             self._drain = None
         elif now > self._drain_until_s:
             raise StuckStreamError(
-                f"kernels of an aborted communicator are still running after {DRAIN_S:g} s"
+                f"kernels of an aborted communicator are still running after {self._drain_s:g} s"
             )

@@ -170,3 +170,13 @@ def test_a_report_for_a_bug_keeps_secrets() -> None:
     assert told["variables"] == {"HEADRACE_ROUTER__NAMESPACE_KEY": "(set)", "RAY_X": "1"}
     assert list(told["settings that are not defaults"]) == ["router.namespace_key", "log_level"]
     assert told["packages"]["torch"][0].isdigit()
+
+
+def test_an_allocator_without_handles_is_found(tmp_path: Path) -> None:
+    """Guards against workers that load a model, and then cannot export its pool."""
+    gpu = PrefillConfig(engine=EngineConfig(device="cuda"))
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    check = found(config(tmp_path, prefill=gpu), **environ)["gpu allocator"]
+    assert check.level == "fail" and "expandable_segments" in check.found and "take it out" in check.fix
+    assert "gpu allocator" not in found(config(tmp_path), **environ)
+    assert "gpu allocator" not in found(config(tmp_path, prefill=gpu))

@@ -30,8 +30,8 @@ PATTERNS = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """One kernel with one set of constants. `types`: Triton types of its other arguments, in any order; pointers are
-    taken to be aligned to 16 bytes, as torch's are. `tile_bytes`: what an inner step reads, 0 where it is not staged,
-    and how many `loops` stage tiles."""
+    taken to be aligned to 16 bytes, as torch's are, but for those that the kernel is not specialized by. `tile_bytes`:
+    what an inner step reads, 0 where it is not staged, and how many `loops` stage tiles."""
 
     name: str
     kernel: Any
@@ -54,7 +54,7 @@ def measure(case: Case, arch: int) -> dict[str, int]:
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
-        if signature[name].startswith("*")
+        if signature[name].startswith("*") and not case.kernel.params[at].do_not_specialize
     }
     compiled = triton.compile(
         ASTSource(case.kernel, signature, constants, aligned),

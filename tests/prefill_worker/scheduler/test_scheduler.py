@@ -135,6 +135,24 @@ def test_a_stream_of_short_prompts_costs_a_long_one_at_most_half() -> None:
     assert bench.first_at["long"] <= 2 * 1024 * S_PER_TOKEN + 128 * S_PER_TOKEN
 
 
+def test_a_step_has_no_more_prompts_than_its_memory_was_measured_for() -> None:
+    """Guards a GPU's memory: rows that draw take it by the vocabulary, and a burst of prompts that are cached but for
+    their last token would all fit one chunk."""
+    bench = Bench(chunk_tokens=64, max_prompts=3)
+    bench.start("first", _tokens(48, 1))
+    bench.run()
+    for number in range(8):
+        bench.start(f"again{number}", _tokens(48, 1))
+    rows = []
+    while (plan := bench.step()) is not None:
+        rows.append(len(plan.rows))
+    assert rows == [3, 3, 2]
+    assert len(bench.first_at) == 9
+    limits = PrefillConfig(chunk_tokens=64, max_prompts=3).step_limits
+    assert (limits.chunk_tokens, limits.prompts) == (64, 3)
+    assert PrefillConfig(chunk_tokens=2).step_limits.prompts == 2
+
+
 def test_order_is_matched_tokens_plus_waiting() -> None:
     """λ = 0 takes the longest cached prefix first, a large λ the one that came first."""
     for fairness, first in ((0.0, "hit"), (1e6, "early")):

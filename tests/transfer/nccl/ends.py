@@ -19,7 +19,7 @@ from transfer.transport import Completion, Move, Outcome, Ticket
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
 BLOCKS = 48
-QUICK: NcclConfig = msgspec.structs.replace(TESTS, limit_s=0.5, join_s=1.0, piece_bytes=4096)
+QUICK: NcclConfig = msgspec.structs.replace(TESTS, limit_s=0.5, join_s=1.0, drain_s=1.0, piece_bytes=4096)
 
 
 class End:
