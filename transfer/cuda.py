@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.block_convert import convert_blocks
 from kernels.block_copy import copy_blocks
 from kernels.block_shape import BlockShape
-from kernels.configs import ConfigKey, config_for
+from kernels.configs import ConfigKey, config_for, table_arch
 from kernels.pool import KVPool
 from transfer.device import DeviceMemory, Event, Stream
 from transfer.transport import TransferError
@@ -93,7 +93,7 @@ class CudaDevice:
         except (RuntimeError, AssertionError, ValueError) as error:
             raise TransferError(f"no device {name}: {error}") from error
         self.name = str(properties.uuid)
-        self._arch = 90 if properties.major >= 9 else 80
+        self._arch = table_arch(properties.major)
         self._config = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", self._arch))
         self._mapped: dict[bytes, int] = {}
 
