@@ -154,7 +154,7 @@ def default_config(key: ConfigKey) -> KernelConfig:
     for an unknown kernel, ValueError where no program could hold one query of a whole group."""
     if key.kernel not in _BY_HEAD:
         return DEFAULTS[key.kernel]
-    padded, group = (1 << (size - 1).bit_length() for size in (key.head_dim, key.group))
+    padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
     row_bytes = padded * (4 if key.dtype == "float32" else 2)
     if padded > 512 or group * row_bytes > _QUERY_BYTES:
         raise ValueError(
@@ -167,7 +167,7 @@ def default_config(key: ConfigKey) -> KernelConfig:
         if key.kernel == "decode":
             config = by_head["decode_shared"][width]
         config = replace(config, rows=group, warps=8 if group >= 128 else config.warps)
-    if key.arch == 80 and key.kernel == "prefill" and key.dtype in _EIGHT_BITS:
+    if key.arch == 80 and key.kernel == "prefill" and key.dtype in _EIGHT_BITS and padded >= 128:
         # Without wgmma, widened keys and values lie in registers beside the results.
         config = replace(config, tile=min(config.tile, 32))
     if config.rows * row_bytes == _QUERY_BYTES:
