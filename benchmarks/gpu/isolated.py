@@ -27,6 +27,10 @@ class Failure(str):
     """Why a task has no line."""
 
 
+class Refusal(Failure):
+    """The launch was refused: nothing ran, and nothing is broken."""
+
+
 def each(
     tasks: Sequence[Any], measure: Measure, card: Card, limit_s: float
 ) -> Iterator[tuple[Any, Line | Failure]]:
@@ -109,14 +113,14 @@ def _serve(measure: Measure, reopen: Callable[[], Card], pipe: Connection) -> No
         try:
             pipe.send((measure(card, task), False))
         except REFUSED as error:
-            pipe.send((_failure(error), False))
+            pipe.send((Refusal(_said(error)), False))
         except BaseException as error:
             traceback.print_exc()
-            pipe.send((_failure(error), True))
+            pipe.send((Failure(_said(error)), True))
             # Whatever it would clean up may wait for a context that is broken.
             os._exit(1)
 
 
-def _failure(error: BaseException) -> Failure:
-    said = str(error).strip().splitlines()
-    return Failure(f"{type(error).__name__}: {said[0] if said else ''}")
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
