@@ -145,7 +145,7 @@ def test_nothing_is_begun_when_the_time_is_over() -> None:
     """Guards the budget: an entry whose time is over is told with what was timed, and those behind it are left."""
     keys = [KEY, ConfigKey("decode", 128, 4, 64, "bfloat16", 90)]
     assert not list(tuning.tuned(dry_card(), keys, 0.0, Faked()))
-    (found,) = tuning.tuned(dry_card(), keys, 0.001, Faked())
+    (found,) = tuning.tuned(dry_card(), keys, 0.5, Faked())
     assert found.key == KEY and found.line is not None
     assert found.line["timed"] == 1 and found.line["us"] == found.line["present_us"] == 10.0
 
