@@ -69,7 +69,7 @@ check: $(DEV)
 	$(BIN)/python -m protos.generate --check
 	$(BIN)/python -m telemetry.dashboards --check
 
-# Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (1-5 minutes).
+# Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (3-10 minutes).
 contract: $(DEV)
 	$(BIN)/python -m tests.kernels.contract $(ARGS)
 

@@ -20,7 +20,7 @@ from engine.model.config import ModelConfig
 from engine.sampling import Draw, sample
 from engine.step import Drawn
 from engine.triton_sampling import draw_tokens
-from kernels.configs import ConfigKey, KernelConfig, config_for
+from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
 from kernels.decode_attention import decode_attention
 from kernels.decode_buffers import DecodeBuffers
 from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
@@ -103,7 +103,8 @@ class TritonAttention:
         self.share_tokens = share_tokens
         self._programs = programs or _programs(self.device)
         group, arch = shape.heads // layout.kv_heads, arch_of(self.device)
-        dtype = str(TORCH_DTYPES[layout.dtype]).removeprefix("torch.")
+        stored = "float32" if shape.dtype == "float32" else layout.dtype
+        dtype = str(TORCH_DTYPES[stored]).removeprefix("torch.")
         self._configs = {
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
@@ -266,10 +267,8 @@ class TritonAttention:
 
 
 def arch_of(device: torch.device) -> int:
-    """The configuration table's name of a GPU: 90 from Hopper on (and for the interpreter), 80 before."""
-    if device.type != "cuda":
-        return 90
-    return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
+    """The configuration table's name of a GPU; the interpreter's is 90."""
+    return table_arch(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 90
 
 
 def _programs(device: torch.device) -> int:

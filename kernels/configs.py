@@ -27,7 +27,8 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """`dtype`: of the stored KV, as in torch. `arch`: compute capability, 80 or 90."""
+    """`dtype`: of the stored KV, as in torch; for attention of 32-bit queries "float32", whatever is stored. `arch`:
+    `table_arch`, 80 or 90."""
 
     kernel: str
     head_dim: int
@@ -41,11 +42,19 @@ MEASURED = Path(__file__).with_name("measured.json")
 DRY_RUN = "none: a dry run, whose figures mean nothing"
 """The card of a file that is not to be taken."""
 
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10}
+"""Of shared memory that a program may take by each architecture's entries: as much as the least of the GPUs has that
+they are for. sm_80 itself has 163 KiB; sm_86, sm_89 and sm_120 have 99."""
+
+_DECODE = KernelConfig(tile=64, warps=4, stages=3, rows=16)
+_SHARED = KernelConfig(tile=64, warps=4, stages=3, rows=64)
+_PREFILL = KernelConfig(tile=64, warps=8, stages=3, rows=128)
+
 DEFAULTS = {
-    "decode": KernelConfig(tile=64, warps=4, stages=3, rows=16),
-    "decode_shared": KernelConfig(tile=64, warps=4, stages=3, rows=64),
+    "decode": _DECODE,
+    "decode_shared": _SHARED,
     "merge": KernelConfig(tile=8, warps=4, stages=1),
-    "prefill": KernelConfig(tile=64, warps=8, stages=3, rows=128),
+    "prefill": _PREFILL,
     "rope_kv_write": KernelConfig(tile=0, warps=1, stages=1, rows=4),
     "rms_norm": KernelConfig(tile=0, warps=8, stages=1),
     "silu_mul": KernelConfig(tile=1024, warps=4, stages=1),
@@ -53,10 +62,34 @@ DEFAULTS = {
     "convert_blocks": KernelConfig(tile=0, warps=4, stages=1, rows=32),
     "sample": KernelConfig(tile=1024, warps=16, stages=1),
 }
-"""What a shape without an entry runs with. For attention, `rows` are packed rows: queries times group."""
+"""What a shape without an entry runs with; for attention, 16-bit heads of up to 128. There, `rows` are packed rows:
+queries times group."""
 
-_DEEP = KernelConfig(tile=64, warps=4, stages=4, rows=16)
-_TALL = KernelConfig(tile=32, warps=4, stages=3, rows=16)
+# By the next power of two of the head size, where keys and values have 16 bits, 8, and 32. What is limited is shared
+# memory, which holds stages of tiles and often the queries; and registers, which hold rows x head size of results.
+_BY_HEAD = {
+    "decode": {128: _DECODE, 256: replace(_DECODE, tile=32), 512: replace(_DECODE, tile=16)},
+    "decode_shared": {128: _SHARED, 256: KernelConfig(32, 8, 2, 64), 512: KernelConfig(16, 8, 2, 32)},
+    "prefill": {128: _PREFILL, 256: KernelConfig(32, 8, 2, 64), 512: KernelConfig(16, 8, 2, 32)},
+}
+_NARROW = {
+    "decode": {**_BY_HEAD["decode"], 128: replace(_DECODE, stages=4)},
+    "decode_shared": {
+        128: replace(_SHARED, warps=8), 256: KernelConfig(32, 8, 2, 32), 512: KernelConfig(16, 8, 2, 32)
+    },
+    "prefill": _BY_HEAD["prefill"],
+}  # fmt: skip
+_FLOAT32 = KernelConfig(16, 8, 2, 32)
+_WIDE = {
+    "decode": {128: KernelConfig(16, 4, 3, 16), 256: KernelConfig(16, 4, 3, 16), 512: replace(_FLOAT32, rows=16)},
+    "decode_shared": dict.fromkeys((128, 256, 512), _FLOAT32),
+    "prefill": dict.fromkeys((128, 256, 512), _FLOAT32),
+}
+_EIGHT_BITS = ("int8", "float8_e4m3fn")
+_OF_OTHER_BYTES = {"float32": _WIDE, **dict.fromkeys(_EIGHT_BITS, _NARROW)}
+_QUERY_BYTES = 64 << 10
+"""Of packed queries that a program can hold: with more there is no room for keys and values."""
+
 _WARPS = KernelConfig(tile=64, warps=8, stages=3, rows=16)
 
 # (kernel, head_dim, group, block_size, dtype, entry for sm_80, entry for sm_90); None: the default.
@@ -71,16 +104,16 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("decode", 128, 4, 64, "bfloat16", None, None),
     ("decode", 128, 4, 128, "bfloat16", None, None),
     ("decode", 128, 32, 64, "bfloat16", None, None),
-    ("decode", 256, 8, 64, "bfloat16", _TALL, _TALL),
-    ("decode", 128, 4, 64, "int8", _DEEP, _DEEP),
-    ("decode", 128, 4, 64, "float8_e4m3fn", _DEEP, _DEEP),
+    ("decode", 256, 8, 64, "bfloat16", None, None),
+    ("decode", 128, 4, 64, "int8", None, None),
+    ("decode", 128, 4, 64, "float8_e4m3fn", None, None),
     ("decode_shared", 128, 4, 64, "bfloat16", None, None),
     ("merge", 128, 4, 64, "bfloat16", None, None),
     ("prefill", 64, 3, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 16, "bfloat16", None, None),
     ("prefill", 128, 4, 64, "bfloat16", None, None),
-    ("prefill", 128, 4, 64, "int8", KernelConfig(32, 8, 3, 128), None),
-    ("prefill", 256, 8, 64, "bfloat16", KernelConfig(32, 8, 2, 64), KernelConfig(32, 8, 2, 64)),
+    ("prefill", 128, 4, 64, "int8", None, None),
+    ("prefill", 256, 8, 64, "bfloat16", None, None),
     ("rope_kv_write", 128, 4, 64, "bfloat16", None, None),
     ("rope_kv_write", 128, 4, 64, "float8_e4m3fn", None, None),
     ("rms_norm", 0, 0, 0, "bfloat16", None, None),
@@ -90,7 +123,6 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
     ("convert_blocks", 128, 0, 64, "float8_e4m3fn", None, None),
     ("sample", 0, 0, 0, "float32", None, None),
 ]
-
 
 
 def read_measured(path: Path) -> dict[ConfigKey, KernelConfig]:
@@ -111,19 +143,46 @@ def read_measured(path: Path) -> dict[ConfigKey, KernelConfig]:
     return found
 
 
+def table_arch(major: int) -> int:
+    """The table's name for GPUs of compute capability `major`.x: 90 for data-centre GPUs from Hopper on, 80 for those
+    before, and for those of 12.x, which have as little shared memory as sm_89 and the same matrix instructions."""
+    return 90 if 9 <= major < 12 else 80
+
+
+def default_config(key: ConfigKey) -> KernelConfig:
+    """What a shape without an entry runs with: by head size and stored type, with room for the group. Raises KeyError
+    for an unknown kernel, ValueError where no program could hold one query of a whole group."""
+    if key.kernel not in _BY_HEAD:
+        return DEFAULTS[key.kernel]
+    padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
+    row_bytes = padded * (4 if key.dtype == "float32" else 2)
+    if padded > 512 or group * row_bytes > _QUERY_BYTES:
+        raise ValueError(
+            f"{key.kernel}: no program can hold a group of {key.group} heads of {key.head_dim}, {key.dtype}"
+        )
+    by_head = _OF_OTHER_BYTES.get(key.dtype, _BY_HEAD)
+    width = max(128, padded)
+    config = by_head[key.kernel][width]
+    if group > config.rows:
+        if key.kernel == "decode":
+            config = by_head["decode_shared"][width]
+        config = replace(config, rows=group, warps=8 if group >= 128 else config.warps)
+    if key.arch == 80 and key.kernel == "prefill" and key.dtype in _EIGHT_BITS and padded >= 128:
+        # Without wgmma, widened keys and values lie in registers beside the results.
+        config = replace(config, tile=min(config.tile, 32))
+    if config.rows * row_bytes == _QUERY_BYTES:
+        config = replace(config, tile=16, warps=8, stages=1 if key.dtype == "float32" else 2)
+    return config
+
+
 TABLE = {
-    ConfigKey(kernel, head_dim, group, block_size, dtype, arch): entry or DEFAULTS[kernel]
+    key: entry or default_config(key)
     for kernel, head_dim, group, block_size, dtype, *entries in _ENTRIES
-    for arch, entry in zip((80, 90), entries, strict=True)
+    for arch, entry in zip(SHARED_BYTES, entries, strict=True)
+    for key in (ConfigKey(kernel, head_dim, group, block_size, dtype, arch),)
 } | read_measured(MEASURED)
 
 
 def config_for(key: ConfigKey) -> KernelConfig:
-    """The table's entry, or the kernel's default with room for the group. Raises KeyError for an unknown kernel."""
-    config = TABLE.get(key)
-    if config is not None:
-        return config
-    config = DEFAULTS[key.kernel]
-    if key.kernel in ("decode", "decode_shared", "prefill") and key.group > config.rows:
-        return replace(config, rows=1 << (key.group - 1).bit_length())
-    return config
+    """The table's entry, or the default. Raises as `default_config` does."""
+    return TABLE.get(key) or default_config(key)

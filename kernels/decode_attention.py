@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tile import exponent_scale, finish, sweep
-from kernels.configs import KernelConfig
+from kernels.configs import DEFAULTS, KernelConfig
 from kernels.decode_buffers import DecodeBuffers
 from kernels.launch import check_interpretable
 from kernels.pool import KVPool
+
+MERGE = DEFAULTS["merge"]
 
 
 @triton.jit
@@ -266,8 +268,9 @@ def decode_attention(
         HEADS=heads,
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
-        SPLITS=8,
-        num_warps=4,
+        SPLITS=MERGE.tile,
+        num_warps=MERGE.warps,
+        num_stages=MERGE.stages,
     )
     return out, buffers.lse[:batch]
 

@@ -64,5 +64,6 @@ def rms_norm(
         PAD=triton.next_power_of_2(hidden),
         RESIDUAL=residual is not None,
         num_warps=config.warps,
+        num_stages=config.stages,
     )
     return out

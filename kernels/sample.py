@@ -252,5 +252,6 @@ def sample(
         VOCAB=vocab,
         TILE=config.tile,
         num_warps=config.warps,
+        num_stages=config.stages,
     )
     return tokens

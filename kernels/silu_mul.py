@@ -33,6 +33,6 @@ def silu_mul(gate_up: Tensor, config: KernelConfig) -> Tensor:
     check_interpretable(gate_up)
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype, device=gate_up.device)
     silu_mul_kernel[(rows, triton.cdiv(both // 2, config.tile))](
-        gate_up, out, WIDTH=both // 2, TILE=config.tile, num_warps=config.warps
+        gate_up, out, WIDTH=both // 2, TILE=config.tile, num_warps=config.warps, num_stages=config.stages
     )
     return out

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.configs import table_arch
+
 Line = dict[str, str | int | float]
 
 
@@ -115,7 +117,7 @@ def open_card(sizes: Sizes) -> Card:
     properties = torch.cuda.get_device_properties(device)
     timer = CudaTimer(device, sizes.rounds)
     sms = int(properties.multi_processor_count)
-    return Card(device, timer, torch.bfloat16, 90 if major >= 9 else 80, sms, sizes)
+    return Card(device, timer, torch.bfloat16, table_arch(major), sms, sizes)
 
 
 def describe(card: Card) -> Line:

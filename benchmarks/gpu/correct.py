@@ -1,15 +1,19 @@
 """Whether the kernels are right on this card: their error against 64 bits, beside that of a plain 16-bit computation.
 
-The rule is FlashAttention's: a kernel may be wrong by twice what the plain one is. The whole suite, with its odd sizes
-and poisoned memory, is `python -m pytest tests/kernels tests/engine/test_triton_step.py tests/engine/test_graphs.py`.
+The rule is FlashAttention's: a kernel may be wrong by twice what the plain one is. Each case stands by itself: one that
+is refused, fails or breaks its process costs its own line. The whole suite, with its odd sizes and poisoned memory, is
+`python -m pytest tests/kernels tests/engine/test_triton_step.py tests/engine/test_graphs.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import isolated
 from benchmarks.gpu.card import Card, Line
 from kernels import reference_attention
 from kernels.configs import ConfigKey, config_for
@@ -22,8 +26,33 @@ from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_
 
 ALLOWED = 2.0
 SLACK = 1e-3
+LAYERS, LAYER = 4, 1
+"""Of the pool, and the one that is read. With a single layer some 8-bit rows would be less aligned than in a model."""
+CASE_S = 40.0
+"""How long a case may take, compilation included."""
+
+
+class Case(NamedTuple):
+    """`kind`: "decode" or "prefill". `dtype`: of the pool, "native" for that of the queries."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: int
+    dtype: str
+
+    def key(self, card: Card) -> ConfigKey:
+        dtype = str(card.dtype).removeprefix("torch.") if self.dtype == "native" else self.dtype
+        return ConfigKey(self.kind, self.head_dim, self.heads // self.kv_heads, self.block, dtype, card.arch)
+
+    def name(self, card: Card) -> str:
+        shape = f"{self.heads}/{self.kv_heads}/{self.head_dim}"
+        return f"{self.kind} {shape}, block {self.block}, {self.key(card).dtype}"
+
+
 CASES = [
-    (heads, kv_heads, head_dim, block, dtype)
+    Case(kind, heads, kv_heads, head_dim, block, dtype)
     for heads, kv_heads, head_dim, block in (
         (32, 8, 128, 64),
         (9, 3, 64, 16),
@@ -32,69 +61,96 @@ CASES = [
         (8, 1, 256, 128),
     )
     for dtype in ("native", "int8", "float8_e4m3fn")
+    for kind in ("decode", "prefill")
 ]
+IN_DRY_RUN = slice(8, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`q` `[rows, heads, head_dim]`: the last `counts[i]` rows of context i, whose blocks are in `tables[i]`."""
+
+    q: Tensor
+    pool: KVPool
+    counts: list[int]
+    contexts: list[int]
+    tables: list[list[int]]
 
 
 def correct(card: Card) -> Iterator[Line]:
-    """Raises nothing: a line whose `right` is 0 is a wrong kernel."""
-    cases = CASES if card.sizes.unit == 1 else CASES[4:5]
-    for case in cases:
-        for what in ("decode", "prefill"):
-            yield _case(card, what, *case)
+    """Raises nothing: a line whose `right` is 0 is a wrong kernel, or one that gave no answer, and why."""
+    cases = CASES if card.sizes.unit == 1 else CASES[IN_DRY_RUN]
+    for case, told in isolated.each(cases, check, card, CASE_S):
+        if isinstance(told, isolated.Failure):
+            yield {"what": case.name(card), "failure": str(told), "right": 0}
+        else:
+            yield told
 
 
-def _case(
-    card: Card, what: str, heads: int, kv_heads: int, head_dim: int, block: int, dtype: str
-) -> Line:
-    contexts = [max(1, card.sizes.tokens(n)) for n in (1, 37, 700, 2049)]
-    counts = [1] * len(contexts) if what == "decode" else [max(1, n // 2) for n in contexts]
-    need = [-(-n // block) for n in contexts]
-    order = list(range(sum(need)))
-    Random(0).shuffle(order)
-    tables = [order[sum(need[:at]) : sum(need[: at + 1])] for at in range(len(need))]
-    pool = _pool(card, len(order), kv_heads, block, head_dim, dtype)
-    q = card.random(sum(counts), heads, head_dim)
-    group = heads // kv_heads
-    name = str(pool.payload.dtype).removeprefix("torch.")
-    config = config_for(ConfigKey(what, head_dim, group, block, name, card.arch))
-    if what == "decode":
-        geometry = geometry_for(
-            batch=len(contexts), kv_heads=kv_heads, group=group, programs=card.sms,
-            tile=config.tile, packed_rows=config.rows,
-        )  # fmt: skip
-        buffers = DecodeBuffers(
-            geometry, batch=len(contexts), heads=heads, head_dim=head_dim,
-            table_blocks=max(need), device=card.device,
-        )  # fmt: skip
-        buffers.load(plan_decode(contexts, geometry), contexts, tables)
-        got, _ = decode_attention(q, pool, 0, buffers, config)
-        want, _ = reference_attention.decode(q, pool, 0, contexts, tables)
+def check(card: Card, case: Case) -> Line:
+    """One case, launched and held against 64 bits. Raises what the launch raises."""
+    rows = random_rows(card, case)
+    got = launched(card, case, rows)
+    place = rows.q, rows.pool, LAYER
+    if case.kind == "decode":
+        want, _ = reference_attention.decode(*place, rows.contexts, rows.tables)
     else:
-        planned = plan_prefill(counts, contexts, rows_per_tile(config, group))
-        tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
-        width = max(need)
-        padded = [table + [0] * (width - len(table)) for table in tables]
-        device_tables = torch.tensor(padded, dtype=torch.int32).to(card.device)
-        got = prefill_attention(q, pool, 0, tiles, device_tables, config)
-        want, _ = reference_attention.prefill(q, pool, 0, counts, contexts, tables)
+        want, _ = reference_attention.prefill(*place, rows.counts, rows.contexts, rows.tables)
     error = float((got.double() - want).abs().max())
-    plain = float((_plain(q, pool, counts, contexts, tables).double() - want).abs().max())
+    plain = float((_plain(rows).double() - want).abs().max())
     return {
-        "what": f"{what} {heads}/{kv_heads}/{head_dim}, block {block}, {name}",
+        "what": case.name(card),
         "error": error,
         "plain_error": plain,
         "right": int(error <= ALLOWED * plain + SLACK),
     }
 
 
+def random_rows(card: Card, case: Case) -> Rows:
+    """Contexts of several lengths, in shuffled blocks; the last half of each for prefill."""
+    contexts = [max(1, card.sizes.tokens(n)) for n in (1, 37, 700, 2049)]
+    counts = [1] * len(contexts) if case.kind == "decode" else [max(1, n // 2) for n in contexts]
+    need = [-(-n // case.block) for n in contexts]
+    order = list(range(sum(need)))
+    Random(0).shuffle(order)
+    tables = [order[sum(need[:at]) : sum(need[: at + 1])] for at in range(len(need))]
+    pool = _pool(card, len(order), case.kv_heads, case.block, case.head_dim, case.dtype)
+    return Rows(card.random(sum(counts), case.heads, case.head_dim), pool, counts, contexts, tables)
+
+
+def launched(card: Card, case: Case, rows: Rows) -> Tensor:
+    """What the kernels make of `rows`, with the table's configuration."""
+    key = case.key(card)
+    config = config_for(key)
+    width = max(map(len, rows.tables))
+    if case.kind == "decode":
+        geometry = geometry_for(
+            batch=len(rows.contexts), kv_heads=case.kv_heads, group=key.group, programs=card.sms,
+            tile=config.tile, packed_rows=config.rows,
+        )  # fmt: skip
+        buffers = DecodeBuffers(
+            geometry, batch=len(rows.contexts), heads=case.heads, head_dim=case.head_dim,
+            table_blocks=width, device=card.device,
+        )  # fmt: skip
+        buffers.load(plan_decode(rows.contexts, geometry), rows.contexts, rows.tables)
+        return decode_attention(rows.q, rows.pool, LAYER, buffers, config)[0]
+    planned = plan_prefill(rows.counts, rows.contexts, rows_per_tile(config, key.group))
+    tiles = torch.tensor(planned, dtype=torch.int32).to(card.device)
+    padded = [table + [0] * (width - len(table)) for table in rows.tables]
+    tables = torch.tensor(padded, dtype=torch.int32).to(card.device)
+    return prefill_attention(rows.q, rows.pool, LAYER, tiles, tables, config)
+
+
 def _pool(
     card: Card, blocks: int, kv_heads: int, block: int, head_dim: int, dtype: str
 ) -> KVPool:
-    payload = card.random(blocks, kv_heads, 1, 2, block, head_dim)
+    payload = card.random(blocks, kv_heads, LAYERS, 2, block, head_dim)
     if dtype == "native":
         return KVPool(payload)
     kind: torch.dtype = getattr(torch, dtype)
-    _, pool = eight_bit_pool(blocks, kv_heads, 1, block, head_dim, dtype=kind, device=card.device)
+    _, pool = eight_bit_pool(
+        blocks, kv_heads, LAYERS, block, head_dim, dtype=kind, device=card.device
+    )
     assert pool.scales is not None
     codes, scales = quantize(payload.float(), kind)
     pool.payload.copy_(codes)
@@ -102,20 +158,15 @@ def _pool(
     return pool
 
 
-def _plain(
-    q: Tensor,
-    pool: KVPool,
-    counts: Sequence[int],
-    contexts: Sequence[int],
-    tables: Sequence[Sequence[int]],
-) -> Tensor:
+def _plain(rows: Rows) -> Tensor:
     """Each step of attention rounded to the queries' 16 bits."""
+    q, pool = rows.q, rows.pool
     out, row = torch.empty_like(q), 0
     group = q.shape[1] // pool.kv_heads
-    for count, context, table in zip(counts, contexts, tables, strict=True):
+    for count, context, table in zip(rows.counts, rows.contexts, rows.tables, strict=True):
         k, v = (
             side.to(q.dtype).repeat_interleave(group, 0)
-            for side in reference_attention.gather_rows(pool, 0, table, context)
+            for side in reference_attention.gather_rows(pool, LAYER, table, context)
         )
         mine = q[row : row + count].transpose(0, 1)
         scores = mine @ k.transpose(1, 2) * q.shape[2] ** -0.5

@@ -38,3 +38,8 @@ def dry_card() -> Card:
     """To be called before anything imports Triton, which then takes its interpreter."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     return Card(torch.device("cpu"), Clock(), torch.float16, 90, 2, TINY)
+
+
+def compile_for_real() -> None:
+    """For a process that a dry run starts and that compiles nonetheless; also before anything imports Triton."""
+    os.environ.pop("TRITON_INTERPRET", None)

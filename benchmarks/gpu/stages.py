@@ -96,7 +96,7 @@ def _hear(
             said = heard.recv()
         except EOFError:
             work.join(PATIENCE_S)
-            return f"its process died: {_status(work.exitcode)}"
+            return f"its process died: {how_it_ended(work.exitcode)}"
         if said is None or isinstance(said, str):
             return said or ""
         outcome.lines.append(said)
@@ -141,5 +141,6 @@ def _tail(log: Path) -> list[str]:
         return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
 
 
-def _status(code: int | None) -> str:
+def how_it_ended(code: int | None) -> str:
+    """A process's exit code in words."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"

@@ -93,5 +93,5 @@ def test_a_wrong_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         return out + 0.02, lse
 
     monkeypatch.setattr(correct, "decode_attention", off)
-    wrong = [line["what"] for line in correct.correct(dry_card()) if not line["right"]]
-    assert len(wrong) == 1 and str(wrong[0]).startswith("decode")
+    found = {case.kind: correct.check(dry_card(), case) for case in correct.CASES[correct.IN_DRY_RUN]}
+    assert {kind: line["right"] for kind, line in found.items()} == {"decode": 0, "prefill": 1}

@@ -1,18 +1,32 @@
 """The table of configurations is measured by one command, and read where it is put."""
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
+from benchmarks.gpu import tuning
+from benchmarks.gpu.card import Card, Line, Sizes
+from benchmarks.gpu.dry import dry_card
+from benchmarks.gpu.tune import main
 from kernels.configs import MEASURED, TABLE, ConfigKey, KernelConfig, read_measured
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
 SOURCE = Path(__file__).parents[2]
+KEY = ConfigKey("decode", 64, 3, 16, "bfloat16", 90)
+PRESENT = TABLE[KEY]
+FATES = tuning.candidates(KEY)[:7]
+"""By their place: kills its process, poisons it, is refused, is wrong, is the fastest, is slow, does not fit."""
 
 
 def tune(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +45,7 @@ def test_a_dry_run_measures_every_kernel_and_is_not_taken(tmp_path: Path) -> Non
     told = json.loads(file.read_text())
     assert [entry["kernel"] for entry in told["entries"]] == ["decode", "decode_shared", "prefill", "copy_blocks"]
     assert all(entry["us"] <= entry["present_us"] for entry in told["entries"])
+    assert all(entry["timed"] == entry["of"] == 3 for entry in told["entries"]), "not all of what was compiled ahead"
     with pytest.raises(ValueError, match="dry run"):
         read_measured(file)
     file.write_text(json.dumps({**told, "gpu": "a card"}))
@@ -72,19 +87,122 @@ def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
         read_measured(file)
 
 
-def test_a_wrong_candidate_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+class Faked:
+    """A timer whose process has a fate for each configuration, as a card's may."""
+
+    def __call__(self, card: Card, task: tuple[ConfigKey, KernelConfig]) -> Line:
+        _, config = task
+        if config == FATES[0]:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if config == FATES[1]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if config == FATES[2]:
+            raise OutOfResources(4096, 1024, "threads")
+        apart = 1.0 if config == FATES[3] else 0.0
+        return {"apart": apart, "us": 10.0 if config in (PRESENT, FATES[5]) else 4.0 if config == FATES[4] else 1.0}
+
+
+class Compiled:
+    """A pool that is done at once, and refuses one."""
+
+    def __init__(self, target: object) -> None:
+        pass
+
+    def ask(self, key: ConfigKey, configs: Sequence[KernelConfig]) -> dict[KernelConfig, Future[str]]:
+        answers = {config: Future[str]() for config in configs}
+        for config, answer in answers.items():
+            answer.set_result("OutOfResources: 262144" if config == FATES[6] else "")
+        return answers
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "CompilePool", Compiled)
+    monkeypatch.setattr(tuning, "IN_DRY_RUN", len(FATES))
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_candidate_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the figures of a card: an illegal access, a process that dies and a wrong answer cost one candidate each,
+    and one that was refused is never timed, though it would have been the fastest."""
+    (found,) = tuning.tuned(dry_card(), [KEY], math.inf, Faked())
+    assert found.key == KEY and found.line is not None
+    assert KernelConfig(*(int(found.line[name]) for name in ("tile", "warps", "stages", "rows"))) == FATES[4]
+    assert (found.line["us"], found.line["present_us"], found.line["timed"]) == (4.0, 10.0, 3)
+    assert found.line["of"] == len(FATES)
+    (wrong,), (died, poisoned) = found.wrong, sorted(found.broken, key=lambda told: "illegal" in told)
+    assert str(FATES[3]) in wrong and "1.0 apart" in wrong
+    assert str(FATES[0]) in died and "SIGSEGV" in died
+    assert str(FATES[1]) in poisoned and "illegal memory access" in poisoned
+    assert f"refused: {FATES[6]}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("faked")
+def test_nothing_is_begun_when_the_time_is_over() -> None:
+    """Guards the budget: an entry whose time is over is told with what was timed, and those behind it are left."""
+    keys = [KEY, ConfigKey("decode", 128, 4, 64, "bfloat16", 90)]
+    assert not list(tuning.tuned(dry_card(), keys, 0.0, Faked()))
+    (found,) = tuning.tuned(dry_card(), keys, 0.5, Faked())
+    assert found.key == KEY and found.line is not None
+    assert found.line["timed"] == 1 and found.line["us"] == found.line["present_us"] == 10.0
+
+
+def test_an_answer_is_held_against_that_of_the_present_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a fast configuration that computes something else."""
-    from benchmarks.gpu import tuning
-    from benchmarks.gpu.dry import dry_card
+    real = tuning.step_of
 
-    real = tuning._step
-
-    def off(card, key):  # type: ignore[no-untyped-def]
+    def off(card: Card, key: ConfigKey) -> tuning.Step:
         step = real(card, key)
-        return lambda config: step(config) if config == TABLE[key] else lambda: step(config)() + 0.1
+        return lambda config: step(config) if config == PRESENT else lambda: step(config)() + 0.1
 
-    monkeypatch.setattr(tuning, "_step", off)
-    lines, wrong = tuning.tuned(dry_card(), ["decode"])
-    assert len(wrong) == tuning.IN_DRY_RUN and "apart" in wrong[0]
-    key = next(key for key in TABLE if key.kernel == "decode" and key.arch == 90)
-    assert lines[0]["tile"] == TABLE[key].tile and lines[0]["us"] == lines[0]["present_us"]
+    monkeypatch.setattr(tuning, "step_of", off)
+    timer, card = tuning.CandidateTimer(), dry_card()
+    assert timer(card, (KEY, PRESENT))["apart"] == 0.0
+    assert float(timer(card, (KEY, FATES[0]))["apart"]) > tuning.APART
+
+
+def test_keys_are_chosen_by_words_of_their_names() -> None:
+    card = replace(dry_card(), sizes=Sizes())
+    every = tuning.keys_for(card, [])
+    assert {key.kernel for key in every} == set(tuning.KERNELS) and len(every) == 20
+    assert {key.arch for key in every} == {90}
+    some = tuning.keys_for(card, ["decode* 128/4/64 bfloat16", "prefill 128/4/64"])
+    assert [tuning.key_name(key) for key in some] == [
+        "decode 128/4/64 bfloat16",
+        "decode_shared 128/4/64 bfloat16",
+        "prefill 128/4/64 bfloat16",
+        "prefill 128/4/64 int8",
+    ]
+    assert not tuning.keys_for(card, ["8/4/64"]), "a word that is part of another"
+
+
+@pytest.mark.usefixtures("faked")
+def test_every_entry_is_written_when_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the entries of a run that is cut short, and those of an earlier run for other keys."""
+    file = tmp_path / MEASURED.name
+    entries: list[list[str]] = []
+
+    def some(card: Card, keys: Sequence[ConfigKey], seconds: float) -> Iterator[tuning.Tuned]:
+        assert seconds == 330
+        for key in keys:
+            if file.exists():
+                entries.append([entry["kernel"] for entry in json.loads(file.read_text())["entries"]])
+            yield tuning.Tuned(key, {**asdict(key), **asdict(PRESENT), "us": 1.0, "present_us": 1.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "tuned", some)
+    for pattern, known in (("prefill", []), ("decode*", ["prefill"])):
+        entries.clear()
+        with pytest.raises(KeyboardInterrupt):
+            main(["--dry-run", "--out", str(tmp_path), "--seconds", "330", "--keys", pattern])
+        assert entries == ([known, [*known, "decode"]] if known else [])
+    told = json.loads(file.read_text())
+    assert [entry["kernel"] for entry in told["entries"]] == ["prefill", "decode", "decode_shared"]
+    file.write_text(json.dumps({**told, "triton": "of another"}))
+    with pytest.raises(KeyboardInterrupt):
+        main(["--dry-run", "--out", str(tmp_path), "--seconds", "330", "--keys", "copy_blocks"])
+    assert [entry["kernel"] for entry in json.loads(file.read_text())["entries"]] == ["copy_blocks"]
+    assert main(["--dry-run", "--out", str(tmp_path), "--keys", "sort"]) == 2

@@ -1,6 +1,7 @@
 """The engine's step on the GPU kernels against the same step on the CPU's: in the interpreter where there is no GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.runner import ModelRunner
 from engine.step import Drawn, Row, StepPlan
 from engine.triton_attention import TritonAttention
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+from kernels.configs import ConfigKey, default_config
 from tests.engine.test_model_families import BASE, save_hf
 from tests.kernels.cases import DEVICE
 from transfer.digest import block_digest, combine
@@ -242,3 +244,12 @@ def test_a_device_digests_what_a_cpu_peer_does(folder: Path, kv_dtype: str) -> N
     assert kv.head_digests(blocks, tokens, range(1, 2)) == [h[1:] for h in kv.head_digests(blocks, tokens)]
     with pytest.raises(TypeError, match="no bytes of it"):
         kv.block(blocks[0])
+
+
+def test_programs_have_room_for_32_bit_queries_over_8_bit_kv(folder: Path) -> None:
+    """Guards configurations that were made for queries of half the size, by the type of what is stored."""
+    side = Side(folder, "triton", "int8")
+    assert isinstance(side.attention, TritonAttention) and side.model.config.dtype == "float32"
+    for kernel in ("decode", "decode_shared", "prefill"):
+        key = ConfigKey(kernel, side.model.config.head_dim, 2, BLOCK, "float32", 90)
+        assert side.attention._configs[kernel] == default_config(key) != default_config(replace(key, dtype="int8"))

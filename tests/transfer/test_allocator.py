@@ -48,7 +48,7 @@ class Server:
     def __init__(self, name: str, config: Any, host: str, port: int) -> None:
         pass
 
-    def start(self) -> None:
+    def start(self, report: object = None) -> None:
         raise AssertionError("it was started")
 
 

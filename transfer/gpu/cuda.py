@@ -19,6 +19,7 @@ import torch.utils.dlpack
 from cupy.cuda import nccl, runtime
 from torch import Tensor
 
+from kernels.configs import table_arch
 from transfer.gpu.device import DeviceMemory, Event, Stream
 from transfer.gpu.kernels import DeviceKernels
 from transfer.transport import TransferError
@@ -90,7 +91,7 @@ class CudaDevice:
         except (RuntimeError, AssertionError, ValueError) as error:
             raise TransferError(f"no device {name}: {error}") from error
         self.name = str(properties.uuid)
-        kernels = DeviceKernels(self._device, 90 if properties.major >= 9 else 80)
+        kernels = DeviceKernels(self._device, table_arch(properties.major))
         self.copy, self.convert = kernels.copy, kernels.convert
         self._mapped: dict[bytes, int] = {}
 

@@ -2,7 +2,8 @@
 
     python -m tests.kernels.contract [--update] [--arch 80|90] [--only TEXT]
 
-Compiles every entry of `kernels.configs` for sm_80 and sm_90, reads registers, spills, shared memory, load widths,
+Compiles every entry of `kernels.configs`, every launch of `benchmarks.gpu.correct` and the largest programs that the
+defaults come to for sm_80 and sm_90, reads registers, spills, shared memory, load widths,
 asynchronous copies, loads by the byte and matrix instructions off the machine code, and compares them with
 `contract.json`, which holds one table per Triton version. Fails when one got worse, or a house rule is broken;
 `--update` writes what was found.
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import triton
 
+from tests.kernels.contract.all_measured import all_measured
 from tests.kernels.contract.cases import cases
-from tests.kernels.contract.check import Counts, broken_rules, regressions
-from tests.kernels.contract.measure import measure
+from tests.kernels.contract.check import Counts, regressions
 
 FILE = Path(__file__).parent / "contract.json"
+ARCHES = (80, 90)
 Table = dict[str, dict[str, dict[str, Counts]]]
 
 
@@ -29,7 +31,7 @@ def main() -> int:
         description="compile every kernel and compare with contract.json"
     )
     parser.add_argument("--update", action="store_true")
-    parser.add_argument("--arch", type=int, choices=(80, 90), action="append")
+    parser.add_argument("--arch", type=int, choices=ARCHES, action="append")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     table: Table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
@@ -38,28 +40,22 @@ def main() -> int:
         print(f"no contract for Triton {version}: run with --update and read the difference")
         return 2
     failures = 0
-    for arch in options.arch or (80, 90):
+    for arch, name, counts, complaints in all_measured(options.arch or ARCHES, options.only):
         recorded = table.setdefault(version, {}).setdefault(f"sm_{arch}", {})
-        wanted = [case for case in cases(arch) if options.only in case.name]
-        for case in wanted:
-            counts = measure(case, arch)
-            complaints = broken_rules(case, arch, counts)
-            if not options.update:
-                before = recorded.get(case.name)
-                complaints += (
-                    ["not in the contract"] if before is None else regressions(before, counts)
-                )
-            shown = " ".join(f"{name}={value}" for name, value in counts.items())
-            print(
-                f"sm_{arch} {case.name}: {shown}",
-                *(f"\n    WORSE: {c}" for c in complaints),
-                flush=True,
+        if not options.update:
+            before = recorded.get(name)
+            complaints += (
+                ["not in the contract"] if before is None else regressions(before, counts)
             )
-            failures += bool(complaints)
-            if options.update:
-                recorded[case.name] = counts
-        if options.update and not options.only:
-            table[version][f"sm_{arch}"] = {case.name: recorded[case.name] for case in wanted}
+        shown = " ".join(f"{what}={value}" for what, value in counts.items())
+        print(f"sm_{arch} {name}: {shown}", *(f"\n    WORSE: {c}" for c in complaints), flush=True)
+        failures += bool(complaints)
+        if options.update:
+            recorded[name] = counts
+    if options.update and not options.only:
+        for arch in options.arch or ARCHES:
+            recorded = table[version][f"sm_{arch}"]
+            table[version][f"sm_{arch}"] = {case.name: recorded[case.name] for case in cases(arch)}
     if options.update:
         FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(

@@ -9,6 +9,7 @@ from tests.kernels.contract.shapes import (
     case_name,
     pool_constants,
     pool_types,
+    query_type,
     tile_bytes,
 )
 
@@ -18,9 +19,9 @@ def decode_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         name=case_name(key),
         kernel=decode_attention.decode_kernel,
         types={
-            "q_ptr": "*bf16",
+            "q_ptr": query_type(key),
             **pool_types(key, paired=True),
-            "out_ptr": "*bf16",
+            "out_ptr": query_type(key),
             "lse_ptr": "*fp32",
             "partial_ptr": "*fp32",
             "partial_lse_ptr": "*fp32",
@@ -71,9 +72,9 @@ def prefill_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
         name=case_name(key),
         kernel=prefill_attention.prefill_kernel,
         types={
-            "q_ptr": "*bf16",
+            "q_ptr": query_type(key),
             **pool_types(key, paired=True),
-            "out_ptr": "*bf16",
+            "out_ptr": query_type(key),
             "lse_ptr": "*fp32",
             "tiles_ptr": "*i32",
             "tables_ptr": "*i32",

@@ -1,8 +1,11 @@
-"""The kernels and configurations whose machine code is watched: those of `kernels.configs`, not every product."""
+"""The kernels and configurations whose machine code is watched: those of `kernels.configs`, not every product; the
+launches by which a card is first checked; and the largest that the defaults come to."""
 
 from kernels import configs
 from tests.kernels.contract.attention_cases import decode_case, merge_case, prefill_case
-from tests.kernels.contract.measure import Case
+from tests.kernels.contract.largest_cases import largest_cases
+from tests.kernels.contract.launched import launched_cases
+from tests.kernels.contract.measure import Case, Watched
 from tests.kernels.contract.other_cases import (
     convert_case,
     copy_case,
@@ -30,7 +33,12 @@ BACK = {"convert_blocks": (widen_case,)}
 """The way back of a kernel that goes both ways."""
 
 
-def cases(arch: int) -> list[Case]:
+def cases(arch: int) -> list[Watched]:
+    """Those of the table's entries, those of `benchmarks.gpu.correct`, and the largest."""
+    return [*entry_cases(arch), *launched_cases(arch), *largest_cases(arch)]
+
+
+def entry_cases(arch: int) -> list[Case]:
     """One case for each entry of the configuration table for this compute capability; two for conversions."""
     return [
         build(key, config)

@@ -6,10 +6,12 @@ import triton
 
 from kernels import configs
 
-POINTER = {"float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*u8"}
+POINTER = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*u8"}
 FORMAT = {"int8": "int8", "float8_e4m3fn": "e4m3"}
 LAYERS = 32
 KV_HEADS = 8
+LARGEST = "largest: "
+"""So begin the names of cases that are there for their shared memory alone."""
 
 
 def pool_constants(head_dim: int, block_size: int, dtype: str) -> dict[str, Any]:
@@ -43,6 +45,9 @@ def pool_types(key: configs.ConfigKey, *, paired: bool = False) -> dict[str, str
 
 
 def tile_bytes(key: configs.ConfigKey, config: configs.KernelConfig) -> int:
-    return (
-        2 * config.tile * triton.next_power_of_2(key.head_dim) * (1 if key.dtype in FORMAT else 2)
-    )
+    value_bytes = 1 if key.dtype in FORMAT else 4 if key.dtype == "float32" else 2
+    return 2 * config.tile * triton.next_power_of_2(key.head_dim) * value_bytes
+
+
+def query_type(key: configs.ConfigKey) -> str:
+    return POINTER["float32" if key.dtype == "float32" else "bfloat16"]
