@@ -62,7 +62,7 @@ class CompilePool:
 
 def refusal(target: Target, key: ConfigKey, config: KernelConfig) -> str:
     """Compile all that the step of this key launches. Why it cannot be launched, or nothing."""
-    from benchmarks.gpu.tuning import step_of
+    from benchmarks.gpu.tuned_steps import step_of
     from kernels.compile_only import compile_only
 
     try:

@@ -5,7 +5,7 @@ differs from that of the present entry is never taken, and told; one that breaks
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
@@ -13,21 +13,14 @@ from fnmatch import fnmatchcase
 from itertools import product
 from random import Random
 
-import torch
 from torch import Tensor
 
 from benchmarks.gpu import isolated
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.compiled_ahead import Answers, CompilePool, target_of
-from benchmarks.gpu.decode import attention_step, narrowed
-from benchmarks.gpu.others import PROGRAMS_PER_SM, prefill_step
-from kernels.block_copy import as_words, copy_blocks
-from kernels.block_shape import BlockShape
+from benchmarks.gpu.tuned_steps import Step, step_of
 from kernels.configs import TABLE, ConfigKey, KernelConfig
-from kernels.decode_plan import SharedPrefix
-from kernels.pool import FORMATS, KVPool
 
-Step = Callable[[KernelConfig], Callable[[], Tensor]]
 Task = tuple[ConfigKey, KernelConfig]
 KERNELS = ("decode", "decode_shared", "prefill", "copy_blocks")
 APART = 0.05
@@ -166,76 +159,3 @@ class CandidateTimer:
         work = self._step(config)
         apart = float((work().float() - self._want).abs().max())
         return {"apart": apart, "us": card.timer.seconds(work) * 1e6}
-
-
-def step_of(card: Card, key: ConfigKey) -> Step:
-    if key.kernel == "copy_blocks":
-        return _copy_step(card)
-    if card.sizes.unit == 1:
-        heads = card.sizes.kv_heads * key.group
-        card = replace(card, sizes=replace(card.sizes, heads=heads, head_dim=key.head_dim))
-    return _prefill(card, key) if key.kernel == "prefill" else _decode(card, key)
-
-
-def _pool(card: Card, key: ConfigKey, blocks: int) -> KVPool:
-    size = card.sizes
-    pool = KVPool(card.random(blocks, size.kv_heads, 1, 2, key.block_size, size.head_dim))
-    dtype: torch.dtype = getattr(torch, key.dtype)
-    return pool if FORMATS[dtype] == "native" else narrowed(card, pool, dtype)
-
-
-def _decode(card: Card, key: ConfigKey) -> Step:
-    """K1's batch; with shared prefixes K5's."""
-    size, block = card.sizes, key.block_size
-    is_shared = key.kernel == "decode_shared"
-    prefix = (size.tokens(8192) // block * block or block) if is_shared else 0
-    lengths = [prefix + 32] * (2 * size.batch) if is_shared else [size.tokens(4096)] * size.batch
-    shared, own = prefix // block, -(-(lengths[0] - prefix) // block)
-    order = list(range(shared + own * len(lengths)))
-    Random(0).shuffle(order)
-    tables = [
-        order[:shared] + order[at : at + own]
-        for at in range(shared, len(order), own)
-    ]
-    pool = _pool(card, key, len(order))
-    q = card.random(len(lengths), size.heads, size.head_dim)
-    prefixes = [SharedPrefix(tuple(range(len(lengths))), prefix)] if is_shared else []
-    return lambda config: attention_step(
-        card, q, pool, lengths, tables, shared=prefixes, config=config
-    )
-
-
-def _prefill(card: Card, key: ConfigKey) -> Step:
-    """K7's prompt of 4k."""
-    size = card.sizes
-    length = size.tokens(4096)
-    order = list(range(-(-length // key.block_size)))
-    Random(0).shuffle(order)
-    pool = _pool(card, key, len(order))
-    q = card.random(length, size.heads, size.head_dim)
-    return lambda config: prefill_step(card, q, pool, length, order, config)
-
-
-def _copy_step(card: Card) -> Step:
-    """K6's packing with digests, on the programs of 16 SMs."""
-    size = card.sizes
-    shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
-    count = max(4, size.tokens(size.tokens(1 << 29)) // (size.kv_heads * shape.words * 8))
-    source = as_words(card.random(2 * count, size.kv_heads, shape.words * 8 // card.dtype.itemsize))
-    order = list(range(2 * count))
-    Random(0).shuffle(order)
-    scattered, in_order = card.ids(order[:count]), card.ids(list(range(count)))
-    tokens, target = card.ids([16] * count), torch.zeros_like(source[:count])
-
-    def step(config: KernelConfig) -> Callable[[], Tensor]:
-        target.zero_()
-
-        def work() -> Tensor:
-            copy_blocks(
-                source, target, scattered, in_order, shape, config, tokens=tokens, programs=16 * PROGRAMS_PER_SM
-            )
-            return target.view(card.dtype)
-
-        return work
-
-    return step

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import bundle, decode, peers, transport
+from benchmarks.gpu.first_run import STAGES
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.wheels import PACKAGES, normal
 from tests.benchmarks import slim
@@ -104,12 +106,10 @@ def test_its_one_command_runs_on_a_machine_that_has_little(packed: Path, tmp_pat
         assert b"ModuleNotFoundError" in asked.stderr, f"{absent} is there: nothing would be proven"
     bare, whole = unpacked(packed, tmp_path / "bare"), unpacked(packed, tmp_path / "whole")
     few, all_ = tmp_path / "few", tmp_path / "all"
-    measured = tmp_path / "measured.json"
-    measured.write_text('{"gpu": "none", "entries": []}')
-    some = ["check", "tests", "tuned", "profile"]
+    some = [name for name in STAGES if name != "whole"]
     runs = [
         run(bare, python, few, f"--wheels={tmp_path}", "--only=whole"),
-        run(whole, python, all_, f"--measured={measured}", *(f"--only={name}" for name in some)),
+        run(whole, python, all_, *(f"--only={name}" for name in some)),
     ]
     try:
         for process, out in zip(runs, (few, all_), strict=True):
@@ -125,14 +125,14 @@ def test_its_one_command_runs_on_a_machine_that_has_little(packed: Path, tmp_pat
     assert list(stands_in["stages"]) == ["whole"] and list(real["stages"]) == some
     assert {path.name for path in few.iterdir()} == {"first-run.json", "first-run.log", "gpu.json"}
     assert {path.name for path in all_.iterdir()} == {
-        "first-run.json", "first-run.log", "gpu-check.json", "gpu-tuned.json",
+        "first-run.json", "first-run.log", "gpu-check.json", "gpu-tuned.json", "measured.json",
     }  # fmt: skip
     everything(json.loads((few / "gpu.json").read_text()))
     tuned = json.loads((all_ / "gpu-tuned.json").read_text())
     assert not tuned["failures"] and tuned["environment"]["msgspec"] != "not installed"
     assert tuned["revision"] == stands_in["versions"]["revision"] != "unknown"
     log = (all_ / "first-run.log").read_text()
-    assert "32 skipped" in log and "decode: launched" in log
+    assert re.search(r"\d+ skipped", log) and "decode: launched" in log
     assert not (whole / "kernels" / "measured.json").exists(), "the bundle itself was changed"
 
 

@@ -26,7 +26,7 @@ def launch_again(*keys: ConfigKey) -> list[bool]:
     in the cache."""
     from triton import knobs
 
-    from benchmarks.gpu.tuning import step_of
+    from benchmarks.gpu.tuned_steps import step_of
     from kernels.compile_only import compile_only
 
     found: list[bool] = []
