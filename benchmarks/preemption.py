@@ -22,7 +22,7 @@ from benchmarks.bed import random_prompt
 from benchmarks.offline import record
 from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager, Lease
@@ -109,7 +109,7 @@ class Bench:
 
     def _back(self, request: Request) -> float:
         began_s = time.thread_time()
-        self._until(lambda: request.state is State.RUNNING or request.record.request not in names(self.both))
+        self._until(lambda: request.state is RequestState.RUNNING or request.record.request not in names(self.both))
         return time.thread_time() - began_s
 
     def _until(self, done: Callable[[], bool]) -> None:

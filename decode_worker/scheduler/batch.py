@@ -8,7 +8,7 @@ A request without a block for its next token has no row in the step; it has one 
 from collections.abc import Iterator, Sequence
 
 from decode_worker.scheduler.beams import Beams
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.plan import banned_tokens, share_budget
 from engine.step import Drawn, Row, StepPlan
@@ -39,14 +39,14 @@ class Batch:
 
     def add_ready(self, request: Request) -> None:
         """All KV but the newest token's is here."""
-        request.state = State.READY
+        request.move(RequestState.READY)
         self.ready.append(request)
 
     def add_local(self, request: Request, now: float) -> None:
         """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
-        request.state, request.local_since = State.LOCAL, now
-        request.local_from = request.known
+        request.move(RequestState.LOCAL)
+        request.local_since, request.local_from = now, request.known
         self.local.append(request)
 
     def remove(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class Batch:
         rows = others + sum(map(_rows, self.running))
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
-            request.state = State.RUNNING
+            request.move(RequestState.RUNNING)
             request.clock.enter("decode_run", now)
             self.running.append(request)
 
@@ -122,7 +122,7 @@ class Batch:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
-        lines = {State.READY: self.ready, State.RUNNING: self.running, State.LOCAL: self.local}
+        lines = {RequestState.READY: self.ready, RequestState.RUNNING: self.running, RequestState.LOCAL: self.local}
         for state, line in lines.items():
             assert all(request.state is state for request in line)
             assert sum(request.state is state for request in requests) == len(line)

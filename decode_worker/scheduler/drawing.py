@@ -14,7 +14,7 @@ from decode_worker.scheduler.events import Tell
 from decode_worker.scheduler.filling import Filling
 from decode_worker.scheduler.handoffs import Handoffs
 from decode_worker.scheduler.outcomes import Finished, Result
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.messages import FirstToken, Tokens
 from engine.plan import finish_reason
 from engine.step import Candidates, Drawn, StepPlan
@@ -50,13 +50,13 @@ class Drawing:
             request.known = len(request.tokens)
         if request.record.beams is None:
             yield from self.drawn(request, message.token)
-        if request.arrived and request.state is not State.ENDING:
+        if request.arrived and request.state is not RequestState.ENDING:
             self.filling.admit(request, now)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> Iterator[Result]:
         """The step has run."""
         for request, row, token in self.batch.complete(plan, drawn):
-            is_local = request.state is State.LOCAL
+            is_local = request.state is RequestState.LOCAL
             if is_local and request.is_recovering:
                 self.recomputed_tokens += row.end - row.start
             elif is_local:
@@ -66,12 +66,12 @@ class Drawing:
             if not isinstance(token, int):
                 yield from self._searched(request, token)
                 continue
-            if request.state is State.DEPARTED:
+            if request.state is RequestState.DEPARTED:
                 yield from self.departures.complete(request, token, now)
                 continue
             if request.record.beams is None:
                 yield from self.drawn(request, token)
-            if is_local and request.state is State.LOCAL:
+            if is_local and request.state is RequestState.LOCAL:
                 self.batch.remove(request)
                 self.filling.admit(request, now)
 

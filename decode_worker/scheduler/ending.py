@@ -13,7 +13,7 @@ from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs
 from decode_worker.scheduler.orphans import Orphans
 from decode_worker.scheduler.outcomes import Result
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.room import Room
 from engine.kv.manager import KVCacheManager
 from engine.messages import Ended, Fault
@@ -65,19 +65,19 @@ class Ending:
         told: list[Result] = [Tell(request.link, ended)]
         state = request.state
         self.room.leave(request)
-        under_way = state in (State.CONNECTING, State.HANDOFF, State.FENCING)
+        under_way = state in (RequestState.CONNECTING, RequestState.HANDOFF, RequestState.FENCING)
         if under_way and not request.arrived:
             well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
-            if not (state is State.HANDOFF and well and request.first is not None):
+            if not (state is RequestState.HANDOFF and well and request.first is not None):
                 told += self.handoffs.abandon(request, now)
-            request.state = State.ENDING
+            request.move(RequestState.ENDING)
             return told
-        if state is State.LOADING:
-            request.state = State.ENDING
+        if state is RequestState.LOADING:
+            request.move(RequestState.ENDING)
             return told
-        if state is State.FORKING:
+        if state is RequestState.FORKING:
             self.forks.leave(request)
-        request.state = State.ENDING
+        request.move(RequestState.ENDING)
         return told + self.let_go(request, now)
 
     def let_go(self, request: Request, now: float) -> list[Result]:

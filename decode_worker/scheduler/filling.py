@@ -20,7 +20,7 @@ from decode_worker.scheduler.loading import Loading
 from decode_worker.scheduler.orphans import NOBODY
 from decode_worker.scheduler.outcomes import Lifted, Result
 from decode_worker.scheduler.preemption import Preemption
-from decode_worker.scheduler.request import NO_PREFILL, Request, State
+from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.messages import NeedPrefill, PeerAddress
@@ -106,7 +106,7 @@ class Filling:
         """The handoff has brought every block."""
         request.known = len(request.tokens) - (request.first is not None)
         self.kv.landed(request.lease)
-        if request.state is not State.ENDING and request.first is not None:
+        if request.state is not RequestState.ENDING and request.first is not None:
             self.admit(request, now)
 
     def admit(self, request: Request, now: float) -> None:
@@ -141,7 +141,7 @@ class Filling:
         if request.link == NOBODY:
             self.here(request, now)
             return []
-        request.state = State.ASKING
+        request.move(RequestState.ASKING)
         name = request.record.request
         return [Tell(request.link, NeedPrefill(name, request.placement, request.prefill.name))]
 
@@ -149,7 +149,7 @@ class Filling:
         self, request: Request, prefill: PeerAddress | None, now: float
     ) -> list[Result]:
         """The router's answer, if the request still waits for one."""
-        if request.state is not State.ASKING:
+        if request.state is not RequestState.ASKING:
             return []
         if prefill is None or request.arrived or request.tries >= MAX_ATTEMPTS:
             self.here(request, now)

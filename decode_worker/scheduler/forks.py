@@ -8,7 +8,7 @@ its parent out of its promise, or alone in the room of a parent that is gone; wh
 (`decode_worker.scheduler.preemption`).
 """
 
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
 
@@ -46,7 +46,7 @@ class Forks:
 
     def wait(self, fork: Request, parent: Request) -> None:
         """`fork` begins as soon as the prompt of `parent` is here."""
-        fork.state = State.FORKING
+        fork.move(RequestState.FORKING)
         self._waiting.setdefault(parent, []).append(fork)
 
     def leave(self, fork: Request) -> None:

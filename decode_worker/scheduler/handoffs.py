@@ -17,7 +17,7 @@ import msgspec
 
 from decode_worker.scheduler.events import ConnectPeer, PeerDown, PeerUp
 from decode_worker.scheduler.outcomes import Freed, Hopeless, Landed, Result, Unserved
-from decode_worker.scheduler.request import Migrated, Request, State
+from decode_worker.scheduler.request import Migrated, Request, RequestState
 from engine import identity
 from engine.kv.manager import KVCacheManager
 from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
@@ -67,14 +67,15 @@ class Handoffs:
         """Ask the request's prefill worker for what its lease does not have yet."""
         peer = self._peers.get(request.prefill.name)
         if peer is None or peer.address != request.prefill:
-            request.state = State.CONNECTING
+            request.move(RequestState.CONNECTING)
             self._connecting.append(request)
             return [ConnectPeer(request.prefill)]
         record = request.record
         handoff = Handoff(
             record.request, request.placement, request.attempt, self._incarnation, peer.peer
         )
-        request.state, request.handoff = State.HANDOFF, handoff
+        request.move(RequestState.HANDOFF)
+        request.handoff = handoff
         request.first, request.transport = None, peer.transport
         request.sender_block_size, request.block_bytes = peer.block_size, peer.block_bytes
         self._open[handoff] = request
@@ -109,12 +110,12 @@ class Handoffs:
         return [
             request
             for request in self._open.values()
-            if request.state is State.ENDING and not request.abandoned and now >= request.deadline
+            if request.state is RequestState.ENDING and not request.abandoned and now >= request.deadline
         ]
 
     def abandon(self, request: Request, now: float) -> list[Result]:
         """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
-        if request.state is State.CONNECTING:
+        if request.state is RequestState.CONNECTING:
             self._connecting.remove(request)
             return [Freed(request)]
         handoff = request.handoff
@@ -145,7 +146,7 @@ class Handoffs:
             self._connecting.remove(request)
             results.append(Unserved(request))
         for handoff, request in list(self._open.items()):
-            if handoff.prefill == event.peer and request.state is State.HANDOFF:
+            if handoff.prefill == event.peer and request.state is RequestState.HANDOFF:
                 # All landed, but the first token will never be named.
                 del self._open[handoff]
                 results.append(Unserved(request))
@@ -166,7 +167,7 @@ class Handoffs:
         if request is None:
             self.dropped["first token: unknown handoff"] += 1
             return None
-        if request.state is not State.HANDOFF or request.first is not None:
+        if request.state is not RequestState.HANDOFF or request.first is not None:
             why = "stopped" if request.first is None else "duplicate"
             self.dropped[f"first token: {why}"] += 1
             return None
@@ -179,9 +180,9 @@ class Handoffs:
         if request is None:
             self.dropped["prefill failed: unknown handoff"] += 1
             return []
-        if request.state is State.ENDING:
+        if request.state is RequestState.ENDING:
             return self.abandon(request, now)
-        if request.state is not State.HANDOFF:
+        if request.state is not RequestState.HANDOFF:
             self.dropped["prefill failed: stopped"] += 1
             return []
         # What was preempted may have outgrown the prefill worker's pool: that is not the caller's fault.
@@ -213,7 +214,7 @@ class Handoffs:
         return [Landed(request)]
 
     def _broken(self, request: Request, now: float) -> list[Result]:
-        if request.state is State.ENDING:
+        if request.state is RequestState.ENDING:
             return self.abandon(request, now)
         return self._retreat(request, now, elsewhere=False)
 
@@ -221,14 +222,14 @@ class Handoffs:
         """Fence this attempt. What follows is decided when that is done."""
         assert request.handoff is not None
         request.elsewhere |= elsewhere
-        request.state = State.FENCING
+        request.move(RequestState.FENCING)
         if not self.receiver.is_expected(request.handoff):
             del self._open[request.handoff]
             return [Unserved(request)]
         return self._heed(self.receiver.stop(request.handoff), now)
 
     def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[Result]:
-        if request.abandoned or request.state is State.ENDING:
+        if request.abandoned or request.state is RequestState.ENDING:
             self.note("expired", request)
             return [Freed(request)]
         size, before = self._kv.block_size, request.have_blocks
@@ -261,6 +262,6 @@ class Handoffs:
         for handoff, request in self._open.items():
             assert request.handoff == handoff and not request.lease.released, request
         for request in self._connecting:
-            assert request.state is State.CONNECTING and not request.lease.released
+            assert request.state is RequestState.CONNECTING and not request.lease.released
         for handoff in self.receiver.unfinished:
             assert handoff in self._open, f"{handoff} is received for nobody"

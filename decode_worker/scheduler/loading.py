@@ -9,7 +9,7 @@ them until then. What could not be loaded is had as if there were no tier.
 from dataclasses import dataclass
 
 from decode_worker.scheduler.outcomes import Freed, Lifted, Result
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tier_io import Loaded, Place
 
@@ -59,12 +59,12 @@ class Loading:
         targets = request.lease.blocks[found.first : found.first + len(found.identities)]
         number = self._kv.tiers.load(found.places, found.identities, targets)
         self._under_way[number] = request, found
-        request.state = State.LOADING
+        request.move(RequestState.LOADING)
 
     def loaded(self, event: Loaded) -> list[Result]:
         """A load has ended. To be called after `Tiers.handle`."""
         request, found = self._under_way.pop(event.number)
-        if request.state is State.ENDING:
+        if request.state is RequestState.ENDING:
             return [Freed(request)]
         request.have_blocks += event.blocks
         is_whole = event.blocks == len(found.identities)
@@ -74,7 +74,7 @@ class Loading:
         """Recompute the invariants: `loading` are all requests in that state."""
         requests = [request for request, _ in self._under_way.values()]
         assert len(requests) == len(set(requests))
-        assert loading == {r for r in requests if r.state is not State.ENDING}
+        assert loading == {r for r in requests if r.state is not RequestState.ENDING}
         for request, found in self._under_way.values():
             assert not request.lease.released
             assert len(request.lease.blocks) >= found.first + len(found.identities)

@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.types import RequestRecord
 
-YIELDING = frozenset({State.READY, State.RUNNING, State.LOCAL, State.FORKING})
+YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""
 WAYS = ("pool", "here", "shared", "swap")
 """How the KV of a preempted request comes back: computed on the prefill pool, computed here, from a sample of its
@@ -68,7 +68,7 @@ class Preemption:
     ) -> list[Request]:
         """Who gives way to `wants`: requests to be preempted together, perhaps `wants` itself; nobody where it is
         better to wait. `waiting`: the forks that wait for a request's prompt."""
-        here = sorted((r for r in requests if r.state is not State.PREEMPTED), key=order)
+        here = sorted((r for r in requests if r.state is not RequestState.PREEMPTED), key=order)
         behind = here[here.index(wants) + 1 :]
         last = next((r for r in reversed(behind) if r.state in YIELDING), None)
         if last is None:
@@ -86,7 +86,7 @@ class Preemption:
         if request.clock.stage == "prefill":
             request.close_prefill(now)
         request.clock.enter("decode_queue", now)
-        request.state = State.PREEMPTED
+        request.move(RequestState.PREEMPTED)
         request.arrived, request.first = False, None
         request.known = request.have_blocks = 0
         if request.preempted_at is None:
@@ -109,6 +109,6 @@ class Preemption:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
-        preempted = [r for r in requests if r.state is State.PREEMPTED]
+        preempted = [r for r in requests if r.state is RequestState.PREEMPTED]
         assert self.line == sorted(preempted, key=order)
         assert all(not r.lease.blocks and not r.lease.promised for r in self.line)

@@ -15,31 +15,53 @@ NO_ROUTER = Incarnation(0)
 """One that has not said who it is."""
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
+    NEW = "new"
+    """Taken; how its KV gets here is decided in the same event."""
     FORKING = "forking"
-    """Waits for the prompt of another sample (`decode_worker.scheduler.forks`)."""
+    """Waits for the prompt of another sample."""
     CONNECTING = "connecting"
+    """Waits until its prefill worker can be read from."""
     HANDOFF = "handoff"
+    """A prefill worker fills its blocks."""
     FENCING = "fencing"
     """An attempt failed; copies of ours may still be under way."""
     ASKING = "asking"
     """The router is asked for another prefill worker."""
     LOADING = "loading"
-    """Its next blocks come out of a lower tier (`decode_worker.scheduler.loading`)."""
+    """Its next blocks come out of a lower tier."""
     LOCAL = "local"
     """Prefilled here, in chunks."""
     READY = "ready"
+    """All KV but the newest token's is here; it waits for a row."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Its blocks were taken for others; it waits for room (`decode_worker.scheduler.preemption`)."""
+    """Its blocks were taken for others; it waits for room."""
     DEPARTED = "departed"
-    """Yielded: it goes on elsewhere, from the KV that is kept here (`decode_worker.scheduler.departures`)."""
+    """Yielded: it goes on elsewhere, from the KV that is kept here."""
     ENDING = "ending"
+    """Its router was told of the end; it is gone when nothing of ours writes to its blocks."""
 
 
-FETCHING = frozenset(
-    {State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING, State.LOADING}
-)
+_S = RequestState
+_FETCH = frozenset({_S.CONNECTING, _S.HANDOFF, _S.LOCAL})
+"""What beginning to have KV leads to: by a prefill worker that is to be reached, or is; or computed here."""
+MOVES: dict[RequestState, frozenset[RequestState]] = {
+    _S.NEW: _FETCH | {_S.FORKING, _S.LOADING},
+    _S.FORKING: _FETCH | {_S.PREEMPTED, _S.ENDING},
+    _S.CONNECTING: frozenset({_S.HANDOFF, _S.ASKING, _S.LOCAL, _S.ENDING}),
+    _S.HANDOFF: frozenset({_S.READY, _S.FENCING, _S.ASKING, _S.LOCAL, _S.ENDING}),
+    _S.FENCING: _FETCH | {_S.ASKING, _S.ENDING},
+    _S.ASKING: _FETCH | {_S.ENDING},
+    _S.LOADING: _FETCH | {_S.ENDING},
+    _S.LOCAL: frozenset({_S.READY, _S.PREEMPTED, _S.ENDING}),
+    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
+    _S.PREEMPTED: _FETCH | {_S.FORKING, _S.LOADING, _S.ENDING},
+    _S.DEPARTED: frozenset({_S.READY}),
+    _S.ENDING: frozenset(),
+}
+FETCHING = frozenset({_S.CONNECTING, _S.HANDOFF, _S.FENCING, _S.ASKING, _S.LOADING})
 """A prefill worker has the request's prompt, or is looked for; or a tier has it."""
 
 
@@ -64,7 +86,7 @@ class Request:
     """The `number` of the first request of its group here; its own, where it has none."""
     sought: float
     """Since when its KV is being fetched or computed."""
-    state: State = State.CONNECTING
+    state: RequestState = RequestState.NEW
     attempt: int = 0
     first_attempt: int = 0
     """Of those that the present tokens have had; more than one where it was preempted."""
@@ -111,6 +133,12 @@ class Request:
         """Without its tokens: it is shown in logs."""
         name, count = self.record.request, len(self.tokens)
         return f"Request({name}/{self.placement}.{self.attempt} {self.state}, {count} tokens)"
+
+    def move(self, state: RequestState) -> None:
+        """Raises AssertionError for a move that the table does not have."""
+        if state not in MOVES[self.state]:
+            raise AssertionError(f"{self!r} -> {state}")
+        self.state = state
 
     @property
     def output_tokens(self) -> int:

@@ -16,7 +16,7 @@ from decode_worker.scheduler.filling import Filling
 from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.outcomes import Result
 from decode_worker.scheduler.preemption import Preemption, order
-from decode_worker.scheduler.request import FETCHING, Request, State
+from decode_worker.scheduler.request import FETCHING, Request, RequestState
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestId
@@ -50,7 +50,7 @@ class Room:
         anybody has: others that are ready may take their rows."""
         before, awaited = self.preemption.preempted.total(), 0
         for request in sorted(self.batch.running, key=order):
-            if request.state is not State.RUNNING:
+            if request.state is not RequestState.RUNNING:
                 continue  # it has given way to one before it
             wants = self.beams.wants(request)
             while (short := sum(more for _, more in wants)) > self.kv.available:
@@ -72,7 +72,7 @@ class Room:
         """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed, and
         in host memory, where it is swapped."""
         for request in victims:
-            if request.state is State.FORKING:
+            if request.state is RequestState.FORKING:
                 self.forks.leave(request)
             self._leave_batch(request)
             if request.arrived:
@@ -146,7 +146,7 @@ class Room:
         if lifts and self.filling.lift(request, here=here):
             request.way = "swap"
         self.swapping.drop(request)
-        if request.state is State.LOADING:
+        if request.state is RequestState.LOADING:
             return []
         if not here:
             return self.filling.begin(request, now)

@@ -13,7 +13,7 @@ from decode_worker.scheduler.events import Tell
 from decode_worker.scheduler.filling import Filling
 from decode_worker.scheduler.orphans import NOBODY, Orphans, orphan
 from decode_worker.scheduler.outcomes import Drawn, Over, Result
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.messages import OrphansTold
 from engine.types import Incarnation, RequestId
 
@@ -57,7 +57,7 @@ class Routers:
             self.orphans.leave(request, now)
             # Who asked for it is gone: were it to depart, its next router would never be told of it.
             request.yielding = False
-            if request.state is State.ASKING:
+            if request.state is RequestState.ASKING:
                 self.filling.here(request, now)
 
     def _take_back(self, departure: Departure, now: float) -> Iterator[Result]:

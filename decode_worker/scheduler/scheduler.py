@@ -59,7 +59,7 @@ from decode_worker.scheduler.outcomes import (
     Unserved,
 )
 from decode_worker.scheduler.preemption import Preemption, Resumed
-from decode_worker.scheduler.request import Migrated, Request, State
+from decode_worker.scheduler.request import Migrated, Request, RequestState
 from decode_worker.scheduler.room import Room
 from decode_worker.scheduler.routers import Routers
 from decode_worker.scheduler.swapping import Swapping
@@ -326,9 +326,9 @@ class DecodeScheduler:
             match result:
                 case Landed(request):
                     self.filling.landed(request, now)
-                    if request.state is State.ENDING:
+                    if request.state is RequestState.ENDING:
                         commands += self._settle(self.ending.let_go(request, now), now)
-                case Unserved(request) if request.state is State.ENDING:
+                case Unserved(request) if request.state is RequestState.ENDING:
                     commands += self._settle(self.ending.let_go(request, now), now)
                 case Unserved(request):
                     commands += self._settle(self.filling.unserved(request, now), now)
@@ -406,7 +406,7 @@ class DecodeScheduler:
         name = request.record.request
         del self._requests[name]
         self.batch.remove(request)
-        request.state = State.DEPARTED
+        request.move(RequestState.DEPARTED)
         self.departures.add(request)
         stats = request.stats(now, self._name, self._block_bytes, None)
         yielded = Yielded(request=name, placement=request.placement, stats=stats)
@@ -421,17 +421,17 @@ class DecodeScheduler:
         self.kv.check()
         self.handoffs.check()
         self.departures.check()
-        self.forks.check({r for r in self._requests.values() if r.state is State.FORKING})
+        self.forks.check({r for r in self._requests.values() if r.state is RequestState.FORKING})
         self.orphans.check()
         self.batch.check(list(self._requests.values()))
         self.beams.check(list(self._requests.values()))
         self.preemption.check(list(self._requests.values()))
         self.swapping.check(list(self._requests.values()))
-        self.loading.check({r for r in self._requests.values() if r.state is State.LOADING})
+        self.loading.check({r for r in self._requests.values() if r.state is RequestState.LOADING})
         for request in self._requests.values():
-            assert not request.lease.released and request.state is not State.ENDING
+            assert not request.lease.released and request.state is not RequestState.ENDING
             assert (request.link == NOBODY) == (request.orphan_until < float("inf"))
-            assert request.link != NOBODY or request.state is not State.ASKING
+            assert request.link != NOBODY or request.state is not RequestState.ASKING
 
     def __repr__(self) -> str:
         batch = self.batch

@@ -14,7 +14,7 @@ from decode_worker.scheduler.forks import Forks, shared_tokens
 from decode_worker.scheduler.orphans import Orphans
 from decode_worker.scheduler.outcomes import Over, Result
 from decode_worker.scheduler.preemption import Preemption
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Place, Refused, RequestStats
 from engine.plan import StageClock
@@ -77,13 +77,13 @@ class Taking:
                 yield from self.filling.begin(request, now)
             return
         self.forks.wait(request, parent)
-        if parent.state in (State.READY, State.RUNNING):
+        if parent.state in (RequestState.READY, RequestState.RUNNING):
             self.filling.fork(parent, now)
 
     def _parent(self, message: Place) -> Request | None:
         """Whose fork it can be."""
         other = None if message.fork_of is None else self.requests.get(message.fork_of)
-        if other is None or other.state is State.PREEMPTED:
+        if other is None or other.state is RequestState.PREEMPTED:
             return None
         return self.forks.parent(message.record, other)
 

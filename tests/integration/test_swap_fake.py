@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.colocated import LINK, Colocated
 from decode_worker.scheduler.events import FromRouter
-from decode_worker.scheduler.request import State
+from decode_worker.scheduler.request import RequestState
 from engine.kv.block_pool import BlockState
 from engine.kv.tier_io import Load, Store, Stored
 from engine.kv.tier_mover import TierMover
@@ -165,14 +165,14 @@ def test_a_request_that_ends_while_it_is_loaded_keeps_its_blocks_until_then() ->
     cluster = small_cluster(12, PLENTY, preemption="swap", local_chunk_tokens=1)
     answers = [cluster.submit(record_of(f"r{i}", prompt_of(i, 9 + 3 * i), 20)) for i in range(4)]
     requests = cluster.decode._requests
-    while not any(r.state is State.LOADING for r in requests.values()):
+    while not any(r.state is RequestState.LOADING for r in requests.values()):
         assert cluster.turn()
-    victim = next(r for r in requests.values() if r.state is State.LOADING)
+    victim = next(r for r in requests.values() if r.state is RequestState.LOADING)
     blocks, kv = victim.lease.blocks[victim.have_blocks :], cluster.decode.kv
     cancel = Cancel(victim.record.request, 1, FinishReason.CANCELLED)
     cluster._engines[1].receive([FromRouter(LINK, cancel)])
     assert cluster.answers[victim.record.request].ended is not None, "told at once"
-    assert victim.state is State.ENDING and not cluster.decode.is_idle
+    assert victim.state is RequestState.ENDING and not cluster.decode.is_idle
     assert all(kv.pool.state(block) is BlockState.RESERVED for block in blocks)
     finish(cluster, answers)
     assert victim.lease.released
