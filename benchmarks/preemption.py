@@ -77,7 +77,7 @@ class Bench:
         self._until(lambda: len(answer.tokens) >= DECODED)
         (request,) = both.decode.batch.running
         began_s = time.thread_time()
-        both.decode.room.preempt([request], time.monotonic())
+        both.decode.preemption.preempt([request], time.monotonic())
         self._copy_out()
         out_s = time.thread_time() - began_s
         if not swaps:
@@ -92,7 +92,7 @@ class Bench:
             self._until(lambda: answer.ended is not None)
         while both.turn():
             pass
-        return Turn(out_s, back_s, request.way)
+        return Turn(out_s, back_s, both.decode.take_resumed()[-1].way)
 
     def _copy_out(self) -> None:
         """As the engine and its tier thread do it, but that the request does not come back at once."""

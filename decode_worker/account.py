@@ -39,14 +39,14 @@ class Account:
     def count(self) -> None:
         """Take what the scheduler has counted since the last call."""
         scheduler, metrics = self._scheduler, self._metrics
-        drawing = scheduler.drawing
-        if drawing.generated_tokens:
-            metrics.generated(drawing.generated_tokens)
-            drawing.generated_tokens = 0
-        if drawing.prefilled_tokens or drawing.recomputed_tokens:
-            computed, again = drawing.prefilled_tokens, drawing.recomputed_tokens
+        batch = scheduler.batch
+        if batch.generated_tokens:
+            metrics.generated(batch.generated_tokens)
+            batch.generated_tokens = 0
+        if batch.prefilled_tokens or batch.recomputed_tokens:
+            computed, again = batch.prefilled_tokens, batch.recomputed_tokens
             metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
-            drawing.prefilled_tokens = drawing.recomputed_tokens = 0
+            batch.prefilled_tokens = batch.recomputed_tokens = 0
         for back in scheduler.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
         for one in scheduler.take_migrated():
@@ -65,14 +65,15 @@ class Account:
         metrics.load(
             scheduler.waiting_requests,
             scheduler.running_requests,
-            len(scheduler.handoffs),
+            len(scheduler.prefills.handoffs),
             self._mover.outstanding,
         )
-        metrics.forks(scheduler.forks.forked, scheduler.forks.inherited)
+        forks, handoffs = scheduler.prefills.forks, scheduler.prefills.handoffs
+        metrics.forks(forks.forked, forks.inherited)
         metrics.preempted(scheduler.preemption.preempted)
         self._swap_metrics.seen(scheduler.swapping)
-        metrics.orphans_expired(scheduler.orphans.expired)
-        for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
+        metrics.orphans_expired(scheduler.endings.orphans.expired)
+        for dropped in (scheduler.receiver.dropped, handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)
         metrics.handoffs_dropped("sender", scheduler.sender.dropped)
         for since in scheduler.departures.take_quarantined():

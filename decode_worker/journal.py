@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from decode_worker.scheduler.events import FromPeer, FromRouter, Tell
-from decode_worker.scheduler.scheduler import Command, Event
+from decode_worker.scheduler.events import Command, Event, FromPeer, FromRouter, Tell
 from engine.messages import (
     Accepted,
     Cancel,

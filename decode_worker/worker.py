@@ -18,8 +18,8 @@ from decode_worker.account import Account
 from decode_worker.config import DecodeConfig
 from decode_worker.journal import Journal
 from decode_worker.peer import REDIAL_S, PeerFrame, PeerGone, Peers
-from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
-from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler.events import Command, ConnectPeer, Event, FromRouter, RouterLost, Tell
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from decode_worker.service import RouterFrame, RouterGone, RouterUp, serve
 from engine.device import open_device
 from engine.device_memory import device_memory

@@ -1,24 +1,46 @@
-"""With how much room a request is taken, and which requests never are. Pure.
+"""Which requests a decode worker takes, with how much room, and what they begin with. Pure.
 
-A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more. What it needs beyond is
-found as it grows: where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.preemption`). With
-preemption off, the promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
+A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more, or as the fork of one
+that is here; otherwise the answer is no, at once, and the router keeps it. What it needs beyond is found as it grows:
+where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.preemption`). With preemption off, the
+promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
 from decode_worker.config import DecodeConfig
+from decode_worker.scheduler.events import Result, Tell
+from decode_worker.scheduler.forks import shared_tokens
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
+from decode_worker.scheduler.prefills import Prefills
+from decode_worker.scheduler.request import (
+    Ownership,
+    PrefillProgress,
+    Request,
+    RequestState,
+)
 from engine.kv.manager import KVCacheManager, Lease
-from engine.messages import Fault
-from engine.plan import refusal
-from engine.types import RequestRecord
+from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
+from engine.plan import StageClock, refusal
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 
 
 class Admission:
-    """Reads the pool, and takes leases from it; keeps nothing."""
+    """Mutable state: `accepted`. Who is taken joins `requests`, and begins in `prefills`. Owner: the scheduler."""
 
     def __init__(
-        self, config: DecodeConfig, kv: KVCacheManager, vocab: int, context_tokens: int
+        self,
+        name: str,
+        config: DecodeConfig,
+        kv: KVCacheManager,
+        vocab: int,
+        context_tokens: int,
+        requests: dict[RequestId, Request],
+        prefills: Prefills,
     ) -> None:
+        self.accepted = 0
+        """Requests that were taken."""
+        self._name = name
+        self._requests = requests
+        self._prefills = prefills
         self._kv = kv
         self._vocab = vocab
         self._context_tokens = context_tokens
@@ -69,3 +91,67 @@ class Admission:
             migrating=migrating,
             spare=spare,
         )
+
+    def place(
+        self, link: int, message: Place, router: Incarnation, barred: bool, now: float
+    ) -> list[Result]:
+        """A router, `router` on stream `link`, offers a request: take it, or say no. `barred`: others come first."""
+        record, name = message.record, message.record.request
+        fault = self.refusal(record)
+        if fault is not None:
+            ended = Ended(
+                request=name,
+                placement=message.placement,
+                reason=FinishReason.REJECTED,
+                stats=RequestStats(decode_worker=self._name),
+                fault=fault,
+            )
+            return [Tell(link, ended)]
+        parent = self._parent(message)
+        lease = None if barred else self._lease(record, parent)
+        if lease is None:
+            return [Tell(link, Refused(name, message.placement, self.blocks(record)))]
+        request = self._take(link, message, router, lease, now)
+        cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
+        request.origin.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
+        accepted = Tell(link, Accepted(name, message.placement, cached_tokens))
+        if parent is None:
+            return [accepted, *self._prefills.start(request, now)]
+        self._prefills.wait(request, parent, now)
+        return [accepted]
+
+    def _parent(self, message: Place) -> Request | None:
+        """Whose fork it can be."""
+        other = None if message.fork_of is None else self._requests.get(message.fork_of)
+        if other is None or other.state is RequestState.PREEMPTED:
+            return None
+        return self._prefills.forks.parent(message.record, other)
+
+    def _lease(self, record: RequestRecord, parent: Request | None) -> Lease | None:
+        if parent is not None:
+            room_tokens = self.room_tokens(record, len(record.tokens))
+            return self._prefills.forks.promise(record, room_tokens)
+        return None if self._prefills.is_busy else self.acquire(record, record.tokens)
+
+    def _take(
+        self, link: int, message: Place, router: Incarnation, lease: Lease, now: float
+    ) -> Request:
+        record, group = message.record, message.record.group
+        self.accepted += 1
+        older = [r.age[0] for r in self._requests.values() if group and r.record.group == group]
+        request = Request(
+            link=link,
+            record=record,
+            placement=message.placement,
+            tokens=list(record.tokens),
+            lease=lease,
+            clock=StageClock("prefill", now),
+            accepted=now,
+            deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
+            have_blocks=lease.cached_tokens // self._kv.block_size,
+            age=(min(older, default=self.accepted), self.accepted),
+            owner=Ownership(router, message.losses),
+            prefill=PrefillProgress(message.prefill, now),
+        )
+        self._requests[record.request] = request
+        return request

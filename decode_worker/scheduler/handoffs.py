@@ -1,36 +1,36 @@
 """The handoffs of one decode worker: which prefill worker fills which request's blocks, and what if it does not. Pure.
 
-    CONNECTING --peer up--> HANDOFF --every block verified--> `Landed`
+    CONNECTING --peer up--> HANDOFF --every block verified--> `KVReceived`
     HANDOFF --a chunk fails, the peer is lost or gives up--> FENCING --no copy of ours is left--> HANDOFF, next attempt
     CONNECTING, HANDOFF, FENCING --no use in trying again--> `Unserved`
     any --abandon--> FENCING --fenced--> `Freed`
 
 What has landed is kept: the next attempt asks only for what is missing. A token that the prefill worker has named is
-history by then: the next attempt's prompt includes it, and it is never drawn again. Nothing here frees a block: leases
-belong to the scheduler, which may release one only after `Landed` or `Freed`.
+history by then: the next attempt's prompt includes it, and it is never drawn again. Nothing here frees a block: a lease
+may be released only after `KVReceived` or `Freed`.
 """
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 
-from decode_worker.scheduler.events import ConnectPeer, PeerDown, PeerUp
-from decode_worker.scheduler.outcomes import Freed, Hopeless, Landed, Result, Unserved
-from decode_worker.scheduler.request import Migrated, Request, RequestState
+from decode_worker.scheduler.events import (
+    Command,
+    ConnectPeer,
+    Freed,
+    PeerDown,
+    PeerUp,
+    Unservable,
+)
+from decode_worker.scheduler.request import Request, RequestState
 from engine import identity
 from engine.kv.manager import KVCacheManager
 from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
 from engine.types import Incarnation
-from transfer.handoff.commands import (
-    Arrived,
-    Broken,
-    Command,
-    Emit,
-    ExpectedBlock,
-    Fenced,
-    Received,
-)
+from transfer.handoff.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received
+from transfer.handoff.commands import Command as TransferCommand
 from transfer.handoff.conversion import landed_tokens, rows_by_block
 from transfer.handoff.receiver import KVReceiver
 
@@ -38,6 +38,33 @@ MAX_ATTEMPTS = 4
 """Handoffs tried for one placement, or for what was preempted; then the decode worker prefills by itself."""
 CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 """What another prefill worker would answer as well."""
+
+
+class KVReceived(msgspec.Struct, frozen=True):
+    """Every block of the request's tokens is here and verified."""
+
+    request: Request
+
+
+class Unserved(msgspec.Struct, frozen=True):
+    """The request's prefill worker will not do; nothing of it is under way any more."""
+
+    request: Request
+
+
+HandoffResult = Command | KVReceived | Unserved | Unservable | Freed
+
+
+@dataclass(slots=True)
+class Migrated:
+    """One migration that ended, for the metrics. `block_bytes`: what travels of one block; 0: all of it."""
+
+    outcome: str
+    peer: str
+    transport: str
+    seconds: float
+    blocks: int
+    block_bytes: int
 
 
 class Handoffs:
@@ -60,24 +87,22 @@ class Handoffs:
     def __len__(self) -> int:
         return len(self._open) + len(self._connecting)
 
-    def find(self, handoff: Handoff) -> Request | None:
-        return self._open.get(handoff)
-
-    def begin(self, request: Request, now: float) -> list[Result]:
+    def begin(self, request: Request, now: float) -> list[HandoffResult]:
         """Ask the request's prefill worker for what its lease does not have yet."""
-        peer = self._peers.get(request.prefill.name)
-        if peer is None or peer.address != request.prefill:
+        prefill = request.prefill
+        peer = self._peers.get(prefill.worker.name)
+        if peer is None or peer.address != prefill.worker:
             request.move(RequestState.CONNECTING)
             self._connecting.append(request)
-            return [ConnectPeer(request.prefill)]
+            return [ConnectPeer(prefill.worker)]
         record = request.record
         handoff = Handoff(
-            record.request, request.placement, request.attempt, self._incarnation, peer.peer
+            record.request, request.placement, prefill.attempt, self._incarnation, peer.peer
         )
         request.move(RequestState.HANDOFF)
-        request.handoff = handoff
-        request.first, request.transport = None, peer.transport
-        request.sender_block_size, request.block_bytes = peer.block_size, peer.block_bytes
+        prefill.handoff, prefill.first = handoff, None
+        prefill.sender_block_size = peer.block_size
+        request.origin.transport, request.origin.block_bytes = peer.transport, peer.block_bytes
         self._open[handoff] = request
         self._kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
@@ -90,7 +115,7 @@ class Handoffs:
 
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
         """The sender's blocks still to land by index, each with the identity its bytes must have."""
-        size, tokens, own = request.sender_block_size, request.tokens, self._kv.block_size
+        size, tokens, own = request.prefill.sender_block_size, request.tokens, self._kv.block_size
         root = identity.root(request.record.namespace, self._fingerprint)
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
@@ -102,47 +127,44 @@ class Handoffs:
 
     def done(self, request: Request) -> None:
         """Blocks and first token are both here."""
-        if request.handoff is not None:
-            self._open.pop(request.handoff, None)
+        if request.prefill.handoff is not None:
+            self._open.pop(request.prefill.handoff, None)
 
     def overdue(self, now: float) -> list[Request]:
         """Requests that have ended, whose last blocks have not landed in their time."""
-        return [
-            request
-            for request in self._open.values()
-            if request.state is RequestState.ENDING and not request.abandoned and now >= request.deadline
-        ]
+        late = [r for r in self._open.values() if now >= r.deadline and not r.prefill.abandoned]
+        return [request for request in late if request.state is RequestState.ENDING]
 
-    def abandon(self, request: Request, now: float) -> list[Result]:
+    def abandon(self, request: Request, now: float) -> list[HandoffResult]:
         """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
         if request.state is RequestState.CONNECTING:
             self._connecting.remove(request)
             return [Freed(request)]
-        handoff = request.handoff
+        handoff = request.prefill.handoff
         if handoff is None or handoff not in self._open:
             return [Freed(request)]
         if not self.receiver.is_expected(handoff):
             del self._open[handoff]
             return [Freed(request)]
-        request.abandoned = True
+        request.prefill.abandoned = True
         return self._heed(self.receiver.stop(handoff), now)
 
     # events
 
-    def peer_up(self, event: PeerUp, now: float) -> list[Result]:
+    def peer_up(self, event: PeerUp, now: float) -> list[HandoffResult]:
         self._peers[event.address.name] = event
-        ready = [r for r in self._connecting if r.prefill == event.address]
-        self._connecting = [r for r in self._connecting if r.prefill != event.address]
+        ready = [r for r in self._connecting if r.prefill.worker == event.address]
+        self._connecting = [r for r in self._connecting if r.prefill.worker != event.address]
         return [result for request in ready for result in self.begin(request, now)]
 
-    def peer_down(self, event: PeerDown, now: float) -> list[Result]:
+    def peer_down(self, event: PeerDown, now: float) -> list[HandoffResult]:
         known = self._peers.get(event.address.name)
         if known is not None and known.peer == event.peer:
             del self._peers[event.address.name]
-        results: list[Result] = []
+        results: list[HandoffResult] = []
         if event.peer is not None:
             results += self._heed(self.receiver.peer_lost(event.peer), now)
-        for request in [r for r in self._connecting if r.prefill == event.address]:
+        for request in [r for r in self._connecting if r.prefill.worker == event.address]:
             self._connecting.remove(request)
             results.append(Unserved(request))
         for handoff, request in list(self._open.items()):
@@ -152,13 +174,13 @@ class Handoffs:
                 results.append(Unserved(request))
         return results
 
-    def offer(self, message: Offer, now: float) -> list[Result]:
+    def offer(self, message: Offer, now: float) -> list[HandoffResult]:
         return self._heed(self.receiver.offer(message), now)
 
-    def received(self, event: Received, now: float) -> list[Result]:
+    def received(self, event: Received, now: float) -> list[HandoffResult]:
         request = self._open.get(event.handoff)
         if request is not None and not event.error:
-            request.migration_s += event.seconds
+            request.origin.migration_s += event.seconds
         return self._heed(self.receiver.received(event.handoff, event.seq, event.error), now)
 
     def first_token(self, message: FirstToken) -> Request | None:
@@ -167,14 +189,18 @@ class Handoffs:
         if request is None:
             self.dropped["first token: unknown handoff"] += 1
             return None
-        if request.state is not RequestState.HANDOFF or request.first is not None:
-            why = "stopped" if request.first is None else "duplicate"
+        if request.state is not RequestState.HANDOFF or request.prefill.first is not None:
+            why = "stopped" if request.prefill.first is None else "duplicate"
             self.dropped[f"first token: {why}"] += 1
             return None
-        request.first = message
+        request.prefill.first = message
+        if request.output_tokens == 0:
+            request.origin.prefill_cached_tokens = message.cached_tokens
+        if request.arrived:
+            request.known = len(request.tokens)
         return request
 
-    def failed(self, message: PrefillFailed, now: float) -> list[Result]:
+    def failed(self, message: PrefillFailed, now: float) -> list[HandoffResult]:
         """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
@@ -187,13 +213,13 @@ class Handoffs:
             return []
         # What was preempted may have outgrown the prefill worker's pool: that is not the caller's fault.
         is_late = message.fault.code == "DEADLINE_EXCEEDED"
-        if is_late or (message.fault.code in CALLERS_FAULT and request.preempted_at is None):
-            return [Hopeless(request, message.fault)]
+        if is_late or (message.fault.code in CALLERS_FAULT and request.preempted is None):
+            return [Unservable(request, message.fault)]
         return self._retreat(request, now, elsewhere=True)
 
-    def _heed(self, commands: Iterable[Command], now: float) -> list[Result]:
+    def _heed(self, commands: Iterable[TransferCommand], now: float) -> list[HandoffResult]:
         """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
-        results: list[Result] = []
+        results: list[HandoffResult] = []
         for command in commands:
             match command:
                 case Arrived(handoff):
@@ -206,43 +232,43 @@ class Handoffs:
                     results.append(command)
         return results
 
-    def _arrived(self, request: Request) -> list[Result]:
+    def _arrived(self, request: Request) -> list[HandoffResult]:
         blocks = len(request.lease.blocks) - request.have_blocks
         request.arrived = True
-        request.migrated_blocks += blocks
-        self.note("ok", request, request.migration_s, blocks)
-        return [Landed(request)]
+        request.origin.migrated_blocks += blocks
+        self.note("ok", request, request.origin.migration_s, blocks)
+        return [KVReceived(request)]
 
-    def _broken(self, request: Request, now: float) -> list[Result]:
+    def _broken(self, request: Request, now: float) -> list[HandoffResult]:
         if request.state is RequestState.ENDING:
             return self.abandon(request, now)
         return self._retreat(request, now, elsewhere=False)
 
-    def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[Result]:
+    def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[HandoffResult]:
         """Fence this attempt. What follows is decided when that is done."""
-        assert request.handoff is not None
-        request.elsewhere |= elsewhere
+        prefill = request.prefill
+        assert prefill.handoff is not None
+        prefill.elsewhere |= elsewhere
         request.move(RequestState.FENCING)
-        if not self.receiver.is_expected(request.handoff):
-            del self._open[request.handoff]
+        if not self.receiver.is_expected(prefill.handoff):
+            del self._open[prefill.handoff]
             return [Unserved(request)]
-        return self._heed(self.receiver.stop(request.handoff), now)
+        return self._heed(self.receiver.stop(prefill.handoff), now)
 
-    def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[Result]:
-        if request.abandoned or request.state is RequestState.ENDING:
+    def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[HandoffResult]:
+        prefill = request.prefill
+        if prefill.abandoned or request.state is RequestState.ENDING:
             self.note("expired", request)
             return [Freed(request)]
-        size, before = self._kv.block_size, request.have_blocks
+        size, before, sender_size = self._kv.block_size, request.have_blocks, prefill.sender_block_size
         # The token after the last has to be computed from the last: its row is never taken as known.
-        there = landed_tokens(
-            frozenset(landed), before * size, request.sender_block_size, len(request.tokens) - 1
-        )
-        request.have_blocks = there // size
+        limit = len(request.tokens) - 1
+        request.have_blocks = landed_tokens(frozenset(landed), before * size, sender_size, limit) // size
         landed_blocks = request.have_blocks - before
-        request.migrated_blocks += landed_blocks
-        request.attempt += 1
-        elsewhere, request.elsewhere = request.elsewhere, False
-        if elsewhere or request.tries >= MAX_ATTEMPTS or request.prefill.name not in self._peers:
+        request.origin.migrated_blocks += landed_blocks
+        prefill.attempt += 1
+        elsewhere, prefill.elsewhere = prefill.elsewhere, False
+        if elsewhere or prefill.tries >= MAX_ATTEMPTS or prefill.worker.name not in self._peers:
             self.note("failed", request, 0.0, landed_blocks)
             return [Unserved(request)]
         self.note("retry", request, 0.0, landed_blocks)
@@ -252,15 +278,14 @@ class Handoffs:
         self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0
     ) -> None:
         """An attempt to fetch `request` from its prefill worker has ended, after `blocks` blocks had landed."""
-        name = request.prefill.name
-        self.migrated.append(
-            Migrated(outcome, name, request.transport, seconds, blocks, request.block_bytes)
-        )
+        name, origin = request.prefill.worker.name, request.origin
+        one = Migrated(outcome, name, origin.transport, seconds, blocks, origin.block_bytes)
+        self.migrated.append(one)
 
     def check(self) -> None:
         self.receiver.check()
         for handoff, request in self._open.items():
-            assert request.handoff == handoff and not request.lease.released, request
+            assert request.prefill.handoff == handoff and not request.lease.released, request
         for request in self._connecting:
             assert request.state is RequestState.CONNECTING and not request.lease.released
         for handoff in self.receiver.unfinished:

@@ -14,6 +14,7 @@ import msgspec
 from decode_worker.scheduler import handoffs
 from decode_worker.scheduler.beams import Beams
 from decode_worker.scheduler.departures import Departures
+from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import Tell
 from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs
@@ -58,17 +59,16 @@ def acknowledgement_lost() -> list[Patch]:
 
 def cancel_between_prefill_and_decode() -> list[Patch]:
     """A cancel between the first token and the last block lets the blocks go while they still land."""
-    end = DecodeScheduler._end
+    end = Endings.end
 
     def hasty(self: Any, request: Any, reason: Any, now: float, *rest: Any, **more: Any) -> Any:
-        between = request.state is RequestState.HANDOFF and request.first is not None and not request.arrived
-        if not between or reason is not FinishReason.CANCELLED:
-            return end(self, request, reason, now, *rest, **more)
-        self.handoffs.done(request)
-        request.state = RequestState.READY
+        is_named = request.state is RequestState.HANDOFF and request.prefill.first is not None
+        if is_named and not request.arrived and reason is FinishReason.CANCELLED:
+            self._prefills.handoffs.done(request)
+            request.state = RequestState.READY
         return end(self, request, reason, now, *rest, **more)
 
-    return [(DecodeScheduler, "_end", hasty)]
+    return [(Endings, "end", hasty)]
 
 
 def double_free_on_retry() -> list[Patch]:
@@ -76,7 +76,7 @@ def double_free_on_retry() -> list[Patch]:
     fenced = Handoffs._fenced
 
     def twice(self: Any, request: Any, landed: Any, now: float) -> Any:
-        if not request.abandoned and request.state is not RequestState.ENDING:
+        if not request.prefill.abandoned and request.state is not RequestState.ENDING:
             for block in request.lease.blocks[request.have_blocks :]:
                 self._kv.pool.release(block, False)
         return fenced(self, request, landed, now)

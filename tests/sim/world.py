@@ -135,7 +135,7 @@ class World:
             return None
         orphanage = self.workers[process.pid]._scheduler
         name = client.record.request
-        knows = name in orphanage._requests or name in orphanage.orphans._ended
+        knows = name in orphanage._requests or name in orphanage.endings.orphans._ended
         return process if knows else None
 
     def freeze(self, process: Process, seconds: float) -> None:
