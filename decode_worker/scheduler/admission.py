@@ -92,6 +92,10 @@ class Admission:
             spare=spare,
         )
 
+    def promise(self, record: RequestRecord, tokens: int, spare: int = 0) -> Lease | None:
+        """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
+        return self._prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
+
     def place(
         self, link: int, message: Place, router: Incarnation, barred: bool, now: float
     ) -> list[Result]:
@@ -129,8 +133,7 @@ class Admission:
 
     def _lease(self, record: RequestRecord, parent: Request | None) -> Lease | None:
         if parent is not None:
-            room_tokens = self.room_tokens(record, len(record.tokens))
-            return self._prefills.forks.promise(record, room_tokens)
+            return self.promise(record, len(record.tokens))
         return None if self._prefills.is_busy else self.acquire(record, record.tokens)
 
     def _take(

@@ -8,6 +8,7 @@ of `decode_worker.scheduler.orphans`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
@@ -22,33 +23,23 @@ from engine.messages import Ended, Fault, OrphansTold, Tokens
 from engine.types import Beam, FinishReason, Incarnation, RequestId
 
 
+@dataclass(eq=False, repr=False)
 class Endings:
     """Mutable state: what `orphans` owns; who ends is taken out of `requests`, and out of every other part. Owner: the
     scheduler."""
 
-    def __init__(
-        self,
-        name: str,
-        block_bytes: int,
-        orphan_s: float,
-        kv: KVCacheManager,
-        requests: dict[RequestId, Request],
-        batch: Batch,
-        prefills: Prefills,
-        admission: Admission,
-        preemption: Preemption,
-        departures: Departures,
-    ) -> None:
-        self.orphans = Orphans(orphan_s)
-        self._name = name
-        self._block_bytes = block_bytes
-        self._kv = kv
-        self._requests = requests
-        self._batch = batch
-        self._prefills = prefills
-        self._admission = admission
-        self._preemption = preemption
-        self._departures = departures
+    name: str
+    """This worker's."""
+    block_bytes: int
+    kv: KVCacheManager
+    requests: dict[RequestId, Request]
+    """All that there are."""
+    batch: Batch
+    prefills: Prefills
+    admission: Admission
+    preemption: Preemption
+    departures: Departures
+    orphans: Orphans
 
     def settle(self, results: Iterable[Result], now: float) -> list[Command]:
         """Act on what other parts say of requests that end, in turn; everything else goes to the shell."""
@@ -68,7 +59,7 @@ class Endings:
     def emit(self, request: Request, token: int, now: float) -> list[Command]:
         """The next token of a request is known: send it on, and end the request if it is the last."""
         index = request.output_tokens
-        reason = self._batch.append(request, token)
+        reason = self.batch.append(request, token)
         told = Tell(request.link, Tokens(request.record.request, request.placement, index, [token]))
         return [told] if reason is None else [told, *self.end(request, reason, now)]
 
@@ -83,21 +74,21 @@ class Endings:
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. `kept`: how many
         output tokens are its answer, where that is not all."""
-        del self._requests[request.record.request]
+        del self.requests[request.record.request]
         ended = Ended(
             request=request.record.request,
             placement=request.placement,
             reason=reason,
-            stats=request.stats(now, self._name, self._block_bytes, kept),
+            stats=request.stats(now, self.name, self.block_bytes, kept),
             fault=fault,
             beams=list(beams),
         )
         if request.record.context and reason is not FinishReason.CANCELLED:
             self.orphans.remember(request, ended, request.output[:kept], now)
         told = Tell(request.link, ended)
-        self._preemption.leave(request)
+        self.preemption.leave(request)
         is_well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
-        return [told, *self.settle(self._prefills.end(request, is_well, now), now)]
+        return [told, *self.settle(self.prefills.end(request, is_well, now), now)]
 
     def end_all(
         self, requests: Iterable[Request], reason: FinishReason, now: float
@@ -108,35 +99,35 @@ class Endings:
         """Keep what is worth keeping in the cache; its blocks are nobody's. If others still wait for its prompt, the
         first of them takes its place, and room."""
         if request.arrived:
-            self._prefills.handoffs.done(request)
-            self._prefills.share(request, now)
-            self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
-        self._kv.release(request.lease)
-        forks = self._prefills.forks
+            self.prefills.handoffs.done(request)
+            self.prefills.share(request, now)
+            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+        self.kv.release(request.lease)
+        forks = self.prefills.forks
         heir = forks.heir(request)
         if heir is None:
             return []
-        self._kv.release(heir.lease)
-        lease = self._admission.acquire(heir.record, heir.tokens)
+        self.kv.release(heir.lease)
+        lease = self.admission.acquire(heir.record, heir.tokens)
         if lease is None:
-            self._preemption.preempt([heir, *forks.waiting(heir)], now)
+            self.preemption.preempt([heir, *forks.waiting(heir)], now)
             return []
-        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self._kv.block_size
+        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
         if heir.preempted is None:
             cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
             heir.origin.decode_cached_tokens = cached_tokens
-        return self.settle(self._prefills.begin(heir, now), now)
+        return self.settle(self.prefills.begin(heir, now), now)
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
         self.orphans.tick(now)
-        late = [r for r in self._requests.values() if now >= r.deadline]
+        late = [r for r in self.requests.values() if now >= r.deadline]
         commands = self.end_all(late, FinishReason.DEADLINE, now)
-        alone = [r for r in self._requests.values() if now >= r.owner.orphan_until]
+        alone = [r for r in self.requests.values() if now >= r.owner.orphan_until]
         self.orphans.expired += len(alone)
         commands += self.end_all(alone, FinishReason.CANCELLED, now)
-        for request in self._prefills.handoffs.overdue(now):
-            commands += self.settle(self._prefills.abandon(request, now), now)
+        for request in self.prefills.handoffs.overdue(now):
+            commands += self.settle(self.prefills.abandon(request, now), now)
         return commands
 
     # routers
@@ -144,11 +135,11 @@ class Endings:
     def router_lost(self, link: int, now: float) -> list[Command]:
         """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
         heir = self.orphans.left(link)
-        lost = [r for r in self._requests.values() if r.link == link]
+        lost = [r for r in self.requests.values() if r.link == link]
         unwanted = [r for r in lost if not r.record.context]
         commands = self.end_all(unwanted, FinishReason.CANCELLED, now)
         self._orphan([r for r in lost if r.record.context], now)
-        for departure in self._departures.router_lost(link, now):
+        for departure in self.departures.router_lost(link, now):
             commands += self._take_back(departure, now)
         if heir != NOBODY:
             commands += self._hand_over(heir, now)
@@ -156,7 +147,7 @@ class Endings:
 
     def router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
         """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
-        former = [r for r in self._requests.values() if r.owner.router == router and r.link != link]
+        former = [r for r in self.requests.values() if r.owner.router == router and r.link != link]
         placed_again = [r for r in former if not r.owner.handovers]
         commands = self.end_all(placed_again, FinishReason.CANCELLED, now)
         self._orphan([r for r in former if r.owner.handovers], now)
@@ -169,22 +160,22 @@ class Endings:
             # Who asked for it is gone: were it to depart, its next router would never be told of it.
             request.yielding = False
             if request.state is RequestState.ASKING:
-                self._prefills.compute_prompt(request, now)
+                self.prefills.compute_prompt(request, now)
 
     def _take_back(self, departure: Departure, now: float) -> list[Command]:
         """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
         request = departure.request
-        self._requests[request.record.request] = request
+        self.requests[request.record.request] = request
         self.orphans.leave(request, now)
         request.yielding = False
         request.clock.resume("decode_queue", now)
-        self._batch.add_ready(request)
+        self.batch.add_ready(request)
         return [] if departure.token is None else self.emit(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
         """The router on `link` gets what belonged to routers that are gone."""
         commands: list[Command] = []
-        for request in [r for r in self._requests.values() if r.link == NOBODY]:
+        for request in [r for r in self.requests.values() if r.link == NOBODY]:
             if self.orphans.adopt(request, link):
                 commands.append(Tell(link, orphan(request, request.output, now)))
             else:
@@ -198,7 +189,7 @@ class Endings:
     def check(self) -> None:
         """Recompute the invariants."""
         self.orphans.check()
-        for request in self._requests.values():
+        for request in self.requests.values():
             assert not request.lease.released and request.state is not RequestState.ENDING
             assert (request.link == NOBODY) == (request.owner.orphan_until < float("inf"))
             assert request.link != NOBODY or request.state is not RequestState.ASKING

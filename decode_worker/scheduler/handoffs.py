@@ -20,6 +20,8 @@ from decode_worker.scheduler.events import (
     Command,
     ConnectPeer,
     Freed,
+    FromPeer,
+    FromSource,
     PeerDown,
     PeerUp,
     Unservable,
@@ -137,27 +139,38 @@ class Handoffs:
 
     def abandon(self, request: Request, now: float) -> list[HandoffResult]:
         """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
+        handoff = request.prefill.handoff
         if request.state is RequestState.CONNECTING:
             self._connecting.remove(request)
-            return [Freed(request)]
-        handoff = request.prefill.handoff
-        if handoff is None or handoff not in self._open:
-            return [Freed(request)]
-        if not self.receiver.is_expected(handoff):
-            del self._open[handoff]
-            return [Freed(request)]
-        request.prefill.abandoned = True
-        return self._heed(self.receiver.stop(handoff), now)
+        elif handoff is not None and self.receiver.is_expected(handoff):
+            request.prefill.abandoned = True
+            return self._heed(self.receiver.stop(handoff), now)
+        self.done(request)
+        return [Freed(request)]
 
     # events
 
-    def peer_up(self, event: PeerUp, now: float) -> list[HandoffResult]:
-        self._peers[event.address.name] = event
-        ready = [r for r in self._connecting if r.prefill.worker == event.address]
-        self._connecting = [r for r in self._connecting if r.prefill.worker != event.address]
-        return [result for request in ready for result in self.begin(request, now)]
+    def handle(self, event: FromSource, now: float) -> list[HandoffResult]:
+        """A worker that is read from, or the transfer thread, says something; see `first_token` for the rest."""
+        match event:
+            case FromPeer(_, Offer() as message):
+                return self._heed(self.receiver.offer(message), now)
+            case FromPeer(_, PrefillFailed() as message):
+                return self._failed(message, now)
+            case Received(handoff, seq, error, seconds):
+                if handoff in self._open and not error:
+                    self._open[handoff].origin.migration_s += seconds
+                return self._heed(self.receiver.received(handoff, seq, error), now)
+            case PeerUp():
+                self._peers[event.address.name] = event
+                ready = [r for r in self._connecting if r.prefill.worker == event.address]
+                self._connecting = [r for r in self._connecting if r not in ready]
+                return [result for request in ready for result in self.begin(request, now)]
+            case PeerDown():
+                return self._peer_down(event, now)
+        raise TypeError(f"not an event: {event!r}")
 
-    def peer_down(self, event: PeerDown, now: float) -> list[HandoffResult]:
+    def _peer_down(self, event: PeerDown, now: float) -> list[HandoffResult]:
         known = self._peers.get(event.address.name)
         if known is not None and known.peer == event.peer:
             del self._peers[event.address.name]
@@ -173,15 +186,6 @@ class Handoffs:
                 del self._open[handoff]
                 results.append(Unserved(request))
         return results
-
-    def offer(self, message: Offer, now: float) -> list[HandoffResult]:
-        return self._heed(self.receiver.offer(message), now)
-
-    def received(self, event: Received, now: float) -> list[HandoffResult]:
-        request = self._open.get(event.handoff)
-        if request is not None and not event.error:
-            request.origin.migration_s += event.seconds
-        return self._heed(self.receiver.received(event.handoff, event.seq, event.error), now)
 
     def first_token(self, message: FirstToken) -> Request | None:
         """The request whose first token this is, or None if it comes late or twice."""
@@ -200,7 +204,7 @@ class Handoffs:
             request.known = len(request.tokens)
         return request
 
-    def failed(self, message: PrefillFailed, now: float) -> list[HandoffResult]:
+    def _failed(self, message: PrefillFailed, now: float) -> list[HandoffResult]:
         """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
@@ -225,7 +229,11 @@ class Handoffs:
                 case Arrived(handoff):
                     results += self._arrived(self._open[handoff])
                 case Broken(handoff, _):
-                    results += self._broken(self._open[handoff], now)
+                    request = self._open[handoff]
+                    if request.state is RequestState.ENDING:
+                        results += self.abandon(request, now)
+                    else:
+                        results += self._retreat(request, now, elsewhere=False)
                 case Fenced(handoff, landed):
                     results += self._fenced(self._open.pop(handoff), landed, now)
                 case _:
@@ -234,15 +242,12 @@ class Handoffs:
 
     def _arrived(self, request: Request) -> list[HandoffResult]:
         blocks = len(request.lease.blocks) - request.have_blocks
-        request.arrived = True
         request.origin.migrated_blocks += blocks
         self.note("ok", request, request.origin.migration_s, blocks)
-        return [KVReceived(request)]
-
-    def _broken(self, request: Request, now: float) -> list[HandoffResult]:
-        if request.state is RequestState.ENDING:
-            return self.abandon(request, now)
-        return self._retreat(request, now, elsewhere=False)
+        request.arrived = True
+        request.known = len(request.tokens) - (request.prefill.first is not None)
+        self._kv.landed(request.lease)
+        return [Freed(request) if request.state is RequestState.ENDING else KVReceived(request)]
 
     def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[HandoffResult]:
         """Fence this attempt. What follows is decided when that is done."""

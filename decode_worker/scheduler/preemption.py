@@ -22,6 +22,7 @@ row in the step, and nobody else gives way for it meanwhile.
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.admission import Admission
@@ -44,30 +45,22 @@ def order(request: Request) -> tuple[int, tuple[int, int]]:
     return -request.record.priority, request.age
 
 
+@dataclass(eq=False, repr=False)
 class Preemption:
     """Mutable state: the line of the preempted, and how many there were; who gives way leaves the batch, who comes back
     begins in `prefills`. Owner: the scheduler."""
 
-    def __init__(
-        self,
-        config: DecodeConfig,
-        kv: KVCacheManager,
-        requests: Mapping[RequestId, Request],
-        batch: Batch,
-        swapping: Swapping,
-        prefills: Prefills,
-        admission: Admission,
-    ) -> None:
-        self.line: list[Request] = []
-        self.preempted: Counter[str] = Counter()
-        """By the state in which they were."""
-        self._config = config
-        self._kv = kv
-        self._requests = requests
-        self._batch = batch
-        self._swapping = swapping
-        self._prefills = prefills
-        self._admission = admission
+    config: DecodeConfig
+    kv: KVCacheManager
+    requests: Mapping[RequestId, Request]
+    """All that there are."""
+    batch: Batch
+    swapping: Swapping
+    prefills: Prefills
+    admission: Admission
+    line: list[Request] = field(default_factory=list)
+    preempted: Counter[str] = field(default_factory=Counter)
+    """How many, by the state in which they were."""
 
     def bars(self, record: RequestRecord) -> bool:
         """Somebody waits whose turn comes before that of a new request."""
@@ -79,12 +72,12 @@ class Preemption:
         """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
         anybody has: others that are ready may take their rows."""
         before, awaited = self.preempted.total(), 0
-        for request in sorted(self._batch.running, key=order):
+        for request in sorted(self.batch.running, key=order):
             if request.state is not RequestState.RUNNING:
                 continue  # it has given way to one before it
-            wants = self._batch.beams.wants(request)
-            while (short := sum(more for _, more in wants)) > self._kv.available:
-                if awaited + short <= self._kv.available + self._swapping.freeing:
+            wants = self.batch.beams.wants(request)
+            while (short := sum(more for _, more in wants)) > self.kv.available:
+                if awaited + short <= self.kv.available + self.swapping.freeing:
                     awaited += short
                     break
                 victims = self.victims(request)
@@ -93,7 +86,7 @@ class Preemption:
                     break
             else:
                 for lease, more in wants:
-                    self._kv.grow(lease, more)
+                    self.kv.grow(lease, more)
         return self.preempted.total() > before
 
     def victims(self, wants: Request) -> list[Request]:
@@ -107,8 +100,8 @@ class Preemption:
 
         Whoever waits for the prompt of one that gives way, gives way with it.
         """
-        waiting = self._prefills.forks.waiting
-        here = [r for r in self._requests.values() if r.state is not RequestState.PREEMPTED]
+        waiting = self.prefills.forks.waiting
+        here = [r for r in self.requests.values() if r.state is not RequestState.PREEMPTED]
         here.sort(key=order)
         behind = here[here.index(wants) + 1 :]
         last = next((r for r in reversed(behind) if r.state in YIELDING), None)
@@ -127,13 +120,13 @@ class Preemption:
         for request in victims:
             preempted = request.preempted or Preempted(now)
             if request.state is RequestState.FORKING:
-                self._prefills.forks.leave(request)
-            self._batch.remove(request)
+                self.prefills.forks.leave(request)
+            self.batch.remove(request)
             if request.arrived:
-                self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
-                self._swapping.out(request, preempted)
+                self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+                self.swapping.out(request, preempted)
             if not request.lease.released:
-                self._kv.release(request.lease)
+                self.kv.release(request.lease)
             request.lease = self._nothing(request)
             request.preempted = preempted
             self.preempted[request.state.value] += 1
@@ -147,15 +140,15 @@ class Preemption:
 
     def _nothing(self, request: Request) -> Lease:
         """A lease of no blocks."""
-        lease = self._kv.promise(request.record.namespace, 0)
+        lease = self.kv.promise(request.record.namespace, 0)
         assert lease is not None
         return lease
 
     def leave(self, request: Request) -> None:
         """It has ended: it has no row, and wants no room any more."""
-        self._batch.remove(request)
+        self.batch.remove(request)
         self._stand_up(request)
-        self._swapping.drop(request)
+        self.swapping.drop(request)
 
     # room is given back
 
@@ -179,43 +172,42 @@ class Preemption:
         4. little is missing, or no prefill worker is left for it: that is computed here
         5. else its tokens so far are a new prompt for its prefill worker
         """
-        record, tokens, kv = request.record, request.tokens, self._kv
+        record, tokens, kv = request.record, request.tokens, self.kv
         # Who runs wants its next block soon: to take it away would preempt this request again.
-        spare = max(len(self._batch.running), self._batch.shortage)
+        spare = max(len(self.batch.running), self.batch.shortage)
         sample = self._fetched_sample(request)
         if sample is not None and request.stash is not None:
             return None  # 1
-        parent = None if sample is None else self._prefills.forks.parent(record, sample)
+        parent = None if sample is None else self.prefills.forks.parent(record, sample)
         if parent is not None:  # 2
-            room_tokens = self._admission.room_tokens(record, len(tokens))
-            lease = self._prefills.forks.promise(record, room_tokens, spare)
+            lease = self.admission.promise(record, len(tokens), spare)
             if lease is None:
                 return None
             self._begin(request, lease, "shared", now)
-            self._prefills.forks.wait(request, parent)
+            self.prefills.forks.wait(request, parent)
             return []
         missing = len(tokens) - kv.matched_tokens(record.namespace, tokens, len(tokens) - 1)
-        few = self._config.local_chunk_tokens
+        few = self.config.local_chunk_tokens
         # What was copied is copied back, unless all of it is here still.
         least = few if request.stash is None else kv.block_size
-        loads = missing > least and self._swapping.looks_up(request)
+        loads = missing > least and self.swapping.looks_up(request)
         here = not request.prefill.worker.name or missing <= max(few, least)
-        if not here and self._prefills.is_busy:
+        if not here and self.prefills.is_busy:
             return None
-        lease = self._admission.acquire(record, tokens, migrating=loads or not here, spare=spare)
+        lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare)
         if lease is None:
             return None
         preempted = self._begin(request, lease, "here" if here else "pool", now)
         request.have_blocks = lease.cached_tokens // kv.block_size
-        self._swapping.costs.resumed(len(tokens) - 1, preempted.lost_tokens)
-        is_loaded = loads and self._prefills.load(request, here=here)
-        self._swapping.drop(request)
+        self.swapping.costs.resumed(len(tokens) - 1, preempted.lost_tokens)
+        is_loaded = loads and self.prefills.load(request, here=here)
+        self.swapping.drop(request)
         if is_loaded:  # 3
             preempted.way = "swap"
         elif here:  # 4
-            self._prefills.compute_rest(request, lease.cached_tokens, now)
+            self.prefills.compute_rest(request, lease.cached_tokens, now)
         else:  # 5
-            return self._prefills.begin(request, now)
+            return self.prefills.begin(request, now)
         return []
 
     def _begin(self, request: Request, lease: Lease, way: str, now: float) -> Preempted:
@@ -236,13 +228,13 @@ class Preemption:
     def _fetched_sample(self, request: Request) -> Request | None:
         """Another sample of its prompt that is being fetched now."""
         group = request.record.group
-        for other in self._requests.values():
+        for other in self.requests.values():
             if group and other.record.group == group and other.state in FETCHING:
                 return other
         return None
 
     def check(self) -> None:
         """Recompute the invariants."""
-        preempted = [r for r in self._requests.values() if r.state is RequestState.PREEMPTED]
+        preempted = [r for r in self.requests.values() if r.state is RequestState.PREEMPTED]
         assert self.line == sorted(preempted, key=order)
         assert all(not r.lease.blocks and not r.lease.promised for r in self.line)

@@ -12,18 +12,11 @@ until then. What could not be loaded is had as if there were no tier.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.events import (
-    Freed,
-    FromPeer,
-    FromSource,
-    PeerDown,
-    PeerUp,
-    Result,
-    Tell,
-)
+from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
 from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import (
     MAX_ATTEMPTS,
@@ -37,31 +30,23 @@ from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tier_io import Loaded
-from engine.messages import NeedPrefill, Offer, PeerAddress, PrefillFailed
-from transfer.handoff.commands import Received
+from engine.messages import NeedPrefill, PeerAddress
 
 
+@dataclass(eq=False, repr=False)
 class Prefills:
     """Mutable state: `_loads` (request and blocks by the number of its load), and what `handoffs` and `forks` own; who
     is ready, or is computed here, joins the batch. Owner: the scheduler."""
 
-    def __init__(
-        self,
-        name: str,
-        config: DecodeConfig,
-        kv: KVCacheManager,
-        handoffs: Handoffs,
-        batch: Batch,
-        swapping: Swapping,
-    ) -> None:
-        self.handoffs = handoffs
-        self.forks = Forks(kv)
-        self._name = name
-        self._config = config
-        self._kv = kv
-        self._batch = batch
-        self._swapping = swapping
-        self._loads: dict[int, tuple[Request, int]] = {}
+    name: str
+    """This worker's."""
+    config: DecodeConfig
+    kv: KVCacheManager
+    handoffs: Handoffs
+    forks: Forks
+    batch: Batch
+    swapping: Swapping
+    _loads: dict[int, tuple[Request, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Requests that are being fetched now."""
@@ -70,7 +55,7 @@ class Prefills:
     @property
     def is_busy(self) -> bool:
         """As much is being fetched as may be at one time."""
-        return len(self) >= self._config.max_handoffs
+        return len(self) >= self.config.max_handoffs
 
     # begun
 
@@ -87,7 +72,7 @@ class Prefills:
             self.compute_prompt(request, now)
             return []
         prefill.asked = now
-        prefill.asked_tokens = len(request.tokens) - request.have_blocks * self._kv.block_size
+        prefill.asked_tokens = len(request.tokens) - request.have_blocks * self.kv.block_size
         return self._settle(self.handoffs.begin(request, now), now)
 
     def wait(self, request: Request, parent: Request, now: float) -> None:
@@ -100,14 +85,14 @@ class Prefills:
         """Begin to load what a tier has of the whole blocks that come next after those cached in its new lease, if that
         is sooner than having them computed, `here` or not; what was copied for it is always loaded. False: nothing
         is."""
-        tiers, lease, size = self._kv.tiers, request.lease, self._kv.block_size
+        tiers, lease, size = self.kv.tiers, request.lease, self.kv.block_size
         if tiers is None:
             return False
         limit, nodes = len(request.tokens) - 1, lease.path
-        parent = nodes[-1].identity if nodes else self._kv.cache.root_identity(lease.namespace)
+        parent = nodes[-1].identity if nodes else self.kv.cache.root_identity(lease.namespace)
         found = tiers.find(parent, request.tokens, len(nodes) * size, limit, size)
         if found and request.stash is None:
-            count = tiers.worthwhile(found, size, self._swapping.costs.tokens_per_s(here))
+            count = tiers.worthwhile(found, size, self.swapping.costs.tokens_per_s(here))
             tiers.counts.refused += count < len(found)
             found = found[:count]
         if not found:
@@ -123,7 +108,7 @@ class Prefills:
         """No prefill worker will do: compute what is missing here."""
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
-        known = request.have_blocks * self._kv.block_size
+        known = request.have_blocks * self.kv.block_size
         if request.arrived:
             known = len(request.tokens) - 1
         if request.output_tokens == 0:
@@ -133,10 +118,10 @@ class Prefills:
 
     def compute_rest(self, request: Request, known: int, now: float) -> None:
         """The KV of `known` tokens is here: the rest is computed in chunks, beside the running batch."""
-        self._kv.landed(request.lease)
+        self.kv.landed(request.lease)
         request.known, request.arrived = known, True
-        self._kv.commit(request.lease, request.tokens[:known])
-        self._batch.add_local(request, now)
+        self.kv.commit(request.lease, request.tokens[:known])
+        self.batch.add_local(request, now)
 
     # here
 
@@ -146,15 +131,15 @@ class Prefills:
         if request.record.beams is not None:
             # The prompt's last token is computed again: what follows it is not drawn, but searched.
             request.known = len(request.tokens) - 1
-            self._batch.beams.begin(request)
-        self._kv.commit(request.lease, request.tokens[: request.known])
+            self.batch.beams.begin(request)
+        self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
         prefill, origin = request.prefill, request.origin
-        here = self._name if prefill.local_since is not None else prefill.worker.name
+        here = self.name if prefill.local_since is not None else prefill.worker.name
         origin.prefilled_by = origin.prefilled_by or here
-        self._swapping.arrived(request, now)
-        self._batch.add_ready(request)
+        self.swapping.arrived(request, now)
+        self.batch.add_ready(request)
         self.share(request, now)
 
     def share(self, parent: Request, now: float) -> None:
@@ -166,35 +151,22 @@ class Prefills:
 
     def handle(self, event: FromSource, now: float) -> list[Result]:
         """A worker that is read from, or the transfer thread, says something; first tokens are the scheduler's."""
-        match event:
-            case FromPeer(_, Offer() as message):
-                results = self.handoffs.offer(message, now)
-            case FromPeer(_, PrefillFailed() as message):
-                results = self.handoffs.failed(message, now)
-            case Received():
-                results = self.handoffs.received(event, now)
-            case PeerUp():
-                results = self.handoffs.peer_up(event, now)
-            case PeerDown():
-                results = self.handoffs.peer_down(event, now)
-            case _:
-                raise TypeError(f"not an event: {event!r}")
-        return self._settle(results, now)
+        return self._settle(self.handoffs.handle(event, now), now)
 
     def loaded(self, event: Loaded, now: float) -> list[Result]:
         """A load has ended: have the rest filled in. To be called after `Tiers.handle`."""
         request, wanted_blocks = self._loads.pop(event.number)
         if request.state is RequestState.ENDING:
             return [Freed(request)]
-        size, is_whole = self._kv.block_size, event.blocks == wanted_blocks
+        size, is_whole = self.kv.block_size, event.blocks == wanted_blocks
         request.have_blocks += event.blocks
         have_tokens = request.have_blocks * size
         if request.preempted is None:
             request.origin.decode_cached_tokens = min(have_tokens, request.record.prompt_tokens)
             return self.begin(request, now)
-        self._swapping.loaded(event.blocks, event.host_s + event.disk_s, is_whole)
+        self.swapping.loaded(event.blocks, event.host_s + event.disk_s, is_whole)
         # What is less than a block was never copied: to ask the prefill pool for it would compute all of it there.
-        few = max(self._config.local_chunk_tokens, size if is_whole else 0)
+        few = max(self.config.local_chunk_tokens, size if is_whole else 0)
         here = not request.prefill.worker.name or len(request.tokens) - have_tokens <= few
         if not is_whole:
             request.preempted.way = "here" if here else "pool"
@@ -221,14 +193,8 @@ class Prefills:
         for result in results:
             match result:
                 case KVReceived(request):
-                    request.known = len(request.tokens) - (request.prefill.first is not None)
-                    self._kv.landed(request.lease)
-                    if request.state is RequestState.ENDING:
-                        rest.append(Freed(request))
-                    elif request.prefill.first is not None:
+                    if request.prefill.first is not None:
                         self.ready(request, now)
-                case Unserved(request) if request.state is RequestState.ENDING:
-                    rest.append(Freed(request))
                 case Unserved(request) if request.link == NOBODY:
                     self.compute_prompt(request, now)
                 case Unserved(request):

@@ -39,7 +39,9 @@ from decode_worker.scheduler.events import (
     RouterLost,
     Tell,
 )
+from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs, Migrated
+from decode_worker.scheduler.orphans import Orphans
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import Request, RequestState
@@ -98,28 +100,26 @@ class DecodeScheduler:
         self._name = name
         self._block_bytes = block_bytes
         self._requests: dict[RequestId, Request] = {}
-        self.batch = Batch(config, kv, stop_ids)
-        self.swapping = Swapping(config, kv)
+        requests, batch, forks = self._requests, Batch(config, kv, stop_ids), Forks(kv)
         handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
-        self.prefills = Prefills(name, config, kv, handoffs, self.batch, self.swapping)
-        self.admission = Admission(
-            name, config, kv, vocab, context_tokens, self._requests, self.prefills
-        )
-        self.preemption = Preemption(
-            config, kv, self._requests, self.batch, self.swapping, self.prefills, self.admission
-        )
-        self.departures = Departures(kv, fingerprint)
+        orphans, departures = Orphans(config.orphan_s), Departures(kv, fingerprint)
+        swapping = Swapping(config, kv)
+        prefills = Prefills(name, config, kv, handoffs, forks, batch, swapping)
+        admission = Admission(name, config, kv, vocab, context_tokens, requests, prefills)
+        preemption = Preemption(config, kv, requests, batch, swapping, prefills, admission)
+        self.batch, self.swapping, self.prefills = batch, swapping, prefills
+        self.admission, self.preemption, self.departures = admission, preemption, departures
         self.endings = Endings(
-            name,
-            block_bytes,
-            config.orphan_s,
-            kv,
-            self._requests,
-            self.batch,
-            self.prefills,
-            self.admission,
-            self.preemption,
-            self.departures,
+            name=name,
+            block_bytes=block_bytes,
+            kv=kv,
+            requests=requests,
+            batch=batch,
+            prefills=prefills,
+            admission=admission,
+            preemption=preemption,
+            departures=departures,
+            orphans=orphans,
         )
 
     @property

@@ -64,7 +64,7 @@ def cancel_between_prefill_and_decode() -> list[Patch]:
     def hasty(self: Any, request: Any, reason: Any, now: float, *rest: Any, **more: Any) -> Any:
         is_named = request.state is RequestState.HANDOFF and request.prefill.first is not None
         if is_named and not request.arrived and reason is FinishReason.CANCELLED:
-            self._prefills.handoffs.done(request)
+            self.prefills.handoffs.done(request)
             request.state = RequestState.READY
         return end(self, request, reason, now, *rest, **more)
 
