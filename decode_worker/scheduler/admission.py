@@ -6,6 +6,8 @@ where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.pre
 promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
+from dataclasses import dataclass
+
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.forks import shared_tokens
@@ -23,51 +25,49 @@ from engine.plan import StageClock, refusal
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """Mutable state: `accepted`. Who is taken joins `requests`, and begins in `prefills`. Owner: the scheduler."""
 
-    def __init__(
-        self,
-        name: str,
-        config: DecodeConfig,
-        kv: KVCacheManager,
-        vocab: int,
-        context_tokens: int,
-        requests: dict[RequestId, Request],
-        prefills: Prefills,
-    ) -> None:
-        self.accepted = 0
-        """Requests that were taken."""
-        self._name = name
-        self._requests = requests
-        self._prefills = prefills
-        self._kv = kv
-        self._vocab = vocab
-        self._context_tokens = context_tokens
-        self._max_rows = config.max_batch
+    name: str
+    """This worker's."""
+    config: DecodeConfig
+    kv: KVCacheManager
+    vocab: int
+    context_tokens: int
+    requests: dict[RequestId, Request]
+    """All that there are."""
+    prefills: Prefills
+    accepted: int = 0
+    """Requests that were taken."""
+
+    @property
+    def growth_tokens(self) -> int:
+        """Room that a request is taken with beside that for its tokens."""
+        if self.config.preemption == "off":
+            return self.context_tokens
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
-        growth = max(config.growth_tokens, MAX_ATTEMPTS)
-        self.growth_tokens = context_tokens if config.preemption == "off" else growth
+        return max(self.config.growth_tokens, MAX_ATTEMPTS)
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Why `record` could never be taken, if so."""
-        fault = refusal(record, self._vocab, self._context_tokens)
+        fault = refusal(record, self.vocab, self.context_tokens)
         if fault is not None:
             return fault
-        if self._most_blocks(record) > self._kv.pool.total:
+        if self._most_blocks(record) > self.kv.pool.total:
             why = "prompt and answer do not fit the decode worker's pool"
             return Fault("OUT_OF_RANGE", why, "max_tokens")
-        if record.beams is not None and record.beams.width > self._max_rows:
-            why = f"a decode worker's step has {self._max_rows} rows"
+        if record.beams is not None and record.beams.width > self.config.max_batch:
+            why = f"a decode worker's step has {self.config.max_batch} rows"
             return Fault("INVALID_ARGUMENT", why, "beam_width")
         return None
 
     def _most_blocks(self, record: RequestRecord) -> int:
         """All that it may hold at one time: of hypotheses, what is the prompt's once, and the rest for each."""
-        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        total = self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
         if record.beams is None:
             return total
-        shared = (record.prompt_tokens - 1) // self._kv.block_size
+        shared = (record.prompt_tokens - 1) // self.kv.block_size
         return shared + record.beams.width * (total - shared)
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
@@ -76,13 +76,13 @@ class Admission:
 
     def blocks(self, record: RequestRecord) -> int:
         """As `room_tokens`, in blocks."""
-        return self._kv.blocks_for(self.room_tokens(record, len(record.tokens)))
+        return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
         self, record: RequestRecord, tokens: list[int], *, migrating: bool = True, spare: int = 0
     ) -> Lease | None:
         """A lease for `tokens`, prompt and output so far, that leaves `spare` blocks to others; None without room."""
-        return self._kv.acquire(
+        return self.kv.acquire(
             record.namespace,
             tokens,
             match_limit=len(tokens) - 1,
@@ -94,7 +94,7 @@ class Admission:
 
     def promise(self, record: RequestRecord, tokens: int, spare: int = 0) -> Lease | None:
         """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
-        return self._prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
+        return self.prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
 
     def place(
         self, link: int, message: Place, router: Incarnation, barred: bool, now: float
@@ -107,7 +107,7 @@ class Admission:
                 request=name,
                 placement=message.placement,
                 reason=FinishReason.REJECTED,
-                stats=RequestStats(decode_worker=self._name),
+                stats=RequestStats(decode_worker=self.name),
                 fault=fault,
             )
             return [Tell(link, ended)]
@@ -120,28 +120,28 @@ class Admission:
         request.origin.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
         accepted = Tell(link, Accepted(name, message.placement, cached_tokens))
         if parent is None:
-            return [accepted, *self._prefills.start(request, now)]
-        self._prefills.wait(request, parent, now)
+            return [accepted, *self.prefills.start(request, now)]
+        self.prefills.wait(request, parent, now)
         return [accepted]
 
     def _parent(self, message: Place) -> Request | None:
         """Whose fork it can be."""
-        other = None if message.fork_of is None else self._requests.get(message.fork_of)
+        other = None if message.fork_of is None else self.requests.get(message.fork_of)
         if other is None or other.state is RequestState.PREEMPTED:
             return None
-        return self._prefills.forks.parent(message.record, other)
+        return self.prefills.forks.parent(message.record, other)
 
     def _lease(self, record: RequestRecord, parent: Request | None) -> Lease | None:
         if parent is not None:
             return self.promise(record, len(record.tokens))
-        return None if self._prefills.is_busy else self.acquire(record, record.tokens)
+        return None if self.prefills.is_busy else self.acquire(record, record.tokens)
 
     def _take(
         self, link: int, message: Place, router: Incarnation, lease: Lease, now: float
     ) -> Request:
         record, group = message.record, message.record.group
         self.accepted += 1
-        older = [r.age[0] for r in self._requests.values() if group and r.record.group == group]
+        older = [r.age[0] for r in self.requests.values() if group and r.record.group == group]
         request = Request(
             link=link,
             record=record,
@@ -151,10 +151,10 @@ class Admission:
             clock=StageClock("prefill", now),
             accepted=now,
             deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
-            have_blocks=lease.cached_tokens // self._kv.block_size,
+            have_blocks=lease.cached_tokens // self.kv.block_size,
             age=(min(older, default=self.accepted), self.accepted),
             owner=Ownership(router, message.losses),
             prefill=PrefillProgress(message.prefill, now),
         )
-        self._requests[record.request] = request
+        self.requests[record.request] = request
         return request

@@ -12,7 +12,7 @@ may be released only after `KVReceived` or `Freed`.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -69,22 +69,21 @@ class Migrated:
     block_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class Handoffs:
     """Mutable state, all of it: `_open`, `_connecting`, `_peers`, what is counted, and what `receiver` owns. Owner: the
     scheduler."""
 
-    def __init__(
-        self, kv: KVCacheManager, receiver: KVReceiver, incarnation: Incarnation, fingerprint: str
-    ) -> None:
-        self.receiver = receiver
-        self.migrated: list[Migrated] = []
-        self.dropped: Counter[str] = Counter()
-        self._kv = kv
-        self._incarnation = incarnation
-        self._fingerprint = fingerprint
-        self._open: dict[Handoff, Request] = {}
-        self._connecting: list[Request] = []
-        self._peers: dict[str, PeerUp] = {}
+    kv: KVCacheManager
+    receiver: KVReceiver
+    incarnation: Incarnation
+    """This worker's."""
+    fingerprint: str
+    migrated: list[Migrated] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    _open: dict[Handoff, Request] = field(default_factory=dict)
+    _connecting: list[Request] = field(default_factory=list)
+    _peers: dict[str, PeerUp] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open) + len(self._connecting)
@@ -99,26 +98,26 @@ class Handoffs:
             return [ConnectPeer(prefill.worker)]
         record = request.record
         handoff = Handoff(
-            record.request, request.placement, prefill.attempt, self._incarnation, peer.peer
+            record.request, request.placement, prefill.attempt, self.incarnation, peer.peer
         )
         request.move(RequestState.HANDOFF)
         prefill.handoff, prefill.first = handoff, None
         prefill.sender_block_size = peer.block_size
         request.origin.transport, request.origin.block_bytes = peer.transport, peer.block_bytes
         self._open[handoff] = request
-        self._kv.extend(request.lease, len(request.tokens), migrating=True)
+        self.kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
         if len(request.tokens) > len(record.tokens):
             record = msgspec.structs.replace(record, tokens=list(request.tokens))
         left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
         record = msgspec.structs.replace(record, remaining_s=left_s, context=b"")
-        have = request.have_blocks * self._kv.block_size
+        have = request.have_blocks * self.kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
         """The sender's blocks still to land by index, each with the identity its bytes must have."""
-        size, tokens, own = request.prefill.sender_block_size, request.tokens, self._kv.block_size
-        root = identity.root(request.record.namespace, self._fingerprint)
+        size, tokens, own = request.prefill.sender_block_size, request.tokens, self.kv.block_size
+        root = identity.root(request.record.namespace, self.fingerprint)
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
         rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)
@@ -246,7 +245,7 @@ class Handoffs:
         self.note("ok", request, request.origin.migration_s, blocks)
         request.arrived = True
         request.known = len(request.tokens) - (request.prefill.first is not None)
-        self._kv.landed(request.lease)
+        self.kv.landed(request.lease)
         return [Freed(request) if request.state is RequestState.ENDING else KVReceived(request)]
 
     def _retreat(self, request: Request, now: float, elsewhere: bool) -> list[HandoffResult]:
@@ -265,7 +264,7 @@ class Handoffs:
         if prefill.abandoned or request.state is RequestState.ENDING:
             self.note("expired", request)
             return [Freed(request)]
-        size, before, sender_size = self._kv.block_size, request.have_blocks, prefill.sender_block_size
+        size, before, sender_size = self.kv.block_size, request.have_blocks, prefill.sender_block_size
         # The token after the last has to be computed from the last: its row is never taken as known.
         limit = len(request.tokens) - 1
         request.have_blocks = landed_tokens(frozenset(landed), before * size, sender_size, limit) // size

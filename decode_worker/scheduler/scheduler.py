@@ -175,7 +175,7 @@ class DecodeScheduler:
             case FromRouter(_, Finish(name, placement, kept)):
                 request = self._current(name, placement)
                 if request is not None:
-                    return self._end(request, FinishReason.STOP, now, kept=kept)
+                    return self.endings.end(request, FinishReason.STOP, now, kept=kept)
             case FromRouter(_, Yield(name, placement)):
                 request = self._current(name, placement)
                 if request is not None:
@@ -213,7 +213,7 @@ class DecodeScheduler:
         if known is not None and known.placement >= message.placement:
             return []
         if known is not None:
-            commands = self._end(known, FinishReason.CANCELLED, now)
+            commands = self.endings.end(known, FinishReason.CANCELLED, now)
         self.endings.orphans.forget(record.request)
         barred = self.leaving or self.preemption.bars(record)
         router = self.endings.orphans.router(link)
@@ -226,7 +226,7 @@ class DecodeScheduler:
         self.departures.release(name, placement, now)
         known = self._current(name, placement)
         if known is not None:
-            return self._end(known, reason, now)
+            return self.endings.end(known, reason, now)
         stats = RequestStats(decode_worker=self._name)
         ended = Ended(request=name, placement=placement, reason=reason, stats=stats)
         return [Tell(link, ended)]
@@ -256,11 +256,6 @@ class DecodeScheduler:
     def _current(self, name: RequestId, placement: int) -> Request | None:
         request = self._requests.get(name)
         return None if request is None or request.placement != placement else request
-
-    def _end(
-        self, request: Request, reason: FinishReason, now: float, kept: int | None = None
-    ) -> list[Command]:
-        return self.endings.end(request, reason, now, kept=kept)
 
     # steps
 

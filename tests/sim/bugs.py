@@ -78,7 +78,7 @@ def double_free_on_retry() -> list[Patch]:
     def twice(self: Any, request: Any, landed: Any, now: float) -> Any:
         if not request.prefill.abandoned and request.state is not RequestState.ENDING:
             for block in request.lease.blocks[request.have_blocks :]:
-                self._kv.pool.release(block, False)
+                self.kv.pool.release(block, False)
         return fenced(self, request, landed, now)
 
     return [(Handoffs, "_fenced", twice)]
