@@ -1,4 +1,5 @@
-"""Resumable requests outlive their router: whose they are, who is told of them, and when they end. Event by event."""
+"""Resumable requests outlive their router: whose they are, who is told of them, and when they end. Event by event; with
+routers that crash and freeze in tests/sim, and on real processes in tests/chaos."""
 
 from collections.abc import Sequence
 

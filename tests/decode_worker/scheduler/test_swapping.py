@@ -1,4 +1,6 @@
-"""What decode workers take computing and swapping to cost, and which of the two they then choose."""
+"""What decode workers take computing and swapping to cost, and which of the two they then choose. The copies themselves
+are tried in tests/integration/test_swap_fake.py and test_swap_ends.py, the figures in
+tests/telemetry/test_swap_metrics.py, all of it with faults in tests/sim."""
 
 import pytest
 
