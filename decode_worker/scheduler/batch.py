@@ -146,8 +146,11 @@ class Batch:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
-        lines = {RequestState.READY: self.ready, RequestState.RUNNING: self.running, RequestState.LOCAL: self.local}
-        for state, line in lines.items():
+        for state, line in (
+            (RequestState.READY, self.ready),
+            (RequestState.RUNNING, self.running),
+            (RequestState.LOCAL, self.local),
+        ):
             assert all(request.state is state for request in line)
             assert sum(request.state is state for request in requests) == len(line)
         self.beams.check(requests)

@@ -147,7 +147,7 @@ class Preemption:
     def leave(self, request: Request) -> None:
         """It has ended: it has no row, and wants no room any more."""
         self.batch.remove(request)
-        self._stand_up(request)
+        self._leave_line(request)
         self.swapping.drop(request)
 
     # room is given back
@@ -156,13 +156,13 @@ class Preemption:
         """Those that were preempted come back in their order, as far as there is room beside the running ones."""
         results: list[Result] = []
         for request in list(self.line):
-            begun = self._seek(request, now)
+            begun = self._come_back(request, now)
             if begun is None:
                 break
             results += begun
         return results
 
-    def _seek(self, request: Request, now: float) -> list[Result] | None:
+    def _come_back(self, request: Request, now: float) -> list[Result] | None:
         """Begin to get the KV of a preempted request back; None where there is no room for it yet. Five cases:
 
         1. another sample of its prompt is being fetched, and this one was swapped: it waits, for to fetch what they
@@ -213,7 +213,7 @@ class Preemption:
     def _begin(self, request: Request, lease: Lease, way: str, now: float) -> Preempted:
         """It leaves the line, and begins to get its KV back, into `lease`."""
         assert request.preempted is not None
-        self._stand_up(request)
+        self._leave_line(request)
         request.lease = lease
         request.preempted.way = way
         request.preempted.lost_tokens = len(request.tokens) - 1 - lease.cached_tokens
@@ -221,7 +221,7 @@ class Preemption:
         request.prefill = request.prefill.again(now)
         return request.preempted
 
-    def _stand_up(self, request: Request) -> None:
+    def _leave_line(self, request: Request) -> None:
         if request in self.line:
             self.line.remove(request)
 

@@ -44,7 +44,7 @@ class Swapping:
         self.costs = KVCosts(kv.block_size)
         self.stashes = None if kv.tiers is None else Stashes(kv, kv.tiers)
         self.choices: Counter[str] = Counter()
-        """Of requests that had whole blocks to lose: `swap` or `recompute`."""
+        """How requests that had whole blocks to lose were to have them back: `swap` or `recompute`."""
         self.fallbacks: Counter[str] = Counter()
         """Swaps that came to nothing: host memory was `full`, a copy `failed`, or was not whole when it was `lost`."""
         self.ways: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Swapping:
         return "swap" if is_cheaper else "recompute"
 
     def looks_up(self, request: Request) -> bool:
-        """Whether it may have its KV back from a tier."""
+        """A tier is asked for its KV when it comes back."""
         return self._mode == "auto" or request.stash is not None
 
     def loaded(self, blocks: int, seconds: float, is_whole: bool) -> None:
@@ -155,7 +155,7 @@ class KVCosts:
         self.store_s = 0.0
         """A block copied to host memory."""
         self.lost_share = 1.0
-        """Of the tokens of a preempted request, when it comes back."""
+        """The share of its tokens that a preempted request has lost when it comes back."""
         self.predicted = {"recompute": 0.0, "swap": 0.0}
         """For the latest request that either could have been chosen for."""
 
