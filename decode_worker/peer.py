@@ -31,8 +31,8 @@ from transfer.handoff.negotiation import (
     narrow_bytes,
     negotiate,
 )
-from transfer.rpc import RpcLoop, Send
-from transfer.serving import METHOD
+from worker.readers import METHOD
+from worker.rpc import RpcLoop, Send
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from transfer import serving
-from transfer.rpc import RpcLoop, Send
+from worker import readers
+from worker.rpc import RpcLoop, Send
 
 ATTACH = "/headrace.v1.DecodeWorker/Attach"
 
@@ -26,7 +26,7 @@ class RouterGone(msgspec.Struct, frozen=True):
     why: str
 
 
-Item = RouterUp | RouterFrame | RouterGone | serving.FrameIn | serving.LinkLost
+Item = RouterUp | RouterFrame | RouterGone | readers.FrameIn | readers.LinkLost
 
 
 class _Session:
@@ -51,4 +51,4 @@ def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> in
         put(RouterUp(link, send))
         return _Session(link, put)
 
-    return rpc.start(host, port, {ATTACH: attach, **serving.attach(put)})
+    return rpc.start(host, port, {ATTACH: attach, **readers.attach(put)})

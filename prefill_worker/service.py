@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transfer import serving
-from transfer.rpc import RpcLoop, Send
+from worker import readers
+from worker.rpc import RpcLoop, Send
 
 WATCH = "/headrace.v1.PrefillWorker/Watch"
 
@@ -26,7 +26,7 @@ class WatcherLeft:
     watcher: Watcher
 
 
-Item = serving.FrameIn | serving.LinkLost | Watching | WatcherLeft
+Item = readers.FrameIn | readers.LinkLost | Watching | WatcherLeft
 
 
 class _Session:
@@ -49,4 +49,4 @@ def serve(rpc: RpcLoop, host: str, port: int, put: Callable[[Item], None]) -> in
         put(Watching(watcher))
         return _Session(watcher, put)
 
-    return rpc.start(host, port, serving.attach(put), watches={WATCH: watch})
+    return rpc.start(host, port, readers.attach(put), watches={WATCH: watch})

@@ -1,6 +1,6 @@
 """A prefill worker: the shell around `PrefillScheduler`.
 
-Three threads: the engine (here), the asyncio loop of `transfer.rpc`, and the transfer thread of `transfer.mover`. All
+Three threads: the engine (here), the asyncio loop of `worker.rpc`, and the transfer thread of `transfer.mover`. All
 state belongs to the engine thread; the others put what they hear into its inbox and carry out what it hands them.
 """
 
@@ -55,9 +55,9 @@ from transfer.handoff.silence import Silence
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
-from transfer.rpc import RpcLoop, dialable
-from transfer.serving import FrameIn, LinkLost, Readers
 from transfer.watchdog import Watchdog
+from worker.readers import FrameIn, LinkLost, Readers
+from worker.rpc import RpcLoop, dialable
 
 log = logging.getLogger(__name__)
 

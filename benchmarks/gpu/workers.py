@@ -34,7 +34,7 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.service import WATCH
-from transfer.rpc import RpcLoop, Send
+from worker.rpc import RpcLoop, Send
 
 START_S = 120.0
 ANSWER_S = 60.0

@@ -29,8 +29,8 @@ import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
-import transfer.rpc
-import transfer.serving
+import worker.readers
+import worker.rpc
 from engine.kv.tier_io import TierEvent
 from engine.loop import Shell
 from tests.sim import shadow, tiering
@@ -116,7 +116,7 @@ class SimThread:
 
 
 class SimRpc:
-    """Stands in for `transfer.rpc.RpcLoop`."""
+    """Stands in for `worker.rpc.RpcLoop`."""
 
     def __init__(self, name: str) -> None:
         self._process = _world.starting
@@ -218,7 +218,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),
     (transfer.registry.open_transports, _open_transports),
     (transfer.registry.choose, lambda *args: _world.plan.transport),
-    (transfer.rpc.RpcLoop, SimRpc),
+    (worker.rpc.RpcLoop, SimRpc),
 ]
 
 
@@ -229,7 +229,7 @@ def _seams() -> list[tuple[Any, str, Any, Any]]:
     found = []
     for module_name, module in sorted(sys.modules.items()):
         package = module_name.partition(".")[0]
-        if package not in ("decode_worker", "prefill_worker") and module_name != "transfer.serving":
+        if package not in ("decode_worker", "prefill_worker") and module_name != "worker.readers":
             continue
         for name, value in list(vars(module).items()):
             for real, simulated in _REPLACED:

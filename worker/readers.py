@@ -23,8 +23,8 @@ from transfer.handoff.commands import (
 from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
-from transfer.rpc import Accept, Send
 from transfer.transport import Transport
+from worker.rpc import Accept, Send
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Session:
 
 
 def attach(put: Callable[[FrameIn | LinkLost], None]) -> dict[str, Accept]:
-    """The method by which readers come, for `transfer.rpc`."""
+    """The method by which readers come, for `worker.rpc`."""
     return {METHOD: lambda send: Session(Link(send), put)}
 
 
