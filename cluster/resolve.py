@@ -26,7 +26,7 @@ from cluster.config import (
     problem,
 )
 from cluster.memory import available_bytes
-from transfer.handoff.algorithms import AS_STORED
+from transfer.handoff.negotiation import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.admin import Flights
-from telemetry.flight import Event, Flight
+from telemetry.flight import Flight, FlightEvent
 
 PREFIXES = ("chatcmpl-", "cmpl-")
 """What the HTTP front writes before a request's id."""
@@ -44,6 +44,6 @@ def _clock(flight: Flight) -> str:
     return time.strftime("%H:%M:%S", time.localtime(flight.began_unix_s))
 
 
-def _line(event: Event) -> str:
+def _line(event: FlightEvent) -> str:
     facts = "  ".join(f"{name}={value}" for name, value in event.facts.items())
     return f"{event.what:24} {facts}".rstrip()

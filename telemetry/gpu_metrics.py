@@ -14,7 +14,7 @@ the device."""
 
 
 class Report(Protocol):
-    """Counts since the start, and bytes. Fulfilled by `transfer.nccl.room.NcclReport`."""
+    """Counts since the start, and bytes. Fulfilled by `transfer.nccl.budget.NcclReport`."""
 
     built: int
     dropped: int

@@ -31,7 +31,6 @@ from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from transfer.config import NcclConfig, TransferConfig
-from transfer.handoff.algorithms import WP64
 from transfer.handoff.commands import (
     Connect,
     IncomingBlock,
@@ -44,7 +43,7 @@ from transfer.handoff.commands import (
     Rows,
     Unreachable,
 )
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import WP64, Agreement
 from transfer.mover import Mover
 from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport

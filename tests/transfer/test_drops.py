@@ -25,8 +25,8 @@ from tests.integration.fake_device import fake_device
 from transfer.handoff.commands import ExpectedBlock, OutgoingBlock, Rows
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
-from transfer.host.loopback import Fault as WireFault
 from transfer.host.loopback import FaultKind
+from transfer.host.loopback import ScriptedFault as WireFault
 
 H = Handoff(RequestId("r"), 1, 0, DECODE, PREFILL)
 GONE = Handoff(RequestId("gone"), 1, 0, DECODE, PREFILL)

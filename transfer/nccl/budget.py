@@ -2,7 +2,8 @@
 
 A pair is given one when its workers meet, as long as there is room, and later when both ends have posted a chunk. Who
 needs room takes it from the pair that was used least recently: a leader drops its communicator, a follower asks for
-that. Neither end aborts in peace before the other has ended its part: hence `Drop` and `Dropped`.
+that. Neither end aborts in peace before the other has ended its part: hence `DropCommunicator` and
+`CommunicatorDropped`.
 """
 
 import logging
@@ -14,12 +15,19 @@ from engine.types import Incarnation
 from transfer.config import NcclConfig
 from transfer.gpu.device import Device
 from transfer.nccl.communicator import Communicator, Stage
-from transfer.nccl.dispatch import Dispatch
+from transfer.nccl.dispatch import PieceDispatcher
 from transfer.nccl.library import LateError, NcclError, NcclLibrary
 from transfer.nccl.packing import blocks_within
-from transfer.nccl.peer import Peer
+from transfer.nccl.peer import NcclPeer
 from transfer.nccl.ring import open_ring
-from transfer.nccl.wire import Build, Drop, Dropped, Joined, Said, Spare
+from transfer.nccl.wire import (
+    BuildCommunicator,
+    CommunicatorDropped,
+    CommunicatorJoined,
+    DropCommunicator,
+    RequestDrop,
+    Said,
+)
 from transfer.transport import TransferError
 
 log = logging.getLogger(__name__)
@@ -37,7 +45,7 @@ class NcclReport(msgspec.Struct):
     slot_bytes: int = 0
 
 
-class Room:
+class CommunicatorBudget:
     """Makes communicators and lets them go. Used by the transfer thread alone."""
 
     def __init__(
@@ -45,7 +53,7 @@ class Room:
         config: NcclConfig,
         device: Device,
         library: NcclLibrary,
-        peers: Mapping[Incarnation, Peer],
+        peers: Mapping[Incarnation, NcclPeer],
         report: NcclReport,
     ) -> None:
         self._config = config
@@ -67,12 +75,12 @@ class Room:
             for peer in self._peers.values()
         )
 
-    def tend(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
+    def tend(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
         """Whatever is due with the communicator of one pair. Raises TransferError when the pair is to be given up."""
         communicator = peer.communicator
         if communicator is not None:
             if communicator.poll(now, self._config.join_s) and not peer.pair.leads:
-                peer.say(Joined(communicator.epoch))
+                peer.say(CommunicatorJoined(communicator.epoch))
             if dispatch.busy is not peer:
                 self._part(peer, communicator, dispatch, now)
         count = sum(other.communicator is not None for other in self._peers.values())
@@ -83,33 +91,33 @@ class Room:
             else:
                 self._take_room(dispatch, now)
 
-    def heard(self, peer: Peer, said: Said, dispatch: Dispatch, now: float) -> None:
+    def heard(self, peer: NcclPeer, said: Said, dispatch: PieceDispatcher, now: float) -> None:
         """Raises TransferError for what makes no sense."""
         communicator = peer.communicator
         leads = peer.pair.leads
-        if isinstance(said, Build) and not leads and communicator is None:
+        if isinstance(said, BuildCommunicator) and not leads and communicator is None:
             if said.slot_bytes and not self.can_put:
                 raise TransferError("a ring that this worker said it cannot have")
             peer.epoch, peer.invited, peer.slot_bytes = said.epoch, said.unique_id, said.slot_bytes
             return
-        if isinstance(said, Spare) and leads:
+        if isinstance(said, RequestDrop) and leads:
             # It may have been dropped meanwhile.
             peer.spare_asked = communicator is not None and communicator.epoch == said.epoch
             return
         if communicator is None or getattr(said, "epoch", None) != communicator.epoch:
             raise TransferError(f"{said} makes no sense to {peer!r}")
         match said:
-            case Joined() if leads:
+            case CommunicatorJoined() if leads:
                 communicator.peer_joined = True
-            case Drop() if not leads:
+            case DropCommunicator() if not leads:
                 communicator.stage, communicator.began_s = Stage.DROPPING, now
-            case Dropped() if leads and communicator.stage is Stage.DROPPING:
+            case CommunicatorDropped() if leads and communicator.stage is Stage.DROPPING:
                 self._report.dropped += 1
                 self.abort(peer, dispatch, now)
             case _:
                 raise TransferError(f"{said} makes no sense to {peer!r}")
 
-    def warmed(self, peer: Peer, now: float) -> None:
+    def warmed(self, peer: NcclPeer, now: float) -> None:
         """The first operation of a pair has ended."""
         communicator = peer.communicator
         assert communicator is not None
@@ -126,7 +134,7 @@ class Room:
             "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
         )
 
-    def abort(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
+    def abort(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
         """End a pair's communicator at this end, if it has one."""
         communicator, peer.communicator = peer.communicator, None
         peer.spare_asked = False
@@ -137,12 +145,12 @@ class Room:
             except NcclError as error:
                 log.error("abort of the communicator with %x: %s", peer.incarnation, error)
 
-    def _make(self, peer: Peer, dispatch: Dispatch, now: float) -> None:
+    def _make(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
         if peer.pair.leads:
             peer.epoch += 1
             unique_id = self._device.unique_id()
             peer.slot_bytes = self._slot_bytes(peer) if self.can_put and peer.can_put else 0
-            peer.say(Build(peer.epoch, unique_id, peer.slot_bytes))
+            peer.say(BuildCommunicator(peer.epoch, unique_id, peer.slot_bytes))
         else:
             unique_id, peer.invited = peer.invited, b""
         self._free_bytes = self._device.free_bytes()
@@ -169,7 +177,7 @@ class Room:
             log.warning("no one-sided transfers any more: %s", why)
         self.can_put = False
 
-    def suspect(self, peer: Peer, error: TransferError) -> None:
+    def suspect(self, peer: NcclPeer, error: TransferError) -> None:
         """A pair is to be given up: if the library refused to do its part before the first piece went through its
         ring, the ring is why. A peer that is gone or slow is another matter."""
         communicator = peer.communicator
@@ -179,12 +187,12 @@ class Room:
         if early and isinstance(error, NcclError):
             self.forbid(error)
 
-    def _slot_bytes(self, peer: Peer) -> int:
+    def _slot_bytes(self, peer: NcclPeer) -> int:
         """Room for the largest piece of either direction."""
         spans = (peer.sent, peer.received)
         return max(blocks_within(self._config.put_bytes, span) * span.nbytes for span in spans)
 
-    def _take_room(self, dispatch: Dispatch, now: float) -> None:
+    def _take_room(self, dispatch: PieceDispatcher, now: float) -> None:
         victim = spare(self._peers.values(), dispatch.busy)
         if victim is None or victim.communicator is None:
             return
@@ -192,10 +200,10 @@ class Room:
             self._drop(victim, victim.communicator, now)
         else:
             victim.spare_asked = True
-            victim.say(Spare(victim.communicator.epoch))
+            victim.say(RequestDrop(victim.communicator.epoch))
 
     def _part(
-        self, peer: Peer, communicator: Communicator, dispatch: Dispatch, now: float
+        self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float
     ) -> None:
         """Nothing is under way on it: let it go, if somebody wants to be rid of it."""
         leads = peer.pair.leads
@@ -205,25 +213,25 @@ class Room:
         if dropped and not dispatch.is_called_by(peer):
             self._report.dropped += 1
             self.abort(peer, dispatch, now)
-            peer.say(Dropped(communicator.epoch))
+            peer.say(CommunicatorDropped(communicator.epoch))
 
     @staticmethod
-    def _drop(peer: Peer, communicator: Communicator, now: float) -> None:
+    def _drop(peer: NcclPeer, communicator: Communicator, now: float) -> None:
         communicator.stage, communicator.began_s = Stage.DROPPING, now
-        peer.say(Drop(communicator.epoch))
+        peer.say(DropCommunicator(communicator.epoch))
 
 
-def is_due(peer: Peer, has_room: bool) -> bool:
+def is_due(peer: NcclPeer, has_room: bool) -> bool:
     """Leader: shall this pair's communicator be made now, or room for it?"""
     if peer.communicator is not None or not peer.is_met or peer.lost or not peer.pair.leads:
         return False
     return peer.pair.is_wanted or (has_room and not peer.epoch)
 
 
-def spare(peers: Iterable[Peer], busy: Peer | None) -> Peer | None:
+def spare(peers: Iterable[NcclPeer], busy: NcclPeer | None) -> NcclPeer | None:
     """Whose communicator shall go: one that nothing waits for, if there is such a one, else one that has served since
     it was made. None while one is on its way out already, or none can be missed."""
-    found: list[tuple[bool, float, Peer]] = []
+    found: list[tuple[bool, float, NcclPeer]] = []
     for peer in peers:
         communicator = peer.communicator
         if communicator is None:
