@@ -75,7 +75,7 @@ class Account:
         for dropped in (scheduler.receiver.dropped, scheduler.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)
         metrics.handoffs_dropped("sender", scheduler.sender.dropped)
-        for since in scheduler.departures.take_quarantined():
+        for since in scheduler.departures.source.take_quarantined():
             metrics.quarantined(now - since)
         done, scrapped = self._mover.digests, self._mover.scrapped_bytes
         metrics.transferred(done.made, done.verified, done.mismatched, scrapped)

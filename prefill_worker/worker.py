@@ -50,7 +50,6 @@ from transfer.handoff.commands import (
     Sent,
     Unreachable,
 )
-from transfer.handoff.sender import KVSender
 from transfer.handoff.silence import Silence
 from transfer.liveness import host_id
 from transfer.mover import Mover
@@ -99,7 +98,6 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(
             config,
             device.manager(None if tiering is None else tiering.tiers),
-            KVSender(),
             fingerprint=device.fingerprint,
             vocab=device.vocab,
             context_tokens=device.context_tokens,
@@ -313,7 +311,7 @@ class PrefillWorker:
         metrics.handoffs_dropped("sender", scheduler.sender.dropped)
         done, scrapped = self._mover.digests, self._mover.scrapped_bytes
         metrics.transferred(done.made, done.verified, done.mismatched, scrapped)
-        for since in scheduler.take_quarantined():
+        for since in scheduler.source.take_quarantined():
             metrics.quarantined(now - since)
         if self._tier_metrics is not None and scheduler.kv.tiers is not None:
             self._tier_metrics.seen(scheduler.kv.tiers)

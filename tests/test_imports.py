@@ -28,7 +28,7 @@ ALLOWED = {
     "protos": (),
     "telemetry": (),
     "engine": ("kernels",),
-    "transfer": ("engine.kv", "engine.types", "engine.messages", "kernels"),
+    "transfer": ("engine.identity", "engine.kv", "engine.types", "engine.messages", "kernels"),
     "worker": ("engine", "transfer", "telemetry"),
     "prefill_worker": ("engine", "transfer", "worker", "telemetry"),
     "decode_worker": ("engine", "transfer", "worker", "telemetry"),
