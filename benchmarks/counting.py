@@ -1,6 +1,6 @@
 """Workers that count: the real ones, with a stopwatch around every digest and a count of the tokens they compute.
 
-Each process keeps its numbers in `$WORKER_COUNTS/<name>`; see `Counts`. A replaced worker starts again at zero.
+Each process keeps its numbers in `$WORKER_COUNTS/<name>`; see `CopyCounts`. A replaced worker starts again at zero.
 """
 
 import mmap
@@ -33,7 +33,7 @@ TRANSFER_THREAD = "transfer"
 _FORMAT = struct.Struct("<dQQQ")
 
 
-class Counts(msgspec.Struct):
+class CopyCounts(msgspec.Struct):
     """Of one process since it started, or between two looks at it."""
 
     digest_cpu_s: float = 0.0
@@ -43,8 +43,8 @@ class Counts(msgspec.Struct):
     """Made by any thread but the transfer thread."""
     computed_tokens: int = 0
 
-    def since(self, before: "Counts") -> "Counts":
-        return Counts(
+    def since(self, before: "CopyCounts") -> "CopyCounts":
+        return CopyCounts(
             self.digest_cpu_s - before.digest_cpu_s,
             self.digests - before.digests,
             self.digests_elsewhere - before.digests_elsewhere,
@@ -52,11 +52,11 @@ class Counts(msgspec.Struct):
         )
 
 
-def read_counts(folder: Path, name: str) -> Counts:
+def read_counts(folder: Path, name: str) -> CopyCounts:
     """What the worker `name` has counted so far; all zero before it has started."""
     path = folder / name
     raw = path.read_bytes() if path.exists() else b""
-    return Counts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else Counts()
+    return CopyCounts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else CopyCounts()
 
 
 class _Ledger:
@@ -67,7 +67,7 @@ class _Ledger:
         path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
-        self.counts = Counts()
+        self.counts = CopyCounts()
 
     def write(self) -> None:
         counts = self.counts

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.memory import tree_pss_bytes
 from benchmarks.stats import Sample, Summary, gaps, summarise
-from benchmarks.targets import Target, open_target
+from benchmarks.targets import LoadTarget, open_target
 from benchmarks.workloads import Workload, prompts
 from engine.types import SamplingParams
 from router.front.api import ApiError, Delta, Finished, GenerateCall
@@ -17,7 +17,7 @@ from router.front.api import ApiError, Delta, Finished, GenerateCall
 MEMORY_PERIOD_S = 2.0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to send, where, and how often."""
 
     target: str
@@ -61,7 +61,7 @@ class MemoryWatch:
             await asyncio.sleep(MEMORY_PERIOD_S)
 
 
-async def run(plan: Plan) -> list[Level]:
+async def run(plan: LoadPlan) -> list[Level]:
     """Warm up, then one level for each concurrency.
 
     Raises `ApiError` if the warm-up fails: figures of a server that cannot answer mean nothing.
@@ -77,7 +77,7 @@ async def run(plan: Plan) -> list[Level]:
         await target.close()
 
 
-async def _level(target: Target, plan: Plan, concurrency: int) -> Level:
+async def _level(target: LoadTarget, plan: LoadPlan, concurrency: int) -> Level:
     memory = MemoryWatch(plan.pids)
     watch = asyncio.ensure_future(memory.run())
     try:
@@ -97,7 +97,7 @@ async def _level(target: Target, plan: Plan, concurrency: int) -> Level:
 
 
 async def drive(
-    target: Target, plan: Plan, seed: str, requests: int, concurrency: int
+    target: LoadTarget, plan: LoadPlan, seed: str, requests: int, concurrency: int
 ) -> list[Sample]:
     """Send `requests` requests, never more than `concurrency` at once; samples in order of completion."""
     waiting = iter(enumerate(prompts(plan.workload, requests, seed)))
@@ -113,7 +113,7 @@ async def drive(
     return samples
 
 
-async def measure(target: Target, call: GenerateCall) -> Sample:
+async def measure(target: LoadTarget, call: GenerateCall) -> Sample:
     """One request, timed by this process's clock."""
     arrivals: list[tuple[float, int]] = []
     end: Finished | None = None
@@ -152,7 +152,7 @@ async def measure(target: Target, call: GenerateCall) -> Sample:
     )
 
 
-def _call(plan: Plan, prompt: list[int], number: int) -> GenerateCall:
+def _call(plan: LoadPlan, prompt: list[int], number: int) -> GenerateCall:
     return GenerateCall(
         prompt=prompt,
         model=plan.model,

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.driver import Plan, run
+from benchmarks.driver import LoadPlan, run
 from benchmarks.environment import describe
-from benchmarks.report import Report, print_report, to_json
+from benchmarks.report import LoadReport, print_report, to_json
 from benchmarks.workloads import PRESETS, Kind, Preset, Workload
 from cluster.find import served_at
 from cluster.numbers import seed
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         return _fail(f"{error.code}: {error.message}")
     except (ProcessLookupError, PermissionError) as error:
         return _fail(f"cannot read the memory of --pid: {error}")
-    report = Report(plan, describe(), levels)
+    report = LoadReport(plan, describe(), levels)
     print_report(report, Console())
     if options.json is not None:
         options.json.write_bytes(to_json(report))
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> LoadPlan:
     """Preset or default, with the flags that were given on top. Raises `ValueError`."""
     base = PRESETS.get(options.preset, CUSTOM)
     workload = msgspec.structs.replace(base.workload, **_workload_flags(options, base))
@@ -127,7 +127,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     warmup = max(concurrency) if options.warmup is None else options.warmup
     if min(*concurrency, requests) < 1 or warmup < 0 or not options.timeout_s > 0:
         raise ValueError("concurrency, requests and timeout must be above zero")
-    return Plan(
+    return LoadPlan(
         target=options.target,
         address=options.address,
         workload=workload,

@@ -48,7 +48,7 @@ class Turn:
     way: str
 
 
-class Bench:
+class SchedulerPair:
     """One pair of schedulers. Mutable state: events of the tier thread that are held back."""
 
     def __init__(self, prefill: Device, decode: Device) -> None:
@@ -145,7 +145,7 @@ def measure(
             devices = make(size), make(size)
             for device in devices:
                 stack.callback(device.kv.close)
-            bench = Bench(*devices)
+            bench = SchedulerPair(*devices)
             stack.callback(bench.both.close)
             bench.run("first", random_prompt(size * 2, VOCAB, "first"))  # what a first run pays for
             for length in lengths:

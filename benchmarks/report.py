@@ -4,25 +4,25 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.driver import Level, Plan
+from benchmarks.driver import Level, LoadPlan
 from benchmarks.stats import Spread
 
 MIB = 1024 * 1024
 
 
-class Report(msgspec.Struct, frozen=True):
+class LoadReport(msgspec.Struct, frozen=True):
     """All that is needed to compare two runs: what was sent, on what, and what it gave."""
 
-    plan: Plan
+    plan: LoadPlan
     environment: dict[str, str | int]
     levels: list[Level]
 
 
-def to_json(report: Report) -> bytes:
+def to_json(report: LoadReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: LoadReport, console: Console) -> None:
     plan, load = report.plan, report.plan.workload
     shape = f"{load.input_tokens} in / {load.output_tokens} out"
     if load.prefix_tokens:

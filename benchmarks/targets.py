@@ -18,7 +18,7 @@ UNKNOWN_TOKEN = -1
 """Stands for the one token that a text chunk is taken for when a server does not send token ids."""
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A server and the connections to it."""
 
     def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
@@ -136,7 +136,7 @@ class GrpcTarget:
                 await events.aclose()
 
 
-def open_target(kind: str, address: str) -> Target:
+def open_target(kind: str, address: str) -> LoadTarget:
     """`kind` is `grpc` or `http`. Must be called on the event loop that will use the target."""
     if kind == "http":
         return HttpTarget(address)

@@ -12,14 +12,14 @@ from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCal
 from router.grpc.client import Client
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ClientAnswer(msgspec.Struct, frozen=True):
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     finished: Finished
 
 
-def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Answer:
+def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> ClientAnswer:
     """Stream one answer: `show` gets every new piece of text. Raises ApiError."""
     pieces: list[str] = []
     token_ids: list[int] = []
@@ -35,7 +35,7 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> An
                     if event.text:
                         show(event.text)
                 case Finished():
-                    return Answer("".join(pieces), tuple(token_ids), prompt_tokens, event)
+                    return ClientAnswer("".join(pieces), tuple(token_ids), prompt_tokens, event)
     raise ApiError("INTERNAL", "the stream ended without a result")
 
 

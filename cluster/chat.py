@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 
-from cluster.ask import Answer, ask, figures_line
+from cluster.ask import ClientAnswer, ask, figures_line
 from engine.types import SamplingParams
 from router.front.api import ApiError, ChatMessage, GenerateCall
 from router.grpc.client import Client
@@ -63,7 +63,7 @@ class Chat:
             sampling=SamplingParams(temperature=self._temperature),
         )
         try:
-            answer: Answer = ask(
+            answer: ClientAnswer = ask(
                 self._client, call, lambda piece: print(piece, end="", flush=True)
             )
         finally:

@@ -2,9 +2,9 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, Leave, Stop
-    child  -> parent  Started or Failed; then an Answer for each IsReady, Condemned for each WhoIsCondemned, and Told
-                      for each Ask, which are answered in any order
+    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, ChildLeave, ChildStop
+    child  -> parent  ChildStarted or Failed; then a ChildAnswer for each IsReady, Condemned for each WhoIsCondemned,
+                      and Told for each Ask, which are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -47,17 +47,17 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     argument: str
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class ChildLeave(msgspec.Struct, frozen=True, tag=True):
     """To a worker: its process ends by itself, with status 0."""
 
     grace_s: float
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class ChildStop(msgspec.Struct, frozen=True, tag=True):
     grace_s: float
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class ChildStarted(msgspec.Struct, frozen=True, tag=True):
     ready: ChildReady
 
 
@@ -65,7 +65,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class ChildAnswer(msgspec.Struct, frozen=True, tag=True):
     ready: bool
 
 
@@ -81,8 +81,8 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | Leave | Stop
-ToParent = Started | Failed | Answer | Condemned | Told
+ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
+ToParent = ChildStarted | Failed | ChildAnswer | Condemned | Told
 
 decode_call = msgspec.json.Decoder(ToChild).decode
 decode_report = msgspec.json.Decoder(ToParent).decode
@@ -110,7 +110,7 @@ class ChildProcess:
             hosted = Hosted(spec)
             self._hosted = hosted
             ready = hosted.start()
-            self._report(Started(ready))
+            self._report(ChildStarted(ready))
             hosted.wait()
         except Exception as error:
             if self._stopping.is_set():
@@ -133,7 +133,7 @@ class ChildProcess:
         self._stop(ORPHAN_GRACE_S)
 
     def _obey_one(self, call: ToChild) -> bool:
-        if isinstance(call, Stop):
+        if isinstance(call, ChildStop):
             self._stop(call.grace_s)
             return True
         hosted = self._hosted
@@ -141,7 +141,7 @@ class ChildProcess:
             raise RuntimeError("called before it was started")
         if isinstance(call, SetWorkers):
             hosted.set_workers(call.prefill, call.decode)
-        elif isinstance(call, Leave):
+        elif isinstance(call, ChildLeave):
             hosted.leave(call.grace_s)
         elif isinstance(call, WhoIsCondemned):
             self._report(Condemned(hosted.condemned()))
@@ -149,7 +149,7 @@ class ChildProcess:
             # In a thread of its own: who is slow to answer a person still hears its supervisor.
             threading.Thread(target=self._tell, args=(hosted, call), daemon=True).start()
         else:
-            self._report(Answer(hosted.ready()))
+            self._report(ChildAnswer(hosted.ready()))
         return False
 
     def _tell(self, hosted: Hosted, call: Ask) -> None:

@@ -49,7 +49,7 @@ Opening = Callable[[Callable[[object], None]], Tiering]
 
 
 @dataclass(slots=True)
-class Answer:
+class ColocatedAnswer:
     """One request's fate so far; `ended` is its last word."""
 
     record: RequestRecord
@@ -79,8 +79,8 @@ class Colocated:
         """`tiering` and `decode_tiering` open the lower tiers of either side, given who is told what became of stores,
         loads and spills."""
         self.hub = LoopbackHub()
-        self.answers: dict[RequestId, Answer] = {}
-        self._waiting: list[Answer] = []
+        self.answers: dict[RequestId, ColocatedAnswer] = {}
+        self._waiting: list[ColocatedAnswer] = []
         self._clock = clock
         self._check = check
         self._prefill_is_lost = False
@@ -132,10 +132,10 @@ class Colocated:
         self._prefill_block_size = prefill.layout.block_size
         self._engines[0].receive([ReaderUp(DECODE, transports[0].reads_remotely)])
 
-    def submit(self, record: RequestRecord, fork_of: RequestId | None = None) -> Answer:
+    def submit(self, record: RequestRecord, fork_of: RequestId | None = None) -> ColocatedAnswer:
         """Hand a request in; a refused one is offered again whenever something ends. `fork_of`: a request with the
         same prompt, whose blocks it shares."""
-        answer = Answer(record, fork_of)
+        answer = ColocatedAnswer(record, fork_of)
         self.answers[record.request] = answer
         self._waiting.append(answer)
         return answer
@@ -176,7 +176,7 @@ class Colocated:
         under_way = self._to_prefill or self._to_decode or any(m.is_due for m in self._movers)
         return worked or bool(under_way)
 
-    def run(self, records: Sequence[RequestRecord]) -> list[Answer]:
+    def run(self, records: Sequence[RequestRecord]) -> list[ColocatedAnswer]:
         """All of them at once, to the end. Raises RuntimeError if they can never end."""
         answers = [self.submit(record) for record in records]
         while any(answer.ended is None for answer in answers):

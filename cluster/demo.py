@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from cluster.ask import Answer, ask
+from cluster.ask import ClientAnswer, ask
 from cluster.config import ClusterConfig
 from cluster.demo_report import figures, table
 from cluster.launch import Addresses, Cluster, make_launcher
@@ -79,8 +79,8 @@ def run_demo(resolved: Resolved, json_file: Path | None, console: Console | None
     return 0
 
 
-def _ask_all(addresses: Addresses, console: Console) -> dict[str, Answer]:
-    answers: dict[str, Answer] = {}
+def _ask_all(addresses: Addresses, console: Console) -> dict[str, ClientAnswer]:
+    answers: dict[str, ClientAnswer] = {}
     chats: dict[str, list[ChatMessage]] = {}
     with Client(addresses.grpc) as client:
         for question in QUESTIONS:
@@ -115,7 +115,7 @@ def _prove_clean(ours: dict[int, str], segments: set[str]) -> None:
 
 
 def _write(
-    path: Path, config: ClusterConfig, start_s: float, stop_s: float, answers: dict[str, Answer]
+    path: Path, config: ClusterConfig, start_s: float, stop_s: float, answers: dict[str, ClientAnswer]
 ) -> None:
     data = {
         "launcher": config.launcher,

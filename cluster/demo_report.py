@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
-from cluster.ask import Answer
+from cluster.ask import ClientAnswer
 from telemetry.labels import STAGES
 
 MIB = 1024 * 1024
 
 
-def figures(answer: Answer) -> dict[str, object]:
+def figures(answer: ClientAnswer) -> dict[str, object]:
     """Everything the table shows of one request, in tokens, bytes and seconds."""
     end = answer.finished
     stats = end.stats
@@ -65,7 +65,7 @@ _ROWS: tuple[tuple[str, str, Callable[[object], str]], ...] = (
 )
 
 
-def table(answers: Mapping[str, Answer]) -> Table:
+def table(answers: Mapping[str, ClientAnswer]) -> Table:
     """Requests side by side, so that it fits an 80-column terminal; stages in milliseconds."""
     shown = Table(title="What happened", title_justify="left")
     shown.add_column("")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.admin_client import AdminClient
 from cluster.leftovers import mapped_segments
-from cluster.rundir import Process, RunDir
+from cluster.rundir import ProcessIdentity, RunDir
 from cluster.spec import LaunchError
 
 STOP_S = 60.0
@@ -47,7 +47,7 @@ def take_down(rundir: RunDir, grace_s: float) -> int:
     return 0
 
 
-def _ask(rundir: RunDir, found: dict[int, Process], within_s: float) -> None:
+def _ask(rundir: RunDir, found: dict[int, ProcessIdentity], within_s: float) -> None:
     """Ask the supervisor to end, and wait; `found` gains what it starts until then."""
     try:
         with AdminClient(rundir) as client:
@@ -62,24 +62,24 @@ def _ask(rundir: RunDir, found: dict[int, Process], within_s: float) -> None:
         time.sleep(LOOK_S)
 
 
-def _supervisor(found: dict[int, Process]) -> Process | None:
+def _supervisor(found: dict[int, ProcessIdentity]) -> ProcessIdentity | None:
     return next((one for one in found.values() if one.name == "supervisor" and one.runs), None)
 
 
-def _kill(processes: list[Process], why: str) -> None:
+def _kill(processes: list[ProcessIdentity], why: str) -> None:
     for process in processes:
         if process.runs:
             print(f"Killing {process.pid} ({process.name}): {why}.")
             os.kill(process.pid, signal.SIGKILL)
 
 
-def _gone(processes: list[Process], within_s: float) -> None:
+def _gone(processes: list[ProcessIdentity], within_s: float) -> None:
     deadline_s = time.monotonic() + within_s
     while any(process.runs for process in processes) and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)
 
 
-def _prove(rundir: RunDir, processes: list[Process], segments: set[str]) -> None:
+def _prove(rundir: RunDir, processes: list[ProcessIdentity], segments: set[str]) -> None:
     left = [f"process {one.pid} ({one.name})" for one in processes if one.runs]
     left += sorted(path for path in segments if Path(path).exists())
     if rundir.is_held:

@@ -17,7 +17,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnded:
     """A process has ended, or could not start. `left`: because it was asked to."""
 
     name: str
@@ -26,7 +26,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveWanted:
     """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
 
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Accused:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RouterProbed:
     """The router was looked at; `answered`: it owes no answer from before."""
 
     name: str
@@ -61,11 +61,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
-Event = Up | Ended | Accused | Asked | Leave | Resize | Tick
+Event = Up | ProcessEnded | Accused | RouterProbed | LeaveWanted | Resize | TimePassed
 
 
 # commands
@@ -79,8 +79,8 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
-    """End this process by its pid, whatever state it is in; answered by Ended."""
+class KillProcess:
+    """End this process by its pid, whatever state it is in; answered by ProcessEnded."""
 
     name: str
     why: str
@@ -88,14 +88,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a process for this slot; answered by Up or Ended."""
+    """Start a process for this slot; answered by Up or ProcessEnded."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskToLeave:
-    """Tell this worker; answered by Ended."""
+    """Tell this worker; answered by ProcessEnded."""
 
     name: str
     grace_s: float
@@ -110,10 +110,10 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class EndCluster:
     """End the cluster, for this reason."""
 
     reason: str
 
 
-Command = Discard | Kill | Launch | AskToLeave | Announce | GiveUp
+Command = Discard | KillProcess | Launch | AskToLeave | Announce | EndCluster

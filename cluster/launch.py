@@ -18,24 +18,24 @@ from cluster.config import ClusterConfig
 from cluster.events import (
     Accused,
     Announce,
-    Asked,
     AskToLeave,
     Command,
     Discard,
-    Ended,
+    EndCluster,
     Event,
-    GiveUp,
-    Kill,
+    KillProcess,
     Launch,
-    Leave,
+    LeaveWanted,
+    ProcessEnded,
     Resize,
-    Tick,
+    RouterProbed,
+    TimePassed,
     Up,
 )
 from cluster.orders import Orders
 from cluster.prepare import Addresses, make_launcher, model_source, prepare_model, specs
 from cluster.signals import check, shielded
-from cluster.slots import SlotView, State
+from cluster.slots import SlotState, SlotView
 from cluster.spec import FACTORIES, Child, ChildReady, ChildSpec, Kind, Launcher, LaunchError
 from cluster.supervisor import Supervisor
 from engine.messages import PeerAddress
@@ -179,7 +179,7 @@ class Cluster:
         self._orders.give(order, f"{kind}={count}", timeout_s)
 
     def _leave(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
-        order = Leave(names, self._config.leave_grace_s, again)
+        order = LeaveWanted(names, self._config.leave_grace_s, again)
         self._orders.give(order, f"{', '.join(names)} to leave", timeout_s)
 
     def slots(self) -> list[SlotView]:
@@ -248,7 +248,7 @@ class Cluster:
         news: list[Event] = [*self._orders.take()]
         for name, child in list(self._children.items()):
             why = child.failure()
-            if why is None and supervisor.state(name) is State.STARTING:
+            if why is None and supervisor.state(name) is SlotState.STARTING:
                 try:
                     up = child.started_within(0.0)
                 except LaunchError as error:
@@ -258,12 +258,12 @@ class Cluster:
                         self._ready = {**self._ready, name: up}
                         news.append(Up(up))
             if why is not None:
-                news.append(Ended(name, why, child.left()))
-            elif self._specs[name].kind == "router" and supervisor.state(name) is State.UP:
+                news.append(ProcessEnded(name, why, child.left()))
+            elif self._specs[name].kind == "router" and supervisor.state(name) is SlotState.UP:
                 verdicts = child.condemned()
-                news.append(Asked(name, verdicts is not None))
+                news.append(RouterProbed(name, verdicts is not None))
                 news += [Accused(v.name, v.incarnation, v.why) for v in verdicts or ()]
-        return [*news, Tick()]
+        return [*news, TimePassed()]
 
     def _carry_out(self, commands: list[Command]) -> None:
         """Do what the supervisor decided. Raises LaunchError where it gave up."""
@@ -280,14 +280,14 @@ class Cluster:
                 case AskToLeave(name, grace_s):
                     log.info("%s is asked to leave", name)
                     self._ask_to_leave(name, grace_s)
-                case Kill(name, why):
+                case KillProcess(name, why):
                     log.error("%s is killed: %s", name, why)
                     self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
                 case Announce(prefill, decode):
                     self._tell_router(list(prefill), list(decode))
-                case GiveUp(reason):
+                case EndCluster(reason):
                     raise LaunchError(reason)
 
     def _launch_again(self, name: str) -> None:
@@ -322,7 +322,7 @@ class Cluster:
     def _has_ended(self, name: str, error: LaunchError) -> None:
         assert self._supervisor is not None
         why = str(error).removeprefix(f"{name}: ")
-        self._carry_out(self._supervisor.handle(Ended(name, why), time.monotonic()))
+        self._carry_out(self._supervisor.handle(ProcessEnded(name, why), time.monotonic()))
 
 
 def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:

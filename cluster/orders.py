@@ -3,10 +3,10 @@
 import queue
 from concurrent.futures import Future
 
-from cluster.events import Leave, Resize
+from cluster.events import LeaveWanted, Resize
 from cluster.spec import LaunchError
 
-Order = Leave | Resize
+Order = LeaveWanted | Resize
 
 
 class Orders:

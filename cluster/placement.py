@@ -30,7 +30,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A live node. `is_leaving`: Ray drains it, and places nothing new there."""
 
     id: str
@@ -44,7 +44,7 @@ def gpus(kind: Kind, device: str, config: RayConfig) -> float:
 
 
 def selector(
-    kind: Kind, config: RayConfig, nodes: Iterable[Node], ours: Mapping[str, int], here: str
+    kind: Kind, config: RayConfig, nodes: Iterable[ClusterNode], ours: Mapping[str, int], here: str
 ) -> dict[str, str]:
     """The labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's id.
 

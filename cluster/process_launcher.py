@@ -10,15 +10,15 @@ import threading
 import time
 
 from cluster.child import (
-    Answer,
     Ask,
+    ChildAnswer,
+    ChildLeave,
+    ChildStarted,
+    ChildStop,
     Condemned,
     Failed,
     IsReady,
-    Leave,
     SetWorkers,
-    Started,
-    Stop,
     ToChild,
     Told,
     WhoIsCondemned,
@@ -87,7 +87,7 @@ class ProcessChild:
         return self._process.poll() == 0 and not self._failed
 
     def leave(self, grace_s: float) -> None:
-        self._call(Leave(grace_s))
+        self._call(ChildLeave(grace_s))
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._call(SetWorkers(prefill, decode))
@@ -132,7 +132,7 @@ class ProcessChild:
         self._process.kill()
 
     def stop(self, grace_s: float) -> None:
-        self._send(encode_line(Stop(grace_s)))
+        self._send(encode_line(ChildStop(grace_s)))
         try:
             self._process.wait(grace_s + KILL_MARGIN_S)
         except subprocess.TimeoutExpired:
@@ -164,13 +164,13 @@ class ProcessChild:
         pipe = self._process.stdout
         for line in pipe if pipe is not None else ():
             report = decode_report(line)
-            if isinstance(report, Started):
+            if isinstance(report, ChildStarted):
                 self._condemned = []
                 self._started.put(report.ready)
             elif isinstance(report, Failed):
                 self._failed = report.reason
                 self._started.put(None)
-            elif isinstance(report, Answer):
+            elif isinstance(report, ChildAnswer):
                 self._answers.put(report.ready)
             elif isinstance(report, Condemned):
                 self._condemned = report.verdicts

@@ -14,7 +14,7 @@ from transfer.liveness import ProcessWatch
 ANSWER_TIMEOUT_S = 10.0
 
 
-class Process(Protocol):
+class ActorProcess(Protocol):
     """Ends the process of one actor, which may be on another host."""
 
     def found(self, actor: Any, pid: int) -> None:
@@ -41,7 +41,7 @@ class LocalProcess:
 class RayChild:
     """One actor. `process` ends its process; `options` are Ray's, to place it."""
 
-    def __init__(self, ray: Any, spec: ChildSpec, process: Process, **options: object) -> None:
+    def __init__(self, ray: Any, spec: ChildSpec, process: ActorProcess, **options: object) -> None:
         self.spec = spec
         self._ray = ray
         self._process = process

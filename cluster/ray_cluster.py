@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cluster.keeper import KILLED_S, Keeper
-from cluster.placement import NODE_ID_LABEL, Node, RayConfig, gpus, selector
+from cluster.placement import NODE_ID_LABEL, ClusterNode, RayConfig, gpus, selector
 from cluster.ray_child import ANSWER_TIMEOUT_S, RayChild, cause_of
 from cluster.ray_launcher import imported_ray, init
 from cluster.signals import check
@@ -193,10 +193,10 @@ class RayClusterLauncher:
             log.warning("%s: its host does not answer: %s", name, cause_of(error))
             return "silent"
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[ClusterNode]:
         leaving = self._leaving_nodes()
         return [
-            Node(node["NodeID"], node["Labels"], node["NodeID"] in leaving)
+            ClusterNode(node["NodeID"], node["Labels"], node["NodeID"] in leaving)
             for node in self._ray.nodes()
             if node["Alive"]
         ]
@@ -210,7 +210,7 @@ class RayClusterLauncher:
         state = get_cluster_resource_state(gcs)
         return {one.node_id.hex() for one in state.node_states if one.status == enums.DRAINING}
 
-    def _ours(self, spec: ChildSpec, nodes: list[Node]) -> Counter[str]:
+    def _ours(self, spec: ChildSpec, nodes: list[ClusterNode]) -> Counter[str]:
         """Processes of this kind by node, without the one to be replaced."""
         return Counter(
             process.node or pinned

@@ -10,7 +10,7 @@ from engine.messages import PeerAddress
 from engine.types import Incarnation
 
 
-class State(StrEnum):
+class SlotState(StrEnum):
     STARTING = "starting"
     UP = "up"
     LEAVING = "leaving"
@@ -23,7 +23,7 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kind: Kind
-    state: State
+    state: SlotState
     deaths: int
     why: str
 
@@ -37,7 +37,7 @@ class Slot:
     kind: Kind
     address: PeerAddress
     incarnation: Incarnation
-    state: State = State.UP
+    state: SlotState = SlotState.UP
     due_s: float = 0.0
     again: bool = True
     accused: str = ""

@@ -2,9 +2,9 @@
 
 A slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
 
-    STARTING --Up--> UP --Ended--> PAUSING --pause over--> STARTING
-    STARTING --Ended, or too slow--> PAUSING
-    UP --Leave--> LEAVING --ended by itself--> STARTING, or forgotten
+    STARTING --Up--> UP --ProcessEnded--> PAUSING --pause over--> STARTING
+    STARTING --ProcessEnded, or too slow--> PAUSING
+    UP --LeaveWanted--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
     the same, and nobody else of its pool is up; or the router: the cluster ends
 
@@ -26,21 +26,21 @@ import msgspec
 from cluster.events import (
     Accused,
     Announce,
-    Asked,
     AskToLeave,
     Command,
     Discard,
-    Ended,
+    EndCluster,
     Event,
-    GiveUp,
-    Kill,
+    KillProcess,
     Launch,
-    Leave,
+    LeaveWanted,
+    ProcessEnded,
     Resize,
-    Tick,
+    RouterProbed,
+    TimePassed,
     Up,
 )
-from cluster.slots import Slot, SlotView, State
+from cluster.slots import Slot, SlotState, SlotView
 from cluster.spec import ChildReady, Kind
 from engine.messages import PeerAddress
 
@@ -65,8 +65,8 @@ AWAY_S = 1.0
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
 
-_DOWN = (State.PAUSING, State.FAILED)
-_SETTLED = (State.UP, State.FAILED)
+_DOWN = (SlotState.PAUSING, SlotState.FAILED)
+_SETTLED = (SlotState.UP, SlotState.FAILED)
 
 
 class Supervisor:
@@ -95,18 +95,18 @@ class Supervisor:
         match event:
             case Up(ready):
                 return self._up(ready)
-            case Ended(name, why, left):
+            case ProcessEnded(name, why, left):
                 return self._ended(name, why, now, left)
-            case Leave(names, grace_s, again):
+            case LeaveWanted(names, grace_s, again):
                 self._to_leave.extend((name, grace_s, again) for name in names)
                 return []
             case Resize():
                 return self._resize(event)
             case Accused():
                 return self._accused(event)
-            case Asked(name, answered):
+            case RouterProbed(name, answered):
                 return self._asked(name, answered, now)
-            case Tick():
+            case TimePassed():
                 self._looked_s = now
                 return self._tick(now)
         raise TypeError(f"not an event: {event!r}")
@@ -119,7 +119,7 @@ class Supervisor:
     def __contains__(self, name: str) -> bool:
         return name in self._slots
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> SlotState:
         return self._slots[name].state
 
     def kind(self, name: str) -> Kind:
@@ -153,9 +153,9 @@ class Supervisor:
 
     def _up(self, ready: ChildReady) -> list[Command]:
         slot = self._slots.get(ready.name)
-        if slot is None or slot.state is not State.STARTING:
+        if slot is None or slot.state is not SlotState.STARTING:
             return []
-        slot.state = State.UP
+        slot.state = SlotState.UP
         slot.address = PeerAddress(ready.name, ready.address, ready.incarnation)
         slot.incarnation, slot.accused, slot.silent_since_s = ready.incarnation, "", None
         return self._tell()
@@ -168,7 +168,7 @@ class Supervisor:
                 address = PeerAddress(name, "")
                 due_s = float("-inf")
                 self._slots[name] = Slot(
-                    event.kind, address, address.incarnation, State.PAUSING, due_s
+                    event.kind, address, address.incarnation, SlotState.PAUSING, due_s
                 )
                 names.append(name)
         surplus = sorted(names, key=_number)[event.count :]
@@ -178,18 +178,18 @@ class Supervisor:
     def _accused(self, event: Accused) -> list[Command]:
         """Kill the life that is meant, once, and no newer one."""
         slot = self._slots.get(event.name)
-        alive = (State.UP, State.LEAVING)
+        alive = (SlotState.UP, SlotState.LEAVING)
         if slot is None or slot.state not in alive or slot.incarnation != event.incarnation:
             return []
         if slot.accused:
             return []
         slot.accused = event.why
-        return [Kill(event.name, event.why)]
+        return [KillProcess(event.name, event.why)]
 
     def _asked(self, name: str, answered: bool, now: float) -> list[Command]:
         """Kill a router that says nothing, once. A launcher that slept itself begins to wait anew."""
         slot = self._slots.get(name)
-        if slot is None or slot.state is not State.UP or slot.accused:
+        if slot is None or slot.state is not SlotState.UP or slot.accused:
             return []
         slept = self._looked_s is not None and now - self._looked_s > AWAY_S
         if answered:
@@ -198,16 +198,16 @@ class Supervisor:
             slot.silent_since_s = now
         elif now - slot.silent_since_s >= self._config.router_hung_s:
             slot.accused = f"no answer for {self._config.router_hung_s:.1f} s"
-            return [Kill(name, slot.accused)]
+            return [KillProcess(name, slot.accused)]
         return []
 
     def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
         slot = self._slots.get(name)
         if slot is None or slot.state in _DOWN:
             return []
-        if slot.state is State.LEAVING and (left or not slot.again):
+        if slot.state is SlotState.LEAVING and (left or not slot.again):
             return self._left(name, slot)
-        was_up = slot.state in (State.UP, State.LEAVING)
+        was_up = slot.state in (SlotState.UP, SlotState.LEAVING)
         if was_up and slot.accused:
             why = f"{why} ({slot.accused})"
         slot.why = why
@@ -216,18 +216,18 @@ class Supervisor:
         deaths = len(slot.deaths)
         if deaths > config.limit:
             if config.limit and self._has_company(name, slot):
-                slot.state, slot.due_s = State.FAILED, now + config.window_s
+                slot.state, slot.due_s = SlotState.FAILED, now + config.window_s
                 return [Discard(name), *(self._tell() if was_up else [])]
             often = f" ({deaths} times in {config.window_s:.0f} s)" if deaths > 1 else ""
-            return [GiveUp(f"{name}: {why}{often}")]
+            return [EndCluster(f"{name}: {why}{often}")]
         pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
-        slot.state, slot.due_s = State.PAUSING, now + min(pause_s, config.longest_pause_s)
+        slot.state, slot.due_s = SlotState.PAUSING, now + min(pause_s, config.longest_pause_s)
         return [Discard(name), *(self._tell() if was_up else [])]
 
     def _has_company(self, name: str, slot: Slot) -> bool:
         """Whether another worker of its pool is up."""
         return any(
-            other.kind == slot.kind and other.state is State.UP
+            other.kind == slot.kind and other.state is SlotState.UP
             for others_name, other in self._slots.items()
             if others_name != name
         )
@@ -235,7 +235,7 @@ class Supervisor:
     def _left(self, name: str, slot: Slot) -> list[Command]:
         """That is no death. The replacement is started by the next tick."""
         if slot.again:
-            slot.state, slot.due_s = State.PAUSING, float("-inf")
+            slot.state, slot.due_s = SlotState.PAUSING, float("-inf")
         else:
             del self._slots[name]
         return [Discard(name), *self._tell()]
@@ -247,7 +247,7 @@ class Supervisor:
             slot = self._slots.get(name)
             if slot is not None and slot.state in _DOWN:
                 # Nothing of it runs: there is nobody to ask, nor to wait for.
-                if slot.state is State.FAILED:
+                if slot.state is SlotState.FAILED:
                     slot.deaths, slot.due_s = [], float("-inf")
                 if not again:
                     del self._slots[name]
@@ -255,7 +255,7 @@ class Supervisor:
             elif slot is not None:
                 if any(other.state not in _SETTLED for other in self._slots.values()):
                     break
-                slot.state, slot.due_s = State.LEAVING, now + grace_s + LEAVE_MARGIN_S
+                slot.state, slot.due_s = SlotState.LEAVING, now + grace_s + LEAVE_MARGIN_S
                 slot.again = again
                 commands.append(AskToLeave(name, grace_s))
             self._to_leave.popleft()
@@ -263,31 +263,31 @@ class Supervisor:
 
     def _tick(self, now: float) -> list[Command]:
         commands = self._next_to_leave(now)
-        starting = sum(slot.state is State.STARTING for slot in self._slots.values())
+        starting = sum(slot.state is SlotState.STARTING for slot in self._slots.values())
         for name, slot in list(self._slots.items()):
-            if slot.state is State.UP or now < slot.due_s:
+            if slot.state is SlotState.UP or now < slot.due_s:
                 continue
-            if slot.state is State.STARTING:
+            if slot.state is SlotState.STARTING:
                 commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
-            elif slot.state is State.LEAVING:
+            elif slot.state is SlotState.LEAVING:
                 commands += self._ended(name, "did not end when it was to leave", now)
             elif slot.kind == "router" or starting < self._config.at_once:
                 starting += 1
-                slot.state, slot.due_s = State.STARTING, now + self._start_timeout_s
+                slot.state, slot.due_s = SlotState.STARTING, now + self._start_timeout_s
                 commands.append(Launch(name))
         return commands
 
     def _tell(self) -> list[Command]:
         """The router learns of a change; one that is not up will learn all when it is."""
         routers = [slot for slot in self._slots.values() if slot.kind == "router"]
-        return [self.announcement()] if all(s.state is State.UP for s in routers) else []
+        return [self.announcement()] if all(s.state is SlotState.UP for s in routers) else []
 
     def announcement(self) -> Announce:
         """The workers that can be reached; who is leaving still has requests to finish."""
 
         def up(kind: str) -> tuple[PeerAddress, ...]:
             slots = self._slots.values()
-            reached = (State.UP, State.LEAVING)
+            reached = (SlotState.UP, SlotState.LEAVING)
             return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
 
         return Announce(up("prefill"), up("decode"))
@@ -297,8 +297,8 @@ class Supervisor:
         for slot in self._slots.values():
             assert len(slot.deaths) <= self._config.limit + 1
             assert slot.deaths == sorted(slot.deaths)
-            assert slot.state is not State.FAILED or slot.kind != "router"
-        assert sum(slot.state is State.LEAVING for slot in self._slots.values()) <= 1
+            assert slot.state is not SlotState.FAILED or slot.kind != "router"
+        assert sum(slot.state is SlotState.LEAVING for slot in self._slots.values()) <= 1
 
 
 def _number(name: str) -> int:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cluster import cli
-from cluster.ask import Answer
+from cluster.ask import ClientAnswer
 from cluster.demo_report import figures, table
 from cluster.leftovers import descendants, running
 from cluster.signals import Interrupted, interruptible
@@ -31,7 +31,7 @@ STATS = RequestStats(
     prefill_worker="prefill-0",
     decode_worker="decode-0",
 )
-ANSWER = Answer(
+ANSWER = ClientAnswer(
     "Hi.",
     (1, 2),
     230,

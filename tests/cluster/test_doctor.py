@@ -19,7 +19,7 @@ from cluster.doctor.gpu import gpu_checks
 from cluster.doctor.host import examine, print_checks
 from cluster.environment import collect
 from cluster.resolve import Resolved, Setting
-from cluster.rundir import Process, RunDir
+from cluster.rundir import ProcessIdentity, RunDir
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
@@ -99,7 +99,7 @@ def test_a_strangers_folder_and_leftovers_are_found(tmp_path: Path) -> None:
     folder.chmod(0o700)
     assert found(config(tmp_path))["run_dir"].level == "ok"
     with subprocess.Popen(["sleep", "60"]) as left:
-        one = Process.of("decode-0", left.pid)
+        one = ProcessIdentity.of("decode-0", left.pid)
         assert one is not None
         RunDir(config(tmp_path), {}).write([one])
         check = found(config(tmp_path))["run_dir"]

@@ -1,13 +1,13 @@
 """Which node a process goes to."""
 
-from cluster.placement import NODE_ID_LABEL, Node, RayConfig, gpus, selector
+from cluster.placement import NODE_ID_LABEL, ClusterNode, RayConfig, gpus, selector
 
 CONFIG = RayConfig(address="auto")
 NODES = [
-    Node("a", {"pool": "prefill"}),
-    Node("b", {"pool": "decode"}),
-    Node("c", {"pool": "decode"}),
-    Node("head"),
+    ClusterNode("a", {"pool": "prefill"}),
+    ClusterNode("b", {"pool": "decode"}),
+    ClusterNode("c", {"pool": "decode"}),
+    ClusterNode("head"),
 ]
 
 
@@ -26,13 +26,13 @@ def test_the_label_decides_and_the_emptiest_node_wins() -> None:
 
 def test_without_a_node_ray_waits_for_one() -> None:
     """Guards against a pin to a node that Ray is emptying, and against giving up while a host is on its way."""
-    leaving = [Node("a", {"pool": "prefill"}, is_leaving=True), Node("b", {"pool": "decode"})]
+    leaving = [ClusterNode("a", {"pool": "prefill"}, is_leaving=True), ClusterNode("b", {"pool": "decode"})]
     assert selector("prefill", CONFIG, leaving, {}, "b") == {"pool": "prefill"}
     assert selector("prefill", CONFIG, [], {}, "b") == {"pool": "prefill"}
 
 
 def test_another_label_or_none() -> None:
-    nodes = [Node("a", {"role": "decode"}), Node("b", {"pool": "decode"})]
+    nodes = [ClusterNode("a", {"role": "decode"}), ClusterNode("b", {"pool": "decode"})]
     named = RayConfig(address="auto", pool_label="role")
     assert selector("decode", named, nodes, {}, "x") == {"role": "decode", NODE_ID_LABEL: "a"}
     anywhere = RayConfig(address="auto", pool_label="")

@@ -15,22 +15,22 @@ import pytest
 from cluster.events import (
     Accused,
     Announce,
-    Asked,
     AskToLeave,
     Command,
     Discard,
-    Ended,
-    GiveUp,
-    Kill,
+    EndCluster,
+    KillProcess,
     Launch,
-    Leave,
+    LeaveWanted,
+    ProcessEnded,
     Resize,
-    Tick,
+    RouterProbed,
+    TimePassed,
     Up,
 )
 from cluster.launch import Cluster, make_launcher
 from cluster.leftovers import descendants
-from cluster.slots import State
+from cluster.slots import SlotState
 from cluster.spec import ChildReady, Kind, LaunchError
 from cluster.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
 from engine.types import Incarnation
@@ -66,10 +66,10 @@ def test_a_death_is_told_before_the_replacement_exists() -> None:
     """Guards against a router that dials a dead worker's port, which may be another worker's by then, and against a
     pool that shrinks for good."""
     one = supervisor()
-    discard, announce = one.handle(Ended("prefill-0", "killed by SIGKILL"), 10.0)
+    discard, announce = one.handle(ProcessEnded("prefill-0", "killed by SIGKILL"), 10.0)
     assert discard == Discard("prefill-0") and addresses(announce) == ([], ["h:2"])
-    assert one.handle(Tick(), 10.9) == []
-    assert one.handle(Tick(), 11.0) == [Launch("prefill-0")]
+    assert one.handle(TimePassed(), 10.9) == []
+    assert one.handle(TimePassed(), 11.0) == [Launch("prefill-0")]
     (announce,) = one.handle(Up(up("prefill-0", 7)), 14.0)
     assert addresses(announce) == (["h:7"], ["h:2"])
     assert repr(one) == "Supervisor(prefill-0=up(1), decode-0=up(0), router=up(0))"
@@ -79,15 +79,15 @@ def test_pauses_double_and_a_storm_ends_the_cluster_with_the_reason() -> None:
     """Guards against a restart storm: a worker that dies as it starts must cost ever less, and end in a clear word."""
     one, now, pauses = supervisor(), 0.0, []
     for _ in range(POLICY.limit):
-        assert names(one.handle(Ended("decode-0", "no memory"), now))[0] == "Discard"
+        assert names(one.handle(ProcessEnded("decode-0", "no memory"), now))[0] == "Discard"
         died = now
-        while not (commands := one.handle(Tick(), now)):
+        while not (commands := one.handle(TimePassed(), now)):
             now += 0.125
         assert commands == [Launch("decode-0")]
         pauses.append(now - died)
     assert pauses == [1.0, 2.0, 3.0]
-    assert one.handle(Ended("decode-0", "no memory"), now) == [
-        GiveUp("decode-0: no memory (4 times in 100 s)")
+    assert one.handle(ProcessEnded("decode-0", "no memory"), now) == [
+        EndCluster("decode-0: no memory (4 times in 100 s)")
     ]
 
 
@@ -104,23 +104,23 @@ def pools(prefill: int, decode: int, policy: RestartConfig = POLICY) -> Supervis
 def die_often(one: Supervisor, name: str, now: float, deaths: int) -> tuple[float, list[Command]]:
     """Let it die and start again, until the last death; when that was, and what followed."""
     for _ in range(deaths - 1):
-        one.handle(Ended(name, "no memory"), now)
-        while Launch(name) not in one.handle(Tick(), now):
+        one.handle(ProcessEnded(name, "no memory"), now)
+        while Launch(name) not in one.handle(TimePassed(), now):
             now += 0.125
-    return now, one.handle(Ended(name, "no memory"), now)
+    return now, one.handle(ProcessEnded(name, "no memory"), now)
 
 
 def test_one_that_keeps_dying_is_left_alone_while_another_serves() -> None:
     """Guards a whole cluster that is ended by its worst worker, and one that is never tried again."""
     one = pools(1, 2)
     now, commands = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
-    assert commands == [Discard("decode-1")] and one.state("decode-1") is State.FAILED
+    assert commands == [Discard("decode-1")] and one.state("decode-1") is SlotState.FAILED
     assert one.is_steady, "nothing is to happen: orders are not held up"
     view = {slot.name: (slot.state, slot.deaths, slot.why) for slot in one.view()}
-    assert view["decode-1"] == (State.FAILED, 4, "no memory")
-    quiet = [one.handle(Tick(), now + second) for second in range(int(POLICY.window_s))]
+    assert view["decode-1"] == (SlotState.FAILED, 4, "no memory")
+    quiet = [one.handle(TimePassed(), now + second) for second in range(int(POLICY.window_s))]
     assert not any(quiet)
-    assert one.handle(Tick(), now + POLICY.window_s) == [Launch("decode-1")]
+    assert one.handle(TimePassed(), now + POLICY.window_s) == [Launch("decode-1")]
     assert names(one.handle(Up(up("decode-1", 9)), now + POLICY.window_s)) == ["Announce"]
 
 
@@ -129,26 +129,26 @@ def test_the_last_of_a_pool_that_keeps_dying_ends_the_cluster() -> None:
     one = pools(2, 2)
     now, _ = die_often(one, "decode-1", 0.0, POLICY.limit + 1)
     _, commands = die_often(one, "decode-0", now, POLICY.limit + 1)
-    assert commands == [GiveUp("decode-0: no memory (4 times in 100 s)")]
+    assert commands == [EndCluster("decode-0: no memory (4 times in 100 s)")]
 
 
 def test_many_that_die_together_do_not_start_together() -> None:
     """Guards a host that loses its workers for want of memory, and loses them again as all load at once."""
     one = pools(1, 8, RestartConfig(limit=3, first_pause_s=1.0, at_once=2))
     for number in range(8):
-        one.handle(Ended(f"decode-{number}", "killed by SIGKILL"), 0.0)
-    one.handle(Ended("router", "killed by SIGKILL"), 0.0)
-    assert one.handle(Tick(), 5.0) == [
+        one.handle(ProcessEnded(f"decode-{number}", "killed by SIGKILL"), 0.0)
+    one.handle(ProcessEnded("router", "killed by SIGKILL"), 0.0)
+    assert one.handle(TimePassed(), 5.0) == [
         Launch("decode-0"),
         Launch("decode-1"),
         Launch("router"),
     ], "a router is never held back"
-    assert one.handle(Tick(), 6.0) == []
+    assert one.handle(TimePassed(), 6.0) == []
     one.handle(Up(up("router", 9)), 6.5)
     one.handle(Up(up("decode-0", 9)), 6.5)
-    assert one.handle(Tick(), 7.0) == [Launch("decode-2")]
-    one.handle(Ended("decode-1", "x"), 7.5)
-    assert one.handle(Tick(), 8.0) == [Launch("decode-3")]
+    assert one.handle(TimePassed(), 7.0) == [Launch("decode-2")]
+    one.handle(ProcessEnded("decode-1", "x"), 7.5)
+    assert one.handle(TimePassed(), 8.0) == [Launch("decode-3")]
 
 
 def test_a_pool_grows_at_once_and_shrinks_one_by_one_from_its_end() -> None:
@@ -156,29 +156,29 @@ def test_a_pool_grows_at_once_and_shrinks_one_by_one_from_its_end() -> None:
     one = pools(1, 2)
     one.handle(Resize("decode", 4, 9.0), 0.0)
     assert not one.is_steady and one.pool("decode") == [f"decode-{n}" for n in range(4)]
-    assert one.handle(Tick(), 0.1) == [Launch("decode-2"), Launch("decode-3")]
+    assert one.handle(TimePassed(), 0.1) == [Launch("decode-2"), Launch("decode-3")]
     for number in (2, 3):
         (announce,) = one.handle(Up(up(f"decode-{number}", 40 + number)), 1.0)
     assert addresses(announce)[1] == ["h:1", "h:2", "h:42", "h:43"] and one.is_steady
     one.handle(Resize("decode", 1, 9.0), 2.0)
     for name in ("decode-3", "decode-2", "decode-1"):
-        assert one.handle(Tick(), 2.0) == [AskToLeave(name, 9.0)]
-        discard, announce = one.handle(Ended(name, "left", left=True), 3.0)
+        assert one.handle(TimePassed(), 2.0) == [AskToLeave(name, 9.0)]
+        discard, announce = one.handle(ProcessEnded(name, "left", left=True), 3.0)
         assert discard == Discard(name) and name not in one
     assert addresses(announce) == (["h:0"], ["h:1"]) and one.is_steady
     one.handle(Resize("decode", 2, 9.0), 4.0)
-    assert one.handle(Tick(), 4.0) == [Launch("decode-1")]
+    assert one.handle(TimePassed(), 4.0) == [Launch("decode-1")]
 
 
 def test_who_does_not_run_leaves_at_once() -> None:
     """Guards a broken worker that cannot be taken away because it never comes up to be asked."""
     one = pools(1, 2)
     die_often(one, "decode-1", 0.0, POLICY.limit + 1)
-    one.handle(Leave(("decode-1",), 9.0, False), 50.0)
-    assert one.handle(Tick(), 50.0) == [Discard("decode-1")] and "decode-1" not in one
-    one.handle(Ended("decode-0", "x"), 60.0)
+    one.handle(LeaveWanted(("decode-1",), 9.0, False), 50.0)
+    assert one.handle(TimePassed(), 50.0) == [Discard("decode-1")] and "decode-1" not in one
+    one.handle(ProcessEnded("decode-0", "x"), 60.0)
     one.handle(Resize("decode", 2, 9.0), 60.0)
-    assert one.handle(Tick(), 60.0) == [Launch("decode-1")]
+    assert one.handle(TimePassed(), 60.0) == [Launch("decode-1")]
 
 
 def test_old_deaths_are_forgiven() -> None:
@@ -186,23 +186,23 @@ def test_old_deaths_are_forgiven() -> None:
     one = supervisor()
     for number in range(20):
         now = number * 60.0
-        assert names(one.handle(Ended("prefill-0", "x"), now)) == ["Discard", "Announce"]
-        assert one.handle(Tick(), now + 3.0) == [Launch("prefill-0")]
+        assert names(one.handle(ProcessEnded("prefill-0", "x"), now)) == ["Discard", "Announce"]
+        assert one.handle(TimePassed(), now + 3.0) == [Launch("prefill-0")]
         one.handle(Up(up("prefill-0", number)), now + 4.0)
 
 
 def test_no_limit_means_none() -> None:
     strict = supervisor(RestartConfig(limit=0))
-    assert strict.handle(Ended("decode-0", "x"), 0.0) == [GiveUp("decode-0: x")]
-    assert strict.handle(Ended("router", "y"), 0.0) == [GiveUp("router: y")]
+    assert strict.handle(ProcessEnded("decode-0", "x"), 0.0) == [EndCluster("decode-0: x")]
+    assert strict.handle(ProcessEnded("router", "y"), 0.0) == [EndCluster("router: y")]
 
 
 def looks(one: Supervisor, begin_s: float, end_s: float, answered: bool) -> list[Command]:
     """Looks at the router, four a second."""
     out: list[Command] = []
     for quarter in range(int(begin_s * 4), int(end_s * 4)):
-        out += one.handle(Asked("router", answered), quarter / 4)
-        out += one.handle(Tick(), quarter / 4)
+        out += one.handle(RouterProbed("router", answered), quarter / 4)
+        out += one.handle(TimePassed(), quarter / 4)
     return out
 
 
@@ -213,11 +213,11 @@ def test_a_router_that_owes_its_answer_for_too_long_is_killed_once() -> None:
     assert looks(one, 0.0, 100.0, answered=True) == []
     assert looks(one, 100.0, 100.0 + limit_s, answered=False) == []
     assert looks(one, 100.0 + limit_s, 101.0 + limit_s, answered=False) == [
-        Kill("router", "no answer for 30.0 s")
+        KillProcess("router", "no answer for 30.0 s")
     ]
-    assert one.handle(Ended("router", "killed by SIGKILL"), 140.0) == [Discard("router")]
+    assert one.handle(ProcessEnded("router", "killed by SIGKILL"), 140.0) == [Discard("router")]
     assert looks(one, 140.0, 141.0, answered=False) == [], "asked of one that is not there"
-    assert one.handle(Tick(), 142.0) == [Launch("router")]
+    assert one.handle(TimePassed(), 142.0) == [Launch("router")]
     assert names(one.handle(Up(up("router", 3)), 143.0)) == ["Announce"]
     assert looks(one, 143.0, 143.0 + limit_s, answered=False) == [], "blamed for its predecessor"
 
@@ -229,15 +229,15 @@ def test_an_answer_or_a_sleep_of_our_own_begins_the_wait_anew() -> None:
     assert looks(one, 29.0, 30.0, answered=True) == []
     assert looks(one, 30.0, 59.0, answered=False) == []
     assert looks(one, 120.0, 149.0, answered=False) == [], "the time in which nobody looked counts"
-    assert names(looks(one, 149.0, 151.0, answered=False)) == ["Kill"]
+    assert names(looks(one, 149.0, 151.0, answered=False)) == ["KillProcess"]
 
 
 def test_the_router_is_told_which_life_answers() -> None:
     """Guards a frozen worker that a new router cannot give up, since it has never heard who that is."""
     one = supervisor()
-    (announce,) = one.handle(Ended("prefill-0", "killed"), 10.0)[1:]
+    (announce,) = one.handle(ProcessEnded("prefill-0", "killed"), 10.0)[1:]
     assert isinstance(announce, Announce) and [p.incarnation for p in announce.decode] == [1]
-    one.handle(Tick(), 11.0)
+    one.handle(TimePassed(), 11.0)
     (announce,) = one.handle(Up(up("prefill-0", 7, 21)), 12.0)
     assert isinstance(announce, Announce) and [p.incarnation for p in announce.prefill] == [21]
 
@@ -246,10 +246,10 @@ def test_a_router_that_is_up_again_is_told_all_that_it_missed() -> None:
     """Guards against words to a dead router, which ended the cluster, and a new one that knows of no worker or of a
     dead one."""
     one = supervisor()
-    assert one.handle(Ended("router", "killed"), 10.0) == [Discard("router")]
-    assert one.handle(Ended("prefill-0", "killed"), 10.5) == [Discard("prefill-0")]
-    assert one.handle(Tick(), 11.0) == [Launch("router")]
-    assert one.handle(Tick(), 11.5) == [Launch("prefill-0")]
+    assert one.handle(ProcessEnded("router", "killed"), 10.0) == [Discard("router")]
+    assert one.handle(ProcessEnded("prefill-0", "killed"), 10.5) == [Discard("prefill-0")]
+    assert one.handle(TimePassed(), 11.0) == [Launch("router")]
+    assert one.handle(TimePassed(), 11.5) == [Launch("prefill-0")]
     assert one.handle(Up(up("prefill-0", 7)), 12.0) == []
     (announce,) = one.handle(Up(up("router", 3)), 13.0)
     assert addresses(announce) == (["h:7"], ["h:2"])
@@ -258,37 +258,37 @@ def test_a_router_that_is_up_again_is_told_all_that_it_missed() -> None:
 def test_a_start_that_hangs_is_a_death() -> None:
     """Guards against a pool that waits for ever for a replacement that never comes up."""
     one = supervisor()
-    one.handle(Ended("decode-0", "x"), 0.0)
-    assert one.handle(Tick(), 1.0) == [Launch("decode-0")]
-    assert one.handle(Tick(), 20.9) == []
-    assert one.handle(Tick(), 21.0) == [Discard("decode-0")]
-    assert one.state("decode-0") is State.PAUSING
+    one.handle(ProcessEnded("decode-0", "x"), 0.0)
+    assert one.handle(TimePassed(), 1.0) == [Launch("decode-0")]
+    assert one.handle(TimePassed(), 20.9) == []
+    assert one.handle(TimePassed(), 21.0) == [Discard("decode-0")]
+    assert one.state("decode-0") is SlotState.PAUSING
 
 
 def test_late_and_repeated_news_change_nothing() -> None:
     one = supervisor()
-    one.handle(Ended("decode-0", "x"), 0.0)
-    assert one.handle(Ended("decode-0", "x"), 0.1) == []
+    one.handle(ProcessEnded("decode-0", "x"), 0.0)
+    assert one.handle(ProcessEnded("decode-0", "x"), 0.1) == []
     assert one.handle(Up(up("decode-0", 9)), 0.2) == []
-    assert one.handle(Ended("decode-7", "x"), 0.3) == []
+    assert one.handle(ProcessEnded("decode-7", "x"), 0.3) == []
 
 
 def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
     """Guards against a rolling restart that takes two workers at once, counts as deaths, or waits out a pause; and
     against a router that hangs up on a worker that is still finishing its requests."""
     one = supervisor(RestartConfig(limit=0))
-    assert one.handle(Leave(("prefill-0", "decode-0"), 9.0, True), 0.0) == []
+    assert one.handle(LeaveWanted(("prefill-0", "decode-0"), 9.0, True), 0.0) == []
     assert not one.is_steady
-    assert one.handle(Tick(), 1.0) == [AskToLeave("prefill-0", 9.0)]
+    assert one.handle(TimePassed(), 1.0) == [AskToLeave("prefill-0", 9.0)]
     assert addresses(one.announcement()) == (["h:1"], ["h:2"]), "its streams must stay until it has left"
-    assert one.handle(Tick(), 2.0) == []
-    discard, announce = one.handle(Ended("prefill-0", "ended with status 0", left=True), 3.0)
+    assert one.handle(TimePassed(), 2.0) == []
+    discard, announce = one.handle(ProcessEnded("prefill-0", "ended with status 0", left=True), 3.0)
     assert discard == Discard("prefill-0") and addresses(announce) == ([], ["h:2"])
-    assert one.handle(Tick(), 3.0) == [Launch("prefill-0")], "the next one waits for the replacement"
+    assert one.handle(TimePassed(), 3.0) == [Launch("prefill-0")], "the next one waits for the replacement"
     one.handle(Up(up("prefill-0", 7)), 4.0)
-    assert one.handle(Tick(), 4.1) == [AskToLeave("decode-0", 9.0)]
-    one.handle(Ended("decode-0", "ended with status 0", left=True), 5.0)
-    one.handle(Tick(), 5.1)
+    assert one.handle(TimePassed(), 4.1) == [AskToLeave("decode-0", 9.0)]
+    one.handle(ProcessEnded("decode-0", "ended with status 0", left=True), 5.0)
+    one.handle(TimePassed(), 5.1)
     one.handle(Up(up("decode-0", 8)), 6.0)
     assert one.is_steady and repr(one) == (
         "Supervisor(prefill-0=up(0), decode-0=up(0), router=up(0))"
@@ -298,56 +298,56 @@ def test_workers_leave_one_at_a_time_and_are_replaced_without_blame() -> None:
 def test_who_leaves_for_good_is_not_replaced() -> None:
     for left in (True, False):  # as asked, or killed on its way out
         one = supervisor()
-        one.handle(Leave(("decode-0", "nobody"), 9.0, False), 0.0)
-        assert one.handle(Tick(), 0.0) == [AskToLeave("decode-0", 9.0)]
-        discard, announce = one.handle(Ended("decode-0", "x", left=left), 1.0)
+        one.handle(LeaveWanted(("decode-0", "nobody"), 9.0, False), 0.0)
+        assert one.handle(TimePassed(), 0.0) == [AskToLeave("decode-0", 9.0)]
+        discard, announce = one.handle(ProcessEnded("decode-0", "x", left=left), 1.0)
         assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
-        assert one.handle(Tick(), 99.0) == [] and "decode-0" not in one and one.is_steady
+        assert one.handle(TimePassed(), 99.0) == [] and "decode-0" not in one and one.is_steady
 
 
 def test_a_worker_that_dies_or_hangs_while_it_leaves_is_a_death() -> None:
     """Guards against a roll that waits for ever for a worker that will not end, and one that hides crashes."""
-    for event, now in ((Ended("decode-0", "SIGKILL"), 1.0), (Tick(), 9.0 + LEAVE_MARGIN_S)):
+    for event, now in ((ProcessEnded("decode-0", "SIGKILL"), 1.0), (TimePassed(), 9.0 + LEAVE_MARGIN_S)):
         one = supervisor()
-        one.handle(Leave(("decode-0",), 9.0, True), 0.0)
-        one.handle(Tick(), 0.0)
+        one.handle(LeaveWanted(("decode-0",), 9.0, True), 0.0)
+        one.handle(TimePassed(), 0.0)
         assert names(one.handle(event, now)) == ["Discard", "Announce"]
-        assert one.handle(Tick(), now + 0.5) == [], "a death costs a pause"
-        assert one.handle(Tick(), now + 1.0) == [Launch("decode-0")]
+        assert one.handle(TimePassed(), now + 0.5) == [], "a death costs a pause"
+        assert one.handle(TimePassed(), now + 1.0) == [Launch("decode-0")]
 
 
 def test_an_end_that_nobody_asked_for_is_a_death() -> None:
     """Guards against a worker that ends well for no reason, again and again, unseen."""
     one = supervisor(RestartConfig(limit=0))
-    assert names(one.handle(Ended("decode-0", "ended with status 0", left=True), 0.0)) == ["GiveUp"]
+    assert names(one.handle(ProcessEnded("decode-0", "ended with status 0", left=True), 0.0)) == ["EndCluster"]
 
 
 def test_who_is_given_up_is_killed_once_and_then_has_died_like_anybody() -> None:
     """Guards against a silent worker that nobody ends, and against one that is killed again and again."""
     one = supervisor()
     accused = Accused("decode-0", Incarnation(1), "prefill-0 and the router cannot reach it")
-    assert one.handle(accused, 1.0) == [Kill("decode-0", accused.why)]
+    assert one.handle(accused, 1.0) == [KillProcess("decode-0", accused.why)]
     assert one.handle(accused, 1.1) == []
-    discard, announce = one.handle(Ended("decode-0", "killed by SIGKILL"), 1.2)
+    discard, announce = one.handle(ProcessEnded("decode-0", "killed by SIGKILL"), 1.2)
     assert discard == Discard("decode-0") and addresses(announce) == (["h:1"], [])
     assert one.handle(accused, 1.3) == []
     strict = supervisor(RestartConfig(limit=0))
     strict.handle(accused, 1.0)
-    assert strict.handle(Ended("decode-0", "killed by SIGKILL"), 1.2) == [
-        GiveUp(f"decode-0: killed by SIGKILL ({accused.why})")
+    assert strict.handle(ProcessEnded("decode-0", "killed by SIGKILL"), 1.2) == [
+        EndCluster(f"decode-0: killed by SIGKILL ({accused.why})")
     ]
 
 
 def test_no_newer_life_is_killed_for_an_older_one() -> None:
     """Guards a replacement that the router accuses late, of what its predecessor did."""
     one = supervisor()
-    one.handle(Ended("decode-0", "x"), 0.0)
+    one.handle(ProcessEnded("decode-0", "x"), 0.0)
     old = Accused("decode-0", Incarnation(1), "silent")
-    assert one.handle(old, 0.5) == [] and one.handle(Tick(), 1.0) == [Launch("decode-0")]
+    assert one.handle(old, 0.5) == [] and one.handle(TimePassed(), 1.0) == [Launch("decode-0")]
     assert one.handle(old, 1.5) == []
     one.handle(Up(up("decode-0", 3, life=2)), 2.0)
     assert one.handle(old, 2.1) == []
-    assert one.handle(Accused("decode-0", Incarnation(2), "silent"), 2.2) == [Kill("decode-0", "silent")]
+    assert one.handle(Accused("decode-0", Incarnation(2), "silent"), 2.2) == [KillProcess("decode-0", "silent")]
     assert one.handle(Accused("decode-7", Incarnation(2), "who?"), 2.3) == []
 
 
@@ -365,21 +365,21 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
         life = rng.randrange(3)
         event = rng.choice(
             [
-                Tick(),
-                Ended(name, "x", left=rng.random() < 0.3),
+                TimePassed(),
+                ProcessEnded(name, "x", left=rng.random() < 0.3),
                 Up(up(name, rng.randrange(9000), life)),
-                Leave((name,), rng.uniform(0.0, 9.0), rng.random() < 0.7),
+                LeaveWanted((name,), rng.uniform(0.0, 9.0), rng.random() < 0.7),
                 Resize(rng.choice(("prefill", "decode")), rng.randrange(1, 4), 5.0),
                 Accused(name, Incarnation(life), "silent"),
             ]
         )
-        if isinstance(event, Ended) and event.left and one.state(name) is State.LEAVING:
+        if isinstance(event, ProcessEnded) and event.left and one.state(name) is SlotState.LEAVING:
             excused.add(name)
         for command in one.handle(event, now):
             one.check()
-            if isinstance(command, GiveUp):
+            if isinstance(command, EndCluster):
                 return
-            if isinstance(command, Kill):
+            if isinstance(command, KillProcess):
                 assert command.name in living
             elif isinstance(command, Discard):
                 # One that waited for its next start, and is to be no more, has no process.
@@ -393,7 +393,7 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
                 if command.name in excused:
                     excused.remove(command.name)
                     continue
-                assert sum(s.state is State.STARTING for s in one.view()) <= POLICY.at_once + 1
+                assert sum(s.state is SlotState.STARTING for s in one.view()) <= POLICY.at_once + 1
                 starts.setdefault(command.name, []).append(now)
                 recent = [at for at in starts[command.name] if at > now - POLICY.window_s]
                 assert len(recent) <= POLICY.limit + 1
@@ -422,7 +422,7 @@ def watched(cluster: Cluster) -> Iterator[list[str]]:
         thread.join(30)
 
 
-def state_of(cluster: Cluster, name: str) -> State:
+def state_of(cluster: Cluster, name: str) -> SlotState:
     return {slot.name: slot.state for slot in cluster.slots()}[name]
 
 
@@ -445,7 +445,7 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
                 assert eventually(replaced(cluster, "decode-1", pid), 30.0), ended
                 assert gone(pid) and not gone(cluster.workers["decode-1"].pid)
             os.kill(cluster.workers["decode-1"].pid, signal.SIGKILL)
-            assert eventually(lambda: state_of(cluster, "decode-1") is State.FAILED, 10.0)
+            assert eventually(lambda: state_of(cluster, "decode-1") is SlotState.FAILED, 10.0)
             assert {n: cluster.workers[n].pid for n in others} == others and not ended
             for _ in range(RESTARTS.limit):
                 pid = cluster.workers["decode-0"].pid

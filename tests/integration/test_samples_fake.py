@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cluster.colocated import LINK, Answer, Colocated
+from cluster.colocated import LINK, Colocated, ColocatedAnswer
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.fake import fake_next
@@ -60,7 +60,7 @@ def _want(record: RequestRecord) -> list[int]:
     return tokens[record.prompt_tokens :]
 
 
-def _submit(cluster: Colocated, records: list[RequestRecord]) -> list[Answer]:
+def _submit(cluster: Colocated, records: list[RequestRecord]) -> list[ColocatedAnswer]:
     answers = []
     for record in records:
         answer = cluster.submit(record, records[0].request if answers else None)

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from cluster.colocated import LINK, Answer, Colocated
+from cluster.colocated import LINK, Colocated, ColocatedAnswer
 from decode_worker.scheduler.events import FromRouter, RouterLost
 from decode_worker.scheduler.request import Request, State
 from engine.messages import Cancel, Finish
@@ -30,7 +30,7 @@ class Restless:
             max_handoffs=pick((1, 2, 16)),
             max_batch=pick((2, 4, 32)),
         )
-        self.answers: list[Answer] = []
+        self.answers: list[ColocatedAnswer] = []
         mover = self.cluster._tier_movers[1]
         assert mover is not None
         self.held: list[object] = []
