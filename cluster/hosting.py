@@ -26,7 +26,7 @@ write. `flights` of a request, or of the latest ones (every process); `overview`
 
 
 class Hosted:
-    """The one thing that runs in a child process; both launchers' shells only call it.
+    """The one thing that runs in a child process, a worker open when this is made; both launchers' shells only call it.
 
     `stop` and `wait` may be called from different threads, as the hosted classes allow.
     """

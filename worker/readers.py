@@ -6,7 +6,7 @@ one `Readers`. Between two lives blocks go one way only, so a peer is a reader o
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -24,52 +24,20 @@ from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
 from transfer.transport import Transport
-from worker.rpc import Accept, Send
+from worker.rpc import InboxStream, Send
 
 log = logging.getLogger(__name__)
 
 METHOD = "/headrace.v1.KVSource/Attach"
 
 
-class Link:
-    """One stream, as the engine thread knows it. `peer` and `stream` are known once its hello has come. Identity is by
-    object."""
+class ReaderStream(InboxStream):
+    """One stream. `peer` and `number` are known once its hello has come."""
 
-    def __init__(self, send: Send) -> None:
-        self.send = send
+    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
+        super().__init__(send, put)
         self.peer: Incarnation | None = None
-        self.stream = 0
-
-
-class FrameIn(msgspec.Struct, frozen=True):
-    """Bytes from a reader."""
-
-    link: Link
-    data: bytes
-
-
-class LinkLost(msgspec.Struct, frozen=True):
-    link: Link
-    why: str
-
-
-class Session:
-    """The loop's end of a stream: puts what it hears into the engine's inbox."""
-
-    def __init__(self, link: Link, put: Callable[[FrameIn | LinkLost], None]) -> None:
-        self._link = link
-        self._put = put
-
-    def frame(self, data: bytes) -> None:
-        self._put(FrameIn(self._link, data))
-
-    def closed(self, why: str) -> None:
-        self._put(LinkLost(self._link, why))
-
-
-def attach(put: Callable[[FrameIn | LinkLost], None]) -> dict[str, Accept]:
-    """The method by which readers come, for `worker.rpc`."""
-    return {METHOD: lambda send: Session(Link(send), put)}
+        self.number = 0
 
 
 class Readers:
@@ -87,42 +55,38 @@ class Readers:
         self._hello = hello
         self._transports = transports
         self._submit = submit
-        self._links: dict[Incarnation, Link] = {}
+        self._streams: dict[Incarnation, ReaderStream] = {}
         self._watches: dict[Incarnation, ProcessWatch] = {}
         self._lost: dict[Incarnation, ProcessWatch] = {}
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
         """To a reader that is gone nothing is sent: its loss is known, or on its way to the scheduler."""
-        link = self._links.get(peer)
-        if link is not None:
-            link.send(encode(records))
+        stream = self._streams.get(peer)
+        if stream is not None:
+            stream.send(encode(records))
 
-    def events(self, item: FrameIn | LinkLost) -> Iterator[ReaderEvent]:
-        """What an item means to the scheduler. Each event must be acted on before the next is asked for: a lost stream
-        is closed in the transfer thread before its successor is opened there."""
-        if isinstance(item, LinkLost):
-            yield from self._gone(item.link, item.why)
-            return
+    def frame(self, stream: ReaderStream, data: bytes, hear: Callable[[ReaderEvent], None]) -> None:
+        """Tell `hear` what a frame means to the scheduler. Each event has been acted on when `hear` returns: a lost
+        stream is closed in the transfer thread before its successor is opened there."""
         try:
-            records = decode_to_prefill_frame(item.data)
+            records = decode_to_prefill_frame(data)
         except msgspec.MsgspecError as error:
             log.error("a frame is not of this protocol, and is dropped: %s", error)
             return
-        link = item.link
         for record in records:
             if isinstance(record, Hello):
-                yield from self._welcome(link, record)
-            elif link.peer is None or self._links.get(link.peer) is not link:
+                self._welcome(stream, record, hear)
+            elif stream.peer is None or self._streams.get(stream.peer) is not stream:
                 log.info("%s on a stream that is not a peer's: dropped", type(record).__name__)
             else:
-                yield FromReader(link.peer, record)
+                hear(FromReader(stream.peer, record))
 
-    def _welcome(self, link: Link, hello: Hello) -> Iterator[ReaderEvent]:
+    def _welcome(self, stream: ReaderStream, hello: Hello, hear: Callable[[ReaderEvent], None]) -> None:
         """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""
         peer, host = hello.info.incarnation, self._hello.info.host
-        known = self._links.get(peer)
-        if known is not None and known.stream > hello.stream:
-            link.send(None)
+        known = self._streams.get(peer)
+        if known is not None and known.number > hello.stream:
+            stream.send(None)
             return
         name = choose(self._transports, host, hello.info.host)
         transport = self._transports[name]
@@ -131,33 +95,33 @@ class Readers:
             agreement = negotiate(answer, hello)
         except NegotiationError as error:
             log.error("decode worker %s is refused: %s", hello.info.name, error)
-            link.send(encode([answer]))
+            stream.send(encode([answer]))
             return
         if known is not None:
             # The end of the older stream has not been heard of yet. What was said on it may be lost.
             known.send(None)
-            yield ReaderLost(peer)
-        link.peer, link.stream = peer, hello.stream
-        self._links[peer] = link
+            hear(ReaderLost(peer))
+        stream.peer, stream.number = peer, hello.stream
+        self._streams[peer] = stream
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
                 self._submit(Connect(peer, endpoint, agreement))
         if hello.info.host == host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
-        link.send(encode([answer]))
-        yield ReaderUp(peer, transport.reads_remotely, tuple(hello.unfinished))
+        stream.send(encode([answer]))
+        hear(ReaderUp(peer, transport.reads_remotely, tuple(hello.unfinished)))
 
-    def _gone(self, link: Link, why: str) -> Iterator[ReaderEvent]:
-        peer = link.peer
-        if peer is None or self._links.get(peer) is not link:
+    def ended(self, stream: ReaderStream, why: str, hear: Callable[[ReaderEvent], None]) -> None:
+        peer = stream.peer
+        if peer is None or self._streams.get(peer) is not stream:
             return
         log.info("reader %x left: %s", peer, why)
-        del self._links[peer]
+        del self._streams[peer]
         watch = self._watches.pop(peer, None)
         if watch is not None:
             self._lost[peer] = watch
-        yield ReaderLost(peer)
+        hear(ReaderLost(peer))
 
     def deaths(self) -> list[ReaderDead]:
         """Lost readers whose processes have ended since the last look."""
@@ -170,5 +134,5 @@ class Readers:
 
     def close(self) -> None:
         """End every stream, behind what was said on it."""
-        for link in self._links.values():
-            link.send(None)
+        for stream in self._streams.values():
+            stream.send(None)

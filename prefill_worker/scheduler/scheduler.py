@@ -58,6 +58,8 @@ class PrefillScheduler:
         self._steps = 0
         self._planned_at = 0.0
         self.leaving = False
+        self.hit_tokens = 0
+        """Prompt tokens that were in the cache, since whoever counts them set it to zero."""
 
     # what there is to do
 
@@ -220,12 +222,14 @@ class PrefillScheduler:
     def _finish(self, job: Job, token: int, now: float) -> list[Command]:
         self._line.retire(job)
         started = job.arrived if job.started is None else job.started
+        cached_tokens = min(job.cached_tokens, job.record.prompt_tokens)
+        self.hit_tokens += cached_tokens
         return self.source.finish(
             job.handoff,
             token,
             queue_s=started - job.arrived,
             run_s=now - started,
-            cached_tokens=min(job.cached_tokens, job.record.prompt_tokens),
+            cached_tokens=cached_tokens,
         )
 
     def check(self) -> None:
