@@ -31,8 +31,8 @@ from transfer.handoff.negotiation import (
     narrow_bytes,
     negotiate,
 )
-from worker.readers import METHOD
 from worker.rpc import InboxStream, RpcLoop, Send
+from worker.streams import READ
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Peers:
             send(encode([hello]))
             return PeerStream(address, send, self._put, number, claimed)
 
-        self._rpc.connect(address.address, METHOD, accept)
+        self._rpc.connect(address.address, READ, accept)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
         """To a peer that is gone nothing is sent: its loss is on its way to the scheduler."""

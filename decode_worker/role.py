@@ -15,15 +15,15 @@ from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.measure import mean
-from engine.messages import Ended, Load, Record, decode_router_frame
+from engine.messages import Ended, Load, Record, decode_router_frame, encode
 from engine.step import StepPlan
 from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics
 from transfer.handoff.commands import Emit, Received, Unreachable
 from transfer.handoff.receiver import KVReceiver
 from worker.opening import Parts
-from worker.routers import RouterStream
 from worker.rpc import FrameIn, StreamEnded
+from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ class DecodeRole:
         for peer, records in to_peers.items():
             self._peers.send(peer, records)
         for link, records in to_routers.items():
-            self._routers.send(link, records)
+            if link in self._routers:
+                self._routers[link].send(encode(records))
         return ended
 
     def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:

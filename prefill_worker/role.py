@@ -15,8 +15,8 @@ from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Unreachable
 from worker.opening import Parts
-from worker.routers import RouterStream
 from worker.rpc import FrameIn, StreamEnded
+from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,8 @@ from transfer.config import TransferConfig
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
-from worker import readers, routers
-from worker.readers import Readers
-from worker.routers import RouterStreams
 from worker.rpc import RpcLoop, dialable
+from worker.streams import Readers, RouterStream, methods
 
 
 class WorkerConfig(Protocol):
@@ -62,7 +60,7 @@ class Parts:
     inbox: Inbox
     rpc: RpcLoop
     readers: Readers
-    routers: RouterStreams
+    routers: dict[int, RouterStream]
 
 
 def open_parts(
@@ -97,11 +95,7 @@ def open_parts(
 
     rpc = RpcLoop(f"{name}-rpc")
     closing.callback(rpc.stop, 0.0)
-    streams = {
-        readers.METHOD: lambda send: readers.ReaderStream(send, inbox.put),
-        routers.METHODS[role]: routers.accept_routers(inbox.put),
-    }
-    bound = rpc.start(host, port, streams)
+    bound = rpc.start(host, port, methods(role, inbox.put))
     info = WorkerInfo(
         name=name,
         role=role,
@@ -138,5 +132,5 @@ def open_parts(
         inbox=inbox,
         rpc=rpc,
         readers=Readers(hello, transports, mover.submit),
-        routers=RouterStreams(),
+        routers={},
     )

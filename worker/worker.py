@@ -15,10 +15,20 @@ import msgspec
 
 from engine.kv.tier_io import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
-from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, Record, WorkerInfo, encode
+from engine.messages import (
+    FirstToken,
+    Handoff,
+    Load,
+    Offer,
+    PrefillFailed,
+    Record,
+    WorkerInfo,
+    encode,
+)
 from engine.types import Incarnation
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
+from telemetry.tier_metrics import TierMetrics
 from transfer.handoff.commands import (
     Emit,
     Leave,
@@ -32,11 +42,9 @@ from transfer.handoff.commands import (
 )
 from transfer.watchdog import Watchdog
 from worker.opening import Parts, WorkerConfig, open_parts
-from worker.readers import ReaderStream
-from worker.report import Reporter
 from worker.role import Role, SharedEvent
-from worker.routers import RouterStream
 from worker.rpc import FrameIn, StreamEnded
+from worker.streams import ReaderStream, RouterStream
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +72,8 @@ def open_worker(
 class Worker(Generic[E]):
     """Start it, wait for it, stop it."""
 
-    # Mutable state: what is settling, when it must have left, when it reported, and what its parts own.
+    # Mutable state: what is settling, when it must have left and has reported, `parts.routers`, and what its parts
+    # and its role own.
 
     def __init__(self, parts: Parts, role: Role[E], closing: ExitStack) -> None:
         self.name = parts.info.name
@@ -77,7 +86,7 @@ class Worker(Generic[E]):
             role.scheduler, parts.device.runner, time.monotonic, self._publish, parts.tier_mover
         )
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
-        self._reporter = Reporter(parts, role)
+        self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
         self._auditor = Auditor(
             {"kv": parts.kv, "scheduler": role.scheduler}, time.monotonic, parts.metrics.audit_failed
         )
@@ -166,7 +175,8 @@ class Worker(Generic[E]):
         log.info("%s has left: %r", self.name, self.scheduler)
         self.parts.readers.close()
         self._role.close()
-        self.parts.routers.close()
+        for router in self.parts.routers.values():
+            router.send(None)
         self._thread.end()
 
     def _take(self, item: object) -> None:
@@ -178,12 +188,11 @@ class Worker(Generic[E]):
             case StreamEnded(ReaderStream() as reader, why):
                 parts.readers.ended(reader, why, self._tell)
             case RouterStream():
-                parts.routers.joined(item)
-                load = self._reporter.load(self._engine.steps, [], time.monotonic())
-                item.send(encode([self.info, load]))
-            case StreamEnded(RouterStream(link=link) as router, why):
+                parts.routers[item.link] = item
+                item.send(encode([self.info, self._load([], time.monotonic())]))
+            case StreamEnded(RouterStream(link=link), why):
                 log.info("router stream %d ended: %s", link, why)
-                parts.routers.left(router)
+                del parts.routers[link]
                 self._role.hear(item, self._tell)
             case Leave(grace_s):
                 self._leave_by = time.monotonic() + grace_s
@@ -229,6 +238,37 @@ class Worker(Generic[E]):
 
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
-        evicted = self.parts.kv.take_evicted()
-        load = self._reporter.load(self._engine.steps, evicted, now)
-        self.parts.routers.send_all(encode([load]))
+        load = encode([self._load(self.parts.kv.take_evicted(), now)])
+        for router in self.parts.routers.values():
+            router.send(load)
+
+    def _load(self, evicted: list[bytes], now: float) -> Load:
+        """How the worker stands, with these blocks evicted since the last report; the metrics are told all there is."""
+        scheduler, source, kv = self.scheduler, self._role.source, self.parts.kv
+        mover, metrics, counts = self.parts.mover, self.parts.metrics, kv.pool.counts()
+        metrics.blocks(counts)
+        metrics.slots(*scheduler.slots)
+        metrics.evicted(len(evicted))
+        metrics.load(scheduler.waiting_requests, scheduler.running_requests, mover.outstanding)
+        metrics.handoffs_dropped("sender", source.sender.dropped)
+        metrics.transferred(
+            mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes
+        )
+        for since in source.take_quarantined():
+            metrics.quarantined(now - since)
+        if self._tier_metrics is not None and kv.tiers is not None:
+            self._tier_metrics.seen(kv.tiers)
+        load = Load(
+            step=self._engine.steps,
+            free_blocks=counts["free"],
+            cached_blocks=counts["cached"],
+            active_blocks=counts["active"],
+            reserved_blocks=counts["reserved"],
+            quarantined_blocks=counts["quarantined"],
+            waiting_requests=scheduler.waiting_requests,
+            running_requests=scheduler.running_requests,
+            evicted=evicted,
+            leaving=scheduler.leaving,
+            silent=source.silent(self.parts.transfer.escalate_s, now),
+        )
+        return self._role.load(load, now)

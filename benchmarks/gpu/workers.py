@@ -31,8 +31,8 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from worker.routers import METHODS
 from worker.rpc import RpcLoop, Send
+from worker.streams import ATTACH
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -81,8 +81,8 @@ class Pair:
         self.loads: dict[str, Load] = {}
         prefill, decode = (self._address(child) for child in children)
         self._prefill = PeerAddress(children[0].spec.name, prefill)
-        rpc.connect(prefill, METHODS["prefill"], self._to_prefill)
-        rpc.connect(decode, METHODS["decode"], self._to_decode)
+        rpc.connect(prefill, ATTACH["prefill"], self._to_prefill)
+        rpc.connect(decode, ATTACH["decode"], self._to_decode)
         for _ in self._records(lambda: len(self.loads) == 2, "a worker has not said how it is"):
             pass
 

@@ -7,7 +7,7 @@ import time
 import grpc
 
 from engine.messages import Load, WorkerInfo, decode_worker_frame
-from worker.routers import METHODS
+from worker.streams import ATTACH
 
 REDIAL_S = 0.1
 
@@ -26,7 +26,7 @@ class Probe:
         self._thread.start()
 
     def _dial(self):  # type: ignore[no-untyped-def]
-        return self._channel.stream_stream(METHODS[self._role])(self._say_nothing())
+        return self._channel.stream_stream(ATTACH[self._role])(self._say_nothing())
 
     def _say_nothing(self):  # type: ignore[no-untyped-def]
         self._silence.wait()

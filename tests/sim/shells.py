@@ -29,7 +29,6 @@ import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
-import worker.readers
 import worker.rpc
 from engine.kv.tier_io import TierEvent
 from engine.loop import Shell

@@ -71,6 +71,7 @@ class HandoffSource(Generic[T]):
         self._holder = holder
         self._readers: dict[Incarnation, bool] = {}
         self._served: dict[Handoff, _Served[T]] = {}
+        self._silent_since: dict[Incarnation, float] = {}
 
     @property
     def items(self) -> list[T]:
@@ -81,6 +82,14 @@ class HandoffSource(Generic[T]):
         """Since when blocks were quarantined that were let go since the last call."""
         taken, self.quarantined_since = self.quarantined_since, []
         return taken
+
+    def silent(self, escalate_s: float, now: float) -> list[Incarnation]:
+        """Readers whose channel is lost and for whom, since they may still read, blocks have been kept for `escalate_s`
+        without a break. To be asked regularly: a quarantine is counted from when it is first seen. Nothing can be done
+        about them here; the router knows whether anybody else still hears of them (docs/handoff.md, "The ladder")."""
+        lost = sorted({handoff.decode for handoff in self.sender.quarantined})
+        self._silent_since = {peer: self._silent_since.get(peer, now) for peer in lost}
+        return [peer for peer, since in self._silent_since.items() if now - since >= escalate_s]
 
     def handle(self, event: ReaderEvent | Posted | Sent, now: float) -> list[Command]:
         """What a reader says, is heard of one, or the transfer thread has done; returns what the shell must do."""

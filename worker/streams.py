@@ -1,10 +1,12 @@
-"""The streams on which other workers ask this one for KV blocks: accepted, greeted, watched until proof of death.
+"""The streams that others open to a worker: routers, who hear its reports, and readers, who ask it for KV blocks.
 
-A stream begins with a hello in either direction: the reader names every way to its memory, the answer names the one
-that was chosen. A worker that serves them (a prefill worker, or a decode worker for the requests that it yields) keeps
-one `Readers`. Between two lives blocks go one way only, so a peer is a reader or is read from, never both.
+To a router a worker first says who it is (`WorkerInfo`) and how it stands. A reader's stream begins with a hello in
+either direction: the reader names every way to its memory, the answer names the one that was chosen. Readers come to a
+prefill worker, and to a decode worker for the requests that it yields; they are watched until proof of their death.
+Between two lives blocks go one way only, so a peer is a reader or is read from, never both.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 
@@ -24,11 +26,24 @@ from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
 from transfer.transport import Transport
-from worker.rpc import InboxStream, Send
+from worker.rpc import Accept, InboxStream, Send
 
 log = logging.getLogger(__name__)
 
-METHOD = "/headrace.v1.KVSource/Attach"
+READ = "/headrace.v1.KVSource/Attach"
+ATTACH = {
+    "prefill": "/headrace.v1.PrefillWorker/Attach",
+    "decode": "/headrace.v1.DecodeWorker/Attach",
+}
+"""For routers. By role, so that one that dials the address of an earlier worker finds nobody."""
+
+
+class RouterStream(InboxStream):
+    """One stream; `link` is the number by which a scheduler knows it. It is itself an item: that it is open."""
+
+    def __init__(self, link: int, send: Send, put: Callable[[object], None]) -> None:
+        super().__init__(send, put)
+        self.link = link
 
 
 class ReaderStream(InboxStream):
@@ -38,6 +53,18 @@ class ReaderStream(InboxStream):
         super().__init__(send, put)
         self.peer: Incarnation | None = None
         self.number = 0
+
+
+def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
+    """What a worker of this role serves, by path; `put` fills its inbox."""
+    links = itertools.count(1)
+
+    def attach(send: Send) -> RouterStream:
+        stream = RouterStream(next(links), send, put)
+        put(stream)
+        return stream
+
+    return {ATTACH[role]: attach, READ: lambda send: ReaderStream(send, put)}
 
 
 class Readers:
