@@ -30,13 +30,13 @@ import msgspec
 from benchmarks import output
 from benchmarks.offline import Served, record, serve
 from benchmarks.shapes_of_work import SHAPES, AskedPrompt
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 
 ALL_ON = "nothing"

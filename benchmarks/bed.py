@@ -12,9 +12,9 @@ import msgspec
 
 from benchmarks.counting import FACTORIES, FOLDER, CopyCounts, read_counts
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
-from cluster.spec import LaunchError
-from cluster.supervisor import RestartConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.spec import LaunchError
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.types import SamplingParams

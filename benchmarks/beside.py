@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 import msgspec
 from rich.table import Table
 
-from benchmarks.driver import LoadPlan, run
 from benchmarks.figures import middle, show, write_json
 from benchmarks.peers import KINDS, PeerServer, free_port, headrace, make_checkpoint, other, running
-from benchmarks.stats import Summary
-from benchmarks.workloads import PRESETS
-from cluster.spec import LaunchError
+from cluster.bench.driver import LoadPlan, run
+from cluster.bench.stats import Summary
+from cluster.bench.workloads import PRESETS
+from cluster.processes.spec import LaunchError
 from router.front.api import ApiError
 
 OURS = "headrace"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.colocated import Colocated, ColocatedAnswer
 from engine.device import Device
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 
 
 @dataclass(slots=True)

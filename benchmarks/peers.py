@@ -18,7 +18,7 @@ from typing import IO
 import httpx
 
 from benchmarks import checkpoint
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
 from engine.model.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048

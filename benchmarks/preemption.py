@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from benchmarks import figures, output
 from benchmarks.bed import random_prompt
 from benchmarks.offline import record
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, State
 from engine.config import EngineConfig, TierConfig
@@ -29,6 +28,7 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tier_io import TierEvent, TiersDied
 from engine.model.cache import prepare
 from engine.tiering import Tiering, open_tiers
+from fakes.colocated import Colocated
 
 Make = Callable[[int], Device]
 ANSWER = 8

@@ -21,7 +21,6 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from benchmarks import output
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.block_pool import BlockPool
@@ -31,6 +30,7 @@ from engine.model.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 
 Make = Callable[[], Device]
 Table = list[dict[str, str | int | float]]

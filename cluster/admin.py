@@ -25,11 +25,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.launch import Addresses, Cluster
-from cluster.leftovers import descendants
+from cluster.processes.launch import Addresses, Cluster
+from cluster.processes.leftovers import descendants
+from cluster.processes.spec import Kind, LaunchError
 from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
-from cluster.spec import Kind, LaunchError
 from telemetry.flight import Flight
 
 NOTE_S = 0.5

@@ -20,7 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from cluster.config import ClusterConfig, ConfigError
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
 
 SOCKET_PATH_BYTES = 107
 """What the kernel takes."""

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.environment import describe
 from benchmarks.gpu.card import Card
+from cluster.bench.environment import describe
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from cluster.process_launcher import ProcessLauncher
-from cluster.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
+from cluster.processes.process_launcher import ProcessLauncher
+from cluster.processes.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
 from decode_worker.config import DecodeConfig
 from engine.messages import (
     Ended,

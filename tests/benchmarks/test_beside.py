@@ -10,7 +10,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.beside import main
 from benchmarks.peers import PeerServer, free_port, other, running
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
 
 SERVER = """
 import http.server, subprocess, sys

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig, ConfigError
+from cluster.processes.spec import LaunchError
 from cluster.rundir import ProcessIdentity, RunDir
-from cluster.spec import LaunchError
 
 
 def rundir(folder: Path, name: str = "one") -> RunDir:

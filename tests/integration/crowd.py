@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from cluster.colocated import Colocated, ColocatedAnswer
 from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
 from engine.device import Device
@@ -13,6 +12,7 @@ from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.tiering import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 

@@ -10,7 +10,6 @@ import sys
 import msgspec
 import pytest
 
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.device import Device
@@ -18,6 +17,7 @@ from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.host.loopback import FaultKind, ScriptedFault

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
@@ -21,6 +20,7 @@ from engine.device import open_device
 from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from prefill_worker.role import open_prefill_worker
 from router.config import RouterConfig

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.colocated import LINK, Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.preemption import Preemption
@@ -13,6 +12,7 @@ from decode_worker.scheduler.request import Request
 from decode_worker.scheduler.room import Room
 from engine.messages import Finish
 from engine.types import FinishReason
+from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (
     ASKED,
     CROWD,

@@ -12,10 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.colocated import Colocated
 from cluster.config import ClusterConfig
-from cluster.launch import Addresses, Cluster, make_launcher, specs
-from cluster.process_launcher import ProcessLauncher
+from cluster.processes.launch import Addresses, Cluster, make_launcher, specs
+from cluster.processes.process_launcher import ProcessLauncher
 from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
@@ -23,6 +22,7 @@ from engine.device import open_device
 from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall

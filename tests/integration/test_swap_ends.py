@@ -3,11 +3,11 @@
 import random
 from collections import Counter
 
-from cluster.colocated import LINK, Colocated, ColocatedAnswer
 from decode_worker.scheduler.events import FromRouter, RouterLost
 from decode_worker.scheduler.request import Request, State
 from engine.messages import Cancel, Finish
 from engine.types import FinishReason, RequestId
+from fakes.colocated import LINK, Colocated, ColocatedAnswer
 from tests.integration.crowd import PATIENCE_TURNS, prompt_of, record_of, small_cluster, wanted
 
 SEEDS = range(12)

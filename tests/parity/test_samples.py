@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from cluster.colocated import Colocated, ColocatedAnswer
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.model.cache import find_demo_model, prepare
 from engine.sampling import Draw, sample
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 from kernels.sampling import penalize, philox_uniform, probabilities
 from tests.parity.reference import Reference
 

@@ -4,7 +4,6 @@ from collections import Counter
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.colocated import DECODE, PREFILL, Colocated
 from decode_worker.scheduler.events import FromPeer
 from engine.kv.layout import KVLayout
 from engine.messages import (
@@ -18,6 +17,7 @@ from engine.messages import (
     Stop,
 )
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import DECODE, PREFILL, Colocated
 from prefill_worker.config import PrefillConfig
 from telemetry.labels import HANDOFF_DROPS
 from telemetry.metrics import WorkerMetrics

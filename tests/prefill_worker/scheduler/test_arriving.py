@@ -7,7 +7,7 @@ import pytest
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tier_cost import TierCost
-from engine.kv.tier_io import Load, Loaded
+from engine.kv.tier_io import Loaded, TierLoad
 from engine.kv.tiers import Tiers
 from engine.types import Incarnation
 from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
@@ -105,7 +105,7 @@ class TieredBench(Bench):
             stop_ids=frozenset(),
         )
         scheduler.handle(ReaderUp(Incarnation(7), True), 0.0)
-        self.loads: list[Load] = []
+        self.loads: list[TierLoad] = []
         self.start("old", _prompt(160, 17, 1))
         self.run()
         self.start("new", _prompt(0, 384, 2))
@@ -114,7 +114,7 @@ class TieredBench(Bench):
 
     def step(self) -> Any:
         plan = super().step()
-        self.loads += [c for c in self.tiers.take_commands() if isinstance(c, Load)]
+        self.loads += [c for c in self.tiers.take_commands() if isinstance(c, TierLoad)]
         return plan
 
     def loaded(self, seconds: float = 0.001) -> None:
