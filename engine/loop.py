@@ -21,9 +21,27 @@ C_out = TypeVar("C_out", covariant=True)
 
 
 class Scheduler(Protocol[E_in, C_out]):
-    """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. Every method returns commands for the shell."""
+    """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. What changes the state returns commands for the shell."""
 
     kv: KVCacheManager
+    leaving: bool
+
+    @property
+    def waiting_requests(self) -> int: ...
+
+    @property
+    def running_requests(self) -> int: ...
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots that leases hold: those with a token's KV in them, and all."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+
+    def check(self) -> None:
+        """Recompute the invariants."""
 
     def handle(self, event: E_in, now: float) -> Sequence[C_out]: ...
 

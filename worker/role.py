@@ -12,33 +12,9 @@ from transfer.handoff.source import HandoffSource
 from worker.journal import WorkerJournal
 
 E = TypeVar("E")
-E_in = TypeVar("E_in", contravariant=True)
 
 SharedEvent = ReaderEvent | Posted | Sent | Leave | TierEvent
 """What the scheduler of either role hears; `E` is what only one of them does."""
-
-
-class WorkerScheduler(Scheduler[E_in, object], Protocol[E_in]):
-    """What the shell reads of a scheduler, besides what the engine calls."""
-
-    leaving: bool
-
-    @property
-    def waiting_requests(self) -> int: ...
-
-    @property
-    def running_requests(self) -> int: ...
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Token slots that leases hold: those with a token's KV in them, and all."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
-
-    def check(self) -> None:
-        """Recompute the invariants."""
 
 
 class Role(Protocol[E]):
@@ -55,7 +31,7 @@ class Role(Protocol[E]):
     def source(self) -> HandoffSource[Any]: ...
 
     @property
-    def scheduler(self) -> WorkerScheduler[SharedEvent | E]: ...
+    def scheduler(self) -> Scheduler[SharedEvent | E, object]: ...
 
     def hear(self, item: object, tell: Callable[[E], None]) -> None:
         """Tell the scheduler what an item of the inbox means; each event has been acted on when `tell` returns. Raises
