@@ -133,7 +133,7 @@ class RpcLoop:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._clients: dict[int, tuple[asyncio.Task[None], _Outbox]] = {}
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class RpcLoop:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
-        self._server = server
+        self._servers.append(server)
         return bound
 
     def _handler(self, accept: Accept) -> Callable[..., AsyncIterator[bytes]]:
@@ -237,8 +237,8 @@ class RpcLoop:
         for task, _ in clients:
             task.cancel()
         await asyncio.gather(*(task for task, _ in clients), return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        for server in self._servers:
+            await server.stop(grace_s)
         # Whoever reads a stream that the server has just ended would be reported as destroyed with the loop.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:

@@ -144,8 +144,7 @@ class Worker(Generic[E]):
         return self._copying > 0 or bool(self._digesting)
 
     def step(self) -> bool:
-        for death in self.parts.readers.deaths():
-            self._engine.receive((death,))
+        self._engine.receive(self.parts.readers.deaths())
         started = time.monotonic()
         plan = self._engine.step()
         now = time.monotonic()
