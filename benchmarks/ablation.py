@@ -29,14 +29,14 @@ import msgspec
 
 from benchmarks import output
 from benchmarks.offline import Served, record, serve
-from benchmarks.shapes_of_work import SHAPES, Asked
-from cluster.colocated import Colocated
+from benchmarks.shapes_of_work import SHAPES, AskedPrompt
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 
 ALL_ON = "nothing"
@@ -91,7 +91,7 @@ def build(make: Make, off: str, context_tokens: int, stack: ExitStack) -> Coloca
     return engine
 
 
-def run(engine: Colocated, off: str, turn: str, asked: Sequence[Asked], at_once: int) -> Served:
+def run(engine: Colocated, off: str, turn: str, asked: Sequence[AskedPrompt], at_once: int) -> Served:
     """One shape of work on an engine that has nothing of it."""
     records: list[RequestRecord] = []
     forks: dict[RequestId, RequestId] = {}
@@ -108,14 +108,14 @@ def run(engine: Colocated, off: str, turn: str, asked: Sequence[Asked], at_once:
 
 
 def measure(
-    make: Make, shapes: Mapping[str, Sequence[Asked]], context_tokens: int, at_once: int, repeats: int
+    make: Make, shapes: Mapping[str, Sequence[AskedPrompt]], context_tokens: int, at_once: int, repeats: int
 ) -> list[dict[str, str | int | float]]:
     """One line for each shape and part; the first of a shape is with everything on."""
     table: list[dict[str, str | int | float]] = []
     with ExitStack() as stack:
         engines = {off: build(make, off, context_tokens, stack) for off in (ALL_ON, *OFF)}
         for off, engine in engines.items():
-            run(engine, off, "warm", [Asked([1, 2, 3], 2)], 1)  # what a first run pays for
+            run(engine, off, "warm", [AskedPrompt([1, 2, 3], 2)], 1)  # what a first run pays for
         for shape, asked in shapes.items():
             turns = [
                 {off: run(engine, off, f"{shape} {turn}", asked, at_once) for off, engine in engines.items()}

@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from benchmarks.counting import FACTORIES, FOLDER, Counts, read_counts
+from benchmarks.counting import FACTORIES, FOLDER, CopyCounts, read_counts
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
-from cluster.spec import LaunchError
-from cluster.supervisor import RestartConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.spec import LaunchError
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.types import SamplingParams
@@ -28,7 +28,7 @@ RESTARTS = 10_000
 REPLACED_S = 60.0
 
 
-class Answer(msgspec.Struct):
+class TimedAnswer(msgspec.Struct):
     """One request by its client's clock: when each token came (seconds after it was sent), and its account."""
 
     tokens: list[int]
@@ -108,7 +108,7 @@ class Bed:
             name: up.pid for name, up in self.cluster.workers.items() if name.startswith(role)
         }
 
-    def counts(self, role: str) -> dict[str, Counts]:
+    def counts(self, role: str) -> dict[str, CopyCounts]:
         return {name: read_counts(Path(self._counts.name), name) for name in self.pids(role)}
 
     def replaced(self, name: str, old_pid: int) -> None:
@@ -119,7 +119,7 @@ class Bed:
                 raise LaunchError(f"{name} was not replaced: {self._gave_up}")
             time.sleep(0.05)
 
-    def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: "Watch | None" = None) -> Answer:
+    def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: "Watch | None" = None) -> TimedAnswer:
         """Greedy and to the full length. `tenant` keeps its prefix out of others' reach, so that nothing is cached;
         `watch` is told of each token. Raises ApiError."""
         call = GenerateCall(
@@ -143,7 +143,7 @@ class Bed:
                 finished = event
         if finished is None or len(tokens) != output_tokens:
             raise LaunchError(f"{len(tokens)} of {output_tokens} tokens came")
-        return Answer(tokens, arrivals_s, finished)
+        return TimedAnswer(tokens, arrivals_s, finished)
 
 
 class Watch:

@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 import msgspec
 from rich.table import Table
 
-from benchmarks.driver import Plan, run
 from benchmarks.figures import middle, show, write_json
-from benchmarks.peers import KINDS, Peer, free_port, headrace, make_checkpoint, other, running
-from benchmarks.stats import Summary
-from benchmarks.workloads import PRESETS
-from cluster.spec import LaunchError
+from benchmarks.peers import KINDS, PeerServer, free_port, headrace, make_checkpoint, other, running
+from cluster.bench.driver import LoadPlan, run
+from cluster.bench.stats import Summary
+from cluster.bench.workloads import PRESETS
+from cluster.processes.spec import LaunchError
 from router.front.api import ApiError
 
 OURS = "headrace"
 MIB = 1024 * 1024
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BesideRow(msgspec.Struct, frozen=True, kw_only=True):
     """One preset on one server in one round. Seconds from the server's start to a first token; PSS of all its
     processes, at its largest."""
 
@@ -77,9 +77,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _all(venvs: dict[str, str], presets: list[str], rounds: int, requests: int) -> list[Row]:
+def _all(venvs: dict[str, str], presets: list[str], rounds: int, requests: int) -> list[BesideRow]:
     cores = len(os.sched_getaffinity(0))
-    rows: list[Row] = []
+    rows: list[BesideRow] = []
     with TemporaryDirectory(prefix="headrace-beside-") as folder:
         make_checkpoint(tuple(venvs), Path(folder))
         names = [OURS, *venvs]
@@ -101,13 +101,13 @@ def _all(venvs: dict[str, str], presets: list[str], rounds: int, requests: int) 
 
 
 def _measure(
-    peer: Peer, port: int, log: Path, presets: list[str], requests: int, number: int
-) -> list[Row]:
+    peer: PeerServer, port: int, log: Path, presets: list[str], requests: int, number: int
+) -> list[BesideRow]:
     rows = []
     with log.open("wb") as output, running(peer, port, output) as (pid, first_token_s):
         for name in presets:
             preset = PRESETS[name]
-            plan = Plan(
+            plan = LoadPlan(
                 target="http",
                 address=f"127.0.0.1:{port}",
                 workload=preset.workload,
@@ -123,7 +123,7 @@ def _measure(
             if level.summary.failed:
                 raise ApiError("FAILED", f"{peer.name}, preset {name}: {level.messages}")
             rows.append(
-                Row(
+                BesideRow(
                     round=number,
                     server=peer.name,
                     preset=name,
@@ -136,7 +136,7 @@ def _measure(
     return rows
 
 
-def _table(rows: list[Row], servers: list[str], presets: list[str]) -> Table:
+def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Table:
     """Per preset and server: rate, and ours over theirs per round; times; start; memory."""
     table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
     for heading in (

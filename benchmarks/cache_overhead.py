@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 from benchmarks import output
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager
@@ -22,6 +21,7 @@ from engine.model.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 
 TIMED = ("acquire", "extend", "copied", "landed", "commit", "quarantine", "release", "matched_tokens")
 AT_ONCE = 8

@@ -12,24 +12,24 @@ from engine.types import BlockId
 TOKEN_BYTES = 4
 
 
-class Run:
+class TokenRun:
     """`key` are the packed tokens of `blocks`."""
 
     __slots__ = ("blocks", "children", "key", "parent")
 
-    def __init__(self, parent: "Run | None", key: bytes, blocks: list[BlockId]) -> None:
+    def __init__(self, parent: "TokenRun | None", key: bytes, blocks: list[BlockId]) -> None:
         self.parent = parent
         self.key = key
         self.blocks = blocks
-        self.children: dict[bytes, Run] = {}
+        self.children: dict[bytes, TokenRun] = {}
 
 
 class CompressedTree:
     def __init__(self, block_size: int) -> None:
         self._stride = block_size * TOKEN_BYTES
-        self.root = Run(None, b"", [])
+        self.root = TokenRun(None, b"", [])
 
-    def match(self, tokens: Sequence[int]) -> tuple[Run, int]:
+    def match(self, tokens: Sequence[int]) -> tuple[TokenRun, int]:
         """The node that ends with the longest cached prefix, split off if need be, and how many blocks that are."""
         return self._descend(pack(f"<{len(tokens)}I", *tokens))
 
@@ -40,10 +40,10 @@ class CompressedTree:
         node, known = self._descend(key)
         rest = key[known * self._stride :]
         if rest:
-            node.children[rest[: self._stride]] = Run(node, rest, list(blocks[known:]))
+            node.children[rest[: self._stride]] = TokenRun(node, rest, list(blocks[known:]))
         return known
 
-    def _descend(self, key: bytes) -> tuple[Run, int]:
+    def _descend(self, key: bytes) -> tuple[TokenRun, int]:
         node, at, stride = self.root, 0, self._stride
         while (child := node.children.get(key[at : at + stride])) is not None:
             same = self._same_blocks(child.key, key[at : at + len(child.key)])
@@ -63,11 +63,11 @@ class CompressedTree:
             low, high = (middle, high) if a[:end] == b[:end] else (low, middle - 1)
         return low
 
-    def _split(self, child: Run, blocks: int) -> Run:
+    def _split(self, child: TokenRun, blocks: int) -> TokenRun:
         """`child` keeps what follows its first `blocks`; they become a node of their own above it."""
         cut = blocks * self._stride
         assert child.parent is not None
-        upper = Run(child.parent, child.key[:cut], child.blocks[:blocks])
+        upper = TokenRun(child.parent, child.key[:cut], child.blocks[:blocks])
         child.parent.children[upper.key[: self._stride]] = upper
         child.parent, child.key, child.blocks = upper, child.key[cut:], child.blocks[blocks:]
         upper.children[child.key[: self._stride]] = child

@@ -1,6 +1,6 @@
 """Workers that count: the real ones, with a stopwatch around every digest and a count of the tokens they compute.
 
-Each process keeps its numbers in `$WORKER_COUNTS/<name>`; see `Counts`. A replaced worker starts again at zero.
+Each process keeps its numbers in `$WORKER_COUNTS/<name>`; see `CopyCounts`. A replaced worker starts again at zero.
 """
 
 import mmap
@@ -15,25 +15,25 @@ from typing import Any
 
 import msgspec
 
-import decode_worker.worker
-import prefill_worker.worker
 import transfer.route
-from decode_worker.worker import DecodeWorker
+import worker.opening
+from decode_worker.role import open_decode_worker
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.role import open_prefill_worker
+from worker.worker import Worker
 
 FOLDER = "WORKER_COUNTS"
 FACTORIES = {
-    "prefill": "benchmarks.counting:CountingPrefillWorker",
-    "decode": "benchmarks.counting:CountingDecodeWorker",
+    "prefill": "benchmarks.counting:counting_prefill_worker",
+    "decode": "benchmarks.counting:counting_decode_worker",
     "router": "router.server:RouterServer",
 }
 TRANSFER_THREAD = "transfer"
 _FORMAT = struct.Struct("<dQQQ")
 
 
-class Counts(msgspec.Struct):
+class CopyCounts(msgspec.Struct):
     """Of one process since it started, or between two looks at it."""
 
     digest_cpu_s: float = 0.0
@@ -43,8 +43,8 @@ class Counts(msgspec.Struct):
     """Made by any thread but the transfer thread."""
     computed_tokens: int = 0
 
-    def since(self, before: "Counts") -> "Counts":
-        return Counts(
+    def since(self, before: "CopyCounts") -> "CopyCounts":
+        return CopyCounts(
             self.digest_cpu_s - before.digest_cpu_s,
             self.digests - before.digests,
             self.digests_elsewhere - before.digests_elsewhere,
@@ -52,11 +52,11 @@ class Counts(msgspec.Struct):
         )
 
 
-def read_counts(folder: Path, name: str) -> Counts:
+def read_counts(folder: Path, name: str) -> CopyCounts:
     """What the worker `name` has counted so far; all zero before it has started."""
     path = folder / name
     raw = path.read_bytes() if path.exists() else b""
-    return Counts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else Counts()
+    return CopyCounts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else CopyCounts()
 
 
 class _Ledger:
@@ -67,7 +67,7 @@ class _Ledger:
         path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
-        self.counts = Counts()
+        self.counts = CopyCounts()
 
     def write(self) -> None:
         counts = self.counts
@@ -88,11 +88,12 @@ class _CountingRunner:
         return drawn
 
 
-def _count(name: str, worker_module: Any) -> None:
+def _count(name: str) -> None:
     """In a process of its own, where the names it replaces have no other reader."""
     ledger = _Ledger(name)
     route: Any = transfer.route
-    digest, open_device = route.block_digest, worker_module.open_device
+    opening: Any = worker.opening
+    digest, open_device = route.block_digest, opening.open_device
 
     def timed(*arguments: Any) -> int:
         began_s = time.thread_time()
@@ -108,16 +109,14 @@ def _count(name: str, worker_module: Any) -> None:
         return replace(device, runner=_CountingRunner(device.runner, ledger))
 
     route.block_digest = timed
-    worker_module.open_device = opened
+    opening.open_device = opened
 
 
-class CountingPrefillWorker(PrefillWorker):
-    def __init__(self, name: str, *rest: Any) -> None:
-        _count(name, prefill_worker.worker)
-        super().__init__(name, *rest)
+def counting_prefill_worker(name: str, *rest: Any) -> Worker[Any]:
+    _count(name)
+    return open_prefill_worker(name, *rest)
 
 
-class CountingDecodeWorker(DecodeWorker):
-    def __init__(self, name: str, *rest: Any) -> None:
-        _count(name, decode_worker.worker)
-        super().__init__(name, *rest)
+def counting_decode_worker(name: str, *rest: Any) -> Worker[Any]:
+    _count(name)
+    return open_decode_worker(name, *rest)

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 16
 Side = tuple[Llama, TorchAttention]
 
 
-class Line(msgspec.Struct, frozen=True):
+class DeterminismLine(msgspec.Struct, frozen=True):
     """One kind of work: tokens per second by side, and the first relative to the others (above 1: it is faster)."""
 
     work: str
@@ -77,7 +77,7 @@ def sides_of(folder: Path) -> dict[str, Side]:
 
 def measure(
     sides: dict[str, Side], context: int, batches: list[int], rounds: int, steps: int
-) -> list[Line]:
+) -> list[DeterminismLine]:
     """A prompt of `context` tokens, then batches of `steps` decode steps behind such prompts."""
     runners = {name: _Work(*side, context, max(batches), steps) for name, side in sides.items()}
     lines = [_line("prefill, chunks of 128", rounds, {n: r.prefill for n, r in runners.items()})]
@@ -92,7 +92,7 @@ def measure(
     return lines
 
 
-def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> Line:
+def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> DeterminismLine:
     speeds: dict[str, list[float]] = {name: [] for name in measured}
     for number in range(rounds + 1):
         for name in list(measured)[:: 1 if number % 2 else -1]:
@@ -104,7 +104,7 @@ def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> L
         name: middle([one / other for one, other in zip(speeds[first], speeds[name], strict=True)])
         for name in others
     }
-    return Line(work, {name: middle(values) for name, values in speeds.items()}, relative)
+    return DeterminismLine(work, {name: middle(values) for name, values in speeds.items()}, relative)
 
 
 class _Work:
@@ -159,7 +159,7 @@ class _Work:
         return Row(record.request, record, tokens, start, end, self._blocks[sequence], draw)
 
 
-def _table(lines: list[Line], dtype: str, threads: int) -> Table:
+def _table(lines: list[DeterminismLine], dtype: str, threads: int) -> Table:
     sides, others = list(lines[0].tokens_per_s), list(lines[0].relative)
     title = f"CPU kernels, {dtype}, threads: {threads}; tokens/s, median (middle half)"
     table = Table(title=title, title_justify="left")

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import output, traces
-from benchmarks.traces import Row
+from benchmarks.traces import TraceRow
 from engine.kv.manager import KVCacheManager
 
 CAPACITIES = (1000, 2000, 4000, 8000, 16_000, 32_000)
@@ -47,7 +47,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def lru(rows: Sequence[Row], capacity: int, count_from: int = 0) -> int:
+def lru(rows: Sequence[TraceRow], capacity: int, count_from: int = 0) -> int:
     """Blocks found by the engine's own manager, from row `count_from` on. Prompts beyond the capacity pass it by."""
     kv = KVCacheManager(capacity, 1, "trace")
     found = 0
@@ -64,7 +64,7 @@ def lru(rows: Sequence[Row], capacity: int, count_from: int = 0) -> int:
     return found
 
 
-def belady(rows: Sequence[Row], capacity: int, count_from: int = 0) -> int:
+def belady(rows: Sequence[TraceRow], capacity: int, count_from: int = 0) -> int:
     """The most blocks that any cache of this capacity could have found: a request's own blocks are all held at once,
     then whatever is wanted latest goes first."""
     wanted_next: list[list[int]] = []
@@ -80,7 +80,7 @@ def belady(rows: Sequence[Row], capacity: int, count_from: int = 0) -> int:
     return _play(rows, capacity, numbers, count_from)
 
 
-def simulate(rows: Sequence[Row], capacity: int, policy: Policy, count_from: int = 0) -> int:
+def simulate(rows: Sequence[TraceRow], capacity: int, policy: Policy, count_from: int = 0) -> int:
     uses: dict[int, int] = {}
     continued: set[int] = set()
     tick, floor = 0, 0.0
@@ -108,7 +108,7 @@ def simulate(rows: Sequence[Row], capacity: int, policy: Policy, count_from: int
 
 
 def _play(
-    rows: Sequence[Row],
+    rows: Sequence[TraceRow],
     capacity: int,
     numbers: Callable[[int, int], list[float]],
     count_from: int,
@@ -139,7 +139,7 @@ def _play(
 
 
 def compare(
-    rows: Sequence[Row], capacities: Sequence[int], count_from: int = 0
+    rows: Sequence[TraceRow], capacities: Sequence[int], count_from: int = 0
 ) -> list[dict[str, str | int | float]]:
     """One row per capacity: shares of prompt blocks found, then each policy's share of the gap."""
     total = sum(len(row.hash_ids) for row in rows[count_from:])
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--skip", type=float, default=0.0, help="share of rows to play before counting")
     options = parser.parse_args()
     rows = traces.read(options.trace) if options.trace else traces.make(
-        traces.Shape(rows=options.rows), options.seed
+        traces.TraceShape(rows=options.rows), options.seed
     )
     blocks, tokens = traces.ideal(rows)
     distinct = len({block for row in rows for block in row.hash_ids})

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe
+from cluster.bench.environment import describe
 
 
 class Middle(msgspec.Struct, frozen=True):

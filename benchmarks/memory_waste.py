@@ -39,7 +39,7 @@ class Mix:
 
 
 @dataclass
-class Tally:
+class SlotTally:
     """Sums over steps."""
 
     live: int = 0
@@ -72,9 +72,9 @@ class _Running:
     reserved: int = field(default=0)
 
 
-def paged(mix: Mix, slots: int, block_size: int, steps: int, seed: int, promise: bool) -> Tally:
+def paged(mix: Mix, slots: int, block_size: int, steps: int, seed: int, promise: bool) -> SlotTally:
     kv = KVCacheManager(slots // block_size, block_size, "waste")
-    random, tally = Random(seed), Tally()
+    random, tally = Random(seed), SlotTally()
     running: list[_Running] = []
     prompt, answer = mix.draw(random)
     for _ in range(steps):
@@ -102,10 +102,10 @@ def paged(mix: Mix, slots: int, block_size: int, steps: int, seed: int, promise:
     return tally
 
 
-def contiguous(mix: Mix, slots: int, steps: int, seed: int, whole_context: bool) -> Tally:
+def contiguous(mix: Mix, slots: int, steps: int, seed: int, whole_context: bool) -> SlotTally:
     """One piece per request. Pieces are taken to fit whenever there are slots enough: gaps between them, which a real
     allocator also loses, are left out."""
-    random, tally = Random(seed), Tally()
+    random, tally = Random(seed), SlotTally()
     running: list[_Running] = []
     held = 0
     prompt, answer = mix.draw(random)

@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.bed import Bed, random_prompt, transfer_config
-from benchmarks.counting import Counts
+from benchmarks.counting import CopyCounts
 from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
 from engine.model.cache import prepare
@@ -28,7 +28,7 @@ TRANSPORTS = ("shm", "tcp")
 COPY_BYTES = 128 << 20
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class MigrationLine(msgspec.Struct, frozen=True, kw_only=True):
     """One length over one transport; digests are made and compared, or not."""
 
     transport: str
@@ -55,8 +55,8 @@ class _Sample(msgspec.Struct, frozen=True):
     migration_s: float
     migrate_stage_s: float
     ttft_s: float
-    send: Counts
-    recv: Counts
+    send: CopyCounts
+    recv: CopyCounts
 
 
 def main(argv: list[str]) -> int:
@@ -79,7 +79,7 @@ def measure(
     transports: list[str],
     repeats: int,
     engine: EngineConfig | None = None,
-) -> tuple[list[Line], Middle]:
+) -> tuple[list[MigrationLine], Middle]:
     """The lines, and this machine's speed of copying memory in bytes per second."""
     kinds = [(transport, digests) for transport in transports for digests in (True, False)]
     vocab = ModelConfig.load(model_dir).vocab
@@ -118,8 +118,8 @@ def _sample(bed: Bed, prompt: list[int]) -> _Sample:
     )
 
 
-def _line(transport: str, digests: bool, tokens: int, found: list[_Sample]) -> Line:
-    return Line(
+def _line(transport: str, digests: bool, tokens: int, found: list[_Sample]) -> MigrationLine:
+    return MigrationLine(
         transport=transport,
         digests=digests,
         prompt_tokens=tokens,
@@ -145,7 +145,7 @@ def copy_bytes_per_s(size: int = COPY_BYTES) -> float:
     return size / (time.perf_counter() - began_s)
 
 
-def _table(lines: list[Line], copy: Middle) -> Table:
+def _table(lines: list[MigrationLine], copy: Middle) -> Table:
     title = f"KV migration; median (middle half); memory copies at {copy.median / 1e9:.1f} GB/s"
     table = Table(title=title, title_justify="left")
     for name in ("over", "digests", "prompt tokens", "blocks", "MiB", "copy + verify ms", "bound ms"):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.colocated import Answer, Colocated
 from engine.device import Device
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def serve(
     ended. `forks` says whose prompt a request shares. Raises RuntimeError if one fails."""
     waiting, served = list(reversed(records)), Served()
     handed_in: dict[RequestId, float] = {}
-    under_way: list[Answer] = []
+    under_way: list[ColocatedAnswer] = []
     began_s = time.thread_time()
     while waiting or under_way:
         joins = not under_way or not static

@@ -12,8 +12,8 @@ import sys
 import time
 
 from benchmarks.checkpoint import read
-from benchmarks.environment import describe
-from benchmarks.workloads import PRESETS, prompts
+from cluster.bench.environment import describe
+from cluster.bench.workloads import PRESETS, prompts
 
 
 def main(argv: list[str]) -> int:

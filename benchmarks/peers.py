@@ -18,7 +18,7 @@ from typing import IO
 import httpx
 
 from benchmarks import checkpoint
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
 from engine.model.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048
@@ -27,7 +27,7 @@ KINDS = ("vllm", "llama.cpp")
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerServer:
     """`stdin` is held open while the server is to run."""
 
     name: str
@@ -35,14 +35,14 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def headrace(port: int) -> Peer:
+def headrace(port: int) -> PeerServer:
     """One prefill and one decode worker, from this environment."""
     argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
     argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
-    return Peer("headrace", tuple(argv))
+    return PeerServer("headrace", tuple(argv))
 
 
-def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Peer:
+def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> PeerServer:
     """A server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
     environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(threads)}
     if kind == "vllm":
@@ -55,10 +55,10 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return Peer(kind, tuple(map(str, argv)), environment)
+        return PeerServer(kind, tuple(map(str, argv)), environment)
     script = Path(__file__).with_name("llama_server.py")
     argv = [venv / "bin/python", script, find_demo_model(), port, threads, SLOTS, CONTEXT]
-    return Peer(kind, tuple(map(str, argv)), environment)
+    return PeerServer(kind, tuple(map(str, argv)), environment)
 
 
 def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
@@ -74,7 +74,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(peer: Peer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]]:
+def running(peer: PeerServer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]]:
     """Its process and the seconds from its start to the first token of its first answer. Raises LaunchError if there
     is none within `READY_S`; what it printed is in `log`."""
     began_s = time.monotonic()

@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from benchmarks import figures, output
 from benchmarks.bed import random_prompt
 from benchmarks.offline import record
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
@@ -29,6 +28,7 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tier_io import TierEvent, TiersDied
 from engine.model.cache import prepare
 from engine.tiering import Tiering, open_tiers
+from fakes.colocated import Colocated
 
 Make = Callable[[int], Device]
 ANSWER = 8
@@ -48,7 +48,7 @@ class Turn:
     way: str
 
 
-class Bench:
+class SchedulerPair:
     """One pair of schedulers. Mutable state: events of the tier thread that are held back."""
 
     def __init__(self, prefill: Device, decode: Device) -> None:
@@ -145,7 +145,7 @@ def measure(
             devices = make(size), make(size)
             for device in devices:
                 stack.callback(device.kv.close)
-            bench = Bench(*devices)
+            bench = SchedulerPair(*devices)
             stack.callback(bench.both.close)
             bench.run("first", random_prompt(size * 2, VOCAB, "first"))  # what a first run pays for
             for length in lengths:

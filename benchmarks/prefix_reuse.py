@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import figures, output
 from benchmarks.offline import Served, engine, record, serve
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.model.cache import prepare
+from fakes.colocated import Colocated
 
 Make = Callable[[], Device]
 SHARES = (0, 25, 50, 75, 100)

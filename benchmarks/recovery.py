@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from benchmarks.bed import Answer, Bed, Watch, random_prompt, transfer_config
+from benchmarks.bed import Bed, TimedAnswer, Watch, random_prompt, transfer_config
 from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
 from engine.model.cache import prepare
@@ -36,7 +36,7 @@ SETTLE_S = 1.0
 """After a replacement is up: until the router has met it."""
 
 
-class Kill(msgspec.Struct, frozen=True):
+class KillResult(msgspec.Struct, frozen=True):
     """One kill that took effect."""
 
     recovery_s: float
@@ -46,7 +46,7 @@ class Kill(msgspec.Struct, frozen=True):
     exact: bool
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryLine(msgspec.Struct, frozen=True, kw_only=True):
     """All kills of one kind. `at_token` 0: while the prompt is prefilled and sent."""
 
     role: str
@@ -82,7 +82,7 @@ def measure(
     kills: int,
     output_tokens: int,
     engine: EngineConfig | None = None,
-) -> list[Line]:
+) -> list[RecoveryLine]:
     """For each length: decode workers killed at each of `at_tokens`, then prefill workers killed while they send."""
     vocab = ModelConfig.load(model_dir).vocab
     lines = []
@@ -112,7 +112,7 @@ def measure(
 class _Trial:
     """One prompt, its undisturbed answers, and kills during repetitions of it under names of their own."""
 
-    def __init__(self, bed: Bed, prompt: list[int], calm: list[Answer], prefill_tokens_per_s: float) -> None:
+    def __init__(self, bed: Bed, prompt: list[int], calm: list[TimedAnswer], prefill_tokens_per_s: float) -> None:
         self._bed, self._prompt, self._output_tokens = bed, prompt, len(calm[0].tokens)
         self._want = calm[0].tokens
         self.ttft_s = middle([answer.ttft_s for answer in calm]).median
@@ -120,7 +120,7 @@ class _Trial:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._number = 0
 
-    def kill_decode(self, at: int) -> Kill:
+    def kill_decode(self, at: int) -> KillResult:
         """When the client has `at` tokens."""
         has_tokens = threading.Event()
         answer, victim, killed_s, again = self._killed("decode", has_tokens, Watch(at, has_tokens))
@@ -130,7 +130,7 @@ class _Trial:
         first = bisect(answer.arrivals_s, killed_s) - 1
         return self._result(answer, max(answer.gaps_s[first : first + 2]) - self._gap_s, again, self._gap_s)
 
-    def kill_prefill(self) -> Kill:
+    def kill_prefill(self) -> KillResult:
         """Halfway to the first token."""
         answer, victim, killed_s, again = self._killed("prefill", threading.Event(), None)
         if answer.finished.stats.prefill_worker == victim:
@@ -139,12 +139,12 @@ class _Trial:
 
     def _killed(
         self, role: str, when: threading.Event, watch: Watch | None
-    ) -> tuple[Answer, str, float, int]:
+    ) -> tuple[TimedAnswer, str, float, int]:
         """The answer, who was killed, when (seconds after the request was sent), and how many tokens the prefill
         workers that live computed from then on."""
         self._number += 1
         before = {name: cpu_ns(pid) for name, pid in self._bed.pids(role).items()}
-        box: list[Answer | BaseException] = []
+        box: list[TimedAnswer | BaseException] = []
 
         def ask() -> None:
             try:
@@ -177,8 +177,8 @@ class _Trial:
         time.sleep(SETTLE_S)
         return box[0], victim, killed_s, again
 
-    def _result(self, answer: Answer, recovery_s: float, again: int, besides_s: float) -> Kill:
-        return Kill(
+    def _result(self, answer: TimedAnswer, recovery_s: float, again: int, besides_s: float) -> KillResult:
+        return KillResult(
             recovery_s=recovery_s,
             bound_s=max(0.0, again / self._prefill_tokens_per_s + besides_s),
             recomputed_tokens=again,
@@ -197,8 +197,8 @@ def cpu_ns(pid: int) -> int:
     return total
 
 
-def _line(role: str, tokens: int, at: int, trial: _Trial, found: list[Kill]) -> Line:
-    return Line(
+def _line(role: str, tokens: int, at: int, trial: _Trial, found: list[KillResult]) -> RecoveryLine:
+    return RecoveryLine(
         role=role,
         prompt_tokens=tokens,
         at_token=at,
@@ -211,7 +211,7 @@ def _line(role: str, tokens: int, at: int, trial: _Trial, found: list[Kill]) -> 
     )
 
 
-def _table(lines: list[Line]) -> Table:
+def _table(lines: list[RecoveryLine]) -> Table:
     table = Table(title="Recovery after SIGKILL", title_justify="left")
     for name in (
         "killed",

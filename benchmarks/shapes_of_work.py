@@ -5,7 +5,7 @@ from random import Random
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedPrompt:
     prompt: list[int]
     answer: int
     sample_of: int = -1
@@ -16,48 +16,48 @@ def _words(random: Random, count: int) -> list[int]:
     return [random.randrange(100, 250) for _ in range(count)]
 
 
-def unique(random: Random) -> list[Asked]:
+def unique(random: Random) -> list[AskedPrompt]:
     """Nothing in common; answers of all lengths."""
-    return [Asked(_words(random, 96), random.choice((4, 8, 32))) for _ in range(8)]
+    return [AskedPrompt(_words(random, 96), random.choice((4, 8, 32))) for _ in range(8)]
 
 
-def few_shot(random: Random) -> list[Asked]:
+def few_shot(random: Random) -> list[AskedPrompt]:
     """One set of examples before every question; three sets take turns."""
     sets = [_words(random, 128) for _ in range(3)]
-    return [Asked(sets[at % 3] + _words(random, 16), 8) for at in range(9)]
+    return [AskedPrompt(sets[at % 3] + _words(random, 16), 8) for at in range(9)]
 
 
-def agent(random: Random) -> list[Asked]:
+def agent(random: Random) -> list[AskedPrompt]:
     """Two agents of four turns: each turn reads all before it again; a hundred tokens in for one out."""
     pasts = [_words(random, 160) for _ in range(2)]
     turns = []
     for _ in range(4):
         for at in range(2):
             pasts[at] = pasts[at] + _words(random, 40)
-            turns.append(Asked(pasts[at], 3))
+            turns.append(AskedPrompt(pasts[at], 3))
     return turns
 
 
-def long_document(random: Random) -> list[Asked]:
+def long_document(random: Random) -> list[AskedPrompt]:
     """Four questions to one text."""
     text = _words(random, 400)
-    return [Asked(text + _words(random, 12), 8) for _ in range(4)]
+    return [AskedPrompt(text + _words(random, 12), 8) for _ in range(4)]
 
 
-def self_consistency(random: Random) -> list[Asked]:
+def self_consistency(random: Random) -> list[AskedPrompt]:
     """Four samples of each of two prompts."""
-    asked: list[Asked] = []
+    asked: list[AskedPrompt] = []
     for _ in range(2):
         prompt = _words(random, 120)
         first = len(asked)
-        asked += [Asked(prompt, 16, -1 if n == 0 else first) for n in range(4)]
+        asked += [AskedPrompt(prompt, 16, -1 if n == 0 else first) for n in range(4)]
     return asked
 
 
-def json_shaped(random: Random) -> list[Asked]:
+def json_shaped(random: Random) -> list[AskedPrompt]:
     """A schema before every short text; answers of very different lengths."""
     schema = _words(random, 80)
-    return [Asked(schema + _words(random, 24), random.choice((4, 12, 40))) for _ in range(8)]
+    return [AskedPrompt(schema + _words(random, 24), random.choice((4, 12, 40))) for _ in range(8)]
 
 
 SHAPES = {

@@ -21,7 +21,6 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from benchmarks import output
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.kv.block_pool import BlockPool
@@ -31,13 +30,14 @@ from engine.model.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 
 Make = Callable[[], Device]
 Table = list[dict[str, str | int | float]]
 
 
 @dataclass(frozen=True)
-class Run:
+class SharedRun:
     """One group to its end. Blocks of the decode worker; `seconds` from the first placement to the last end."""
 
     peak_blocks: int
@@ -104,13 +104,13 @@ class _Watched:
         return self._runner.run(plan)
 
 
-def samples(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> Run:
+def samples(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> SharedRun:
     """`n` samples of `answer` tokens each behind `prompt`, on two new devices."""
     records = [_record(prompt, answer, at, width=0) for at in range(n)]
     return _run(make(), make(), records, is_sharing)
 
 
-def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> Run:
+def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> SharedRun:
     """One of width `n` to `answer` tokens, on two new devices."""
     decode = make()
     if not is_sharing:
@@ -119,7 +119,7 @@ def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool)
     return _run(make(), decode, [_record(prompt, answer, 0, width=n)], False)
 
 
-def _run(prefill: Device, decode: Device, records: list[RequestRecord], is_forking: bool) -> Run:
+def _run(prefill: Device, decode: Device, records: list[RequestRecord], is_forking: bool) -> SharedRun:
     watched = _Watched(decode.runner)
     engine = Colocated(prefill, dataclasses.replace(decode, runner=watched))
     watched.pool = engine.decode.kv.pool
@@ -139,11 +139,11 @@ def _run(prefill: Device, decode: Device, records: list[RequestRecord], is_forki
     engine.close()
     found = [beam.ids for one in asked if one.ended for beam in one.ended.beams]
     answers = found or [one.tokens for one in asked]
-    return Run(watched.peak_blocks, migrated_blocks, seconds, answers)
+    return SharedRun(watched.peak_blocks, migrated_blocks, seconds, answers)
 
 
 def measure(
-    run: Callable[[Make, list[int], int, int, bool], Run],
+    run: Callable[[Make, list[int], int, int, bool], SharedRun],
     make: Make,
     prompt: list[int],
     answer: int,

@@ -17,14 +17,14 @@ import msgspec
 BLOCK_TOKENS = 512
 
 
-class Row(msgspec.Struct, frozen=True):
+class TraceRow(msgspec.Struct, frozen=True):
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class TraceShape(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations that begin at random, each over one of a few system prompts (the first is the most popular), and go
     on for a geometric number of turns after log-normal pauses. A turn adds the answer before it and new text."""
 
@@ -43,20 +43,20 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 131_072
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[TraceRow]:
     """All rows of a file. Raises OSError, or msgspec.MsgspecError for a line of another form."""
     packed = path.read_bytes()
     lines = lzma.decompress(packed) if path.suffix == ".xz" else packed
-    return msgspec.json.Decoder(Row).decode_lines(lines)
+    return msgspec.json.Decoder(TraceRow).decode_lines(lines)
 
 
-def make(shape: Shape, seed: int) -> list[Row]:
+def make(shape: TraceShape, seed: int) -> list[TraceRow]:
     """A trace in order of time: the same for the same seed, and a longer one begins like a shorter one."""
     random = Random(seed)
     ids = iter(range(1 << 62))
     systems = [[next(ids) for _ in range(shape.system_blocks)] for _ in range(shape.systems)]
     begins_per_s = shape.rows_per_s / (1 + (1 - shape.one_turn) / shape.ends)
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     begin_s = random.expovariate(begins_per_s)
     due: list[tuple[float, int, list[int], int]] = []
     while len(rows) < shape.rows:
@@ -74,14 +74,14 @@ def make(shape: Shape, seed: int) -> list[Row]:
         # The block that was partly filled is another one now that it holds more.
         full = blocks[: (tokens - more) // BLOCK_TOKENS]
         blocks = full + [next(ids) for _ in range(-(-tokens // BLOCK_TOKENS) - len(full))]
-        rows.append(Row(int(at_s * 1000), tokens, output, blocks))
+        rows.append(TraceRow(int(at_s * 1000), tokens, output, blocks))
         if random.random() < (1 - shape.one_turn if turn == 0 else 1 - shape.ends):
             pause_s = random.lognormvariate(0.0, shape.pause_sigma) * shape.pause_s
             heapq.heappush(due, (at_s + pause_s, turn + 1, blocks, tokens + output))
     return rows
 
 
-def ideal(rows: Iterable[Row]) -> tuple[float, float]:
+def ideal(rows: Iterable[TraceRow]) -> tuple[float, float]:
     """Share of prompt blocks, and of prompt tokens, that a cache without bounds would have had."""
     seen: set[int] = set()
     blocks = hit_blocks = tokens = hit_tokens = 0
@@ -97,7 +97,7 @@ def ideal(rows: Iterable[Row]) -> tuple[float, float]:
     return hit_blocks / blocks, hit_tokens / tokens
 
 
-def _length(random: Random, median: float, shape: Shape) -> int:
+def _length(random: Random, median: float, shape: TraceShape) -> int:
     return max(1, int(random.lognormvariate(0.0, shape.length_sigma) * median))
 
 
@@ -108,10 +108,10 @@ def _popular(random: Random, count: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--rows", type=int, default=Shape().rows)
+    parser.add_argument("--rows", type=int, default=TraceShape().rows)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for row in make(Shape(rows=options.rows), options.seed):
+    for row in make(TraceShape(rows=options.rows), options.seed):
         print(msgspec.json.encode(row).decode())
 
 

@@ -25,11 +25,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.launch import Addresses, Cluster
-from cluster.leftovers import descendants
+from cluster.processes.launch import Addresses, Cluster
+from cluster.processes.leftovers import descendants
+from cluster.processes.spec import Kind, LaunchError
 from cluster.resolve import Setting
-from cluster.rundir import Process, RunDir
-from cluster.spec import Kind, LaunchError
+from cluster.rundir import ProcessIdentity, RunDir
 from telemetry.flight import Flight
 
 NOTE_S = 0.5
@@ -105,7 +105,7 @@ class AdminServer:
         self._end = end
         self._began_s = time.monotonic()
         self._addresses: Addresses | None = None
-        self._noted: list[Process] = []
+        self._noted: list[ProcessIdentity] = []
         self._ended = threading.Event()
         self.down = threading.Event()
 
@@ -224,7 +224,7 @@ class AdminServer:
             names = {up.pid: name for name, up in self._cluster.processes().items()}
             below = {pid: names.get(pid, name) for pid, name in descendants().items()}
             below[os.getpid()] = "supervisor"
-            found = [Process.of(name, pid) for pid, name in below.items()]
+            found = [ProcessIdentity.of(name, pid) for pid, name in below.items()]
             processes = [process for process in found if process is not None]
             if processes != self._noted:
                 self._noted = processes

@@ -6,8 +6,8 @@ import httpx
 import msgspec
 
 from cluster.admin import Drain, Flights, Scale, Status
+from cluster.processes.spec import LaunchError
 from cluster.rundir import RunDir
-from cluster.spec import LaunchError
 from router.overview import Overview
 
 QUICK_S = 15.0

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.placement import RayConfig
-from cluster.processors import usable_cores
-from cluster.supervisor import RestartConfig
+from cluster.processes.placement import RayConfig
+from cluster.processes.processors import usable_cores
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
@@ -63,8 +63,11 @@ MEMORY_KEYS = {
     "prefill.engine.memory_bytes": "prefill.engine.pool_bytes",
     "decode.engine.memory_bytes": "decode.engine.pool_bytes",
 }
-"""Worked out from the machine where the pool of the same engine is "auto"."""
+"""Worked out from the machine where the pool of the same engine is "auto", on the CPU."""
 THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
+SHARE_KEYS = ("prefill.engine.device_share", "decode.engine.device_share")
+DEVICE_KEYS = ("prefill.engine.device", "decode.engine.device")
+DTYPE_KEYS = ("prefill.engine.dtype", "decode.engine.dtype")
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -96,7 +99,7 @@ _MAY_BE_ZERO = frozenset(
 MAX_WORKERS = 1024
 """Of a pool: more is a slip of the keyboard."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SHARES = (".digest_sample", "tracing.sample")
+_SHARES = (".digest_sample", "tracing.sample", ".device_share")
 _POOL_SIZES = ("prefill_workers", "decode_workers")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 
@@ -131,8 +134,8 @@ def build(values: dict[str, object]) -> ClusterConfig:
 def problem(key: str, value: object) -> str | None:
     """Why a value of the right type is still not usable, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if key.endswith(".dtype") and value not in DTYPE_BYTES:
-            return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}"
+        if key.endswith(".dtype") and value not in (*DTYPE_BYTES, "auto"):
+            return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}, auto"
         if key.endswith("engine.device") and not _DEVICE.fullmatch(str(value)):
             return f"{value!r} is not cpu, cuda or cuda:N"
         return None

@@ -1,9 +1,9 @@
 """From flags, variables, a file and defaults to one configuration that knows where each value came from.
 
-Precedence: flag, then `HEADRACE_*` variable, then file, then default. A key is dotted
-(`prefill.chunk_tokens`); as a variable it is `HEADRACE_PREFILL__CHUNK_TOKENS`, in the TOML file
-`chunk_tokens` under `[prefill]`, as a flag `--set prefill.chunk_tokens=64`. The most used settings
-have flags of their own.
+Precedence: flag, then `HEADRACE_*` variable, then file, then default, which may depend on the device
+(`cluster.defaults`). A key is dotted (`prefill.chunk_tokens`); as a variable it is
+`HEADRACE_PREFILL__CHUNK_TOKENS`, in the TOML file `chunk_tokens` under `[prefill]`, as a flag
+`--set prefill.chunk_tokens=64`. The most used settings have flags of their own.
 """
 
 import argparse
@@ -16,7 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from cluster.config import (
+    DEVICE_KEYS,
+    DTYPE_KEYS,
     MEMORY_KEYS,
+    SHARE_KEYS,
     THREAD_KEYS,
     ClusterConfig,
     ConfigError,
@@ -25,8 +28,18 @@ from cluster.config import (
     fields,
     problem,
 )
+from cluster.defaults import (
+    CPU_DTYPE,
+    POOLS,
+    Pool,
+    defaults_on,
+    device_share,
+    gpu_dtype,
+    stored_in,
+)
 from cluster.memory import available_bytes
-from transfer.handoff.algorithms import AS_STORED
+from engine.config import EngineConfig
+from transfer.handoff.negotiation import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -80,8 +93,13 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> No
     )
 
 
-def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """Raises ConfigError with one line that names the key and its origin."""
+def resolve(
+    arguments: argparse.Namespace, environ: Mapping[str, str], device: str = ""
+) -> Resolved:
+    """With `device`, both pools are on it, whatever the settings say. An `engine.dtype` of "auto" stays so on a GPU, as
+    nothing is read here but the file of settings: see `settled`.
+
+    Raises ConfigError with one line that names the key and its origin."""
     known = {key: (kind, default) for key, kind, default in fields()}
     values = {key: default for key, (_, default) in known.items()}
     origins = dict.fromkeys(known, "default")
@@ -97,38 +115,88 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolv
                 raise ConfigError(f"{origin}: unknown setting {key!r}{_suggestion(key, known)}")
             values[key] = _convert(key, raw, known[key][0], origin, is_text)
             origins[key] = origin
+    devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
+    values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
+    for key, default in defaults_on(devices).items():
+        if origins[key] == "default":
+            values[key], origins[key] = default, "default for cuda"
     for key, value in values.items():
         reason = problem(key, value)
         if reason is not None:
             raise ConfigError(f"{key} ({origins[key]}): {reason}")
+    _work_out(values, origins, devices)
+    return _agreed(values, origins)
+
+
+def settled(resolved: Resolved) -> Resolved:
+    """The same with the type in place of each `engine.dtype` that is "auto" on a GPU, which the model's headers say.
+    Raises ConfigError where the pools then differ, and ModelError."""
+    values = {setting.key: setting.value for setting in resolved.settings}
+    origins = {setting.key: setting.origin for setting in resolved.settings}
+    open_keys = [key for key in DTYPE_KEYS if values[key] == "auto"]
+    if not open_keys:
+        return resolved
+    stored = stored_in(resolved.config.model)
+    for key in open_keys:
+        values[key], origins[key] = gpu_dtype(stored), f"{origins[key]}, stored as {stored}"
+    return _agreed(values, origins)
+
+
+def _work_out(
+    values: dict[str, object], origins: dict[str, str], devices: Mapping[Pool, str]
+) -> None:
+    """What the machine and the number of workers say, where nobody did."""
     config = build(values)
     workers = config.prefill_workers + config.decode_workers
-    for key, pool in MEMORY_KEYS.items():
-        if origins[key] == "default" and values[pool] == "auto":
+    for key, pool_bytes in MEMORY_KEYS.items():
+        on_cpu = devices[_pool(key)] == "cpu"
+        if origins[key] == "default" and values[pool_bytes] == "auto" and on_cpu:
             values[key] = available_bytes() // workers
             origins[key] = f"computed: available memory / {workers} workers"
     for key in THREAD_KEYS:
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
+    for key in SHARE_KEYS:
+        share = device_share(config, _pool(key))
+        if origins[key] == "default" and share < 1.0:
+            values[key], origins[key] = share, "computed: 1 / workers on the card"
+    for key in DTYPE_KEYS:
+        if values[key] == "auto" and devices[_pool(key)] == "cpu":
+            values[key], origins[key] = CPU_DTYPE, f"{origins[key]} for cpu"
+        elif values[key] == "auto":
+            origins[key] += " for cuda"
+
+
+def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
+    """Raises ConfigError for settings that do not go together."""
+    config = build(values)
     prefill, decode = config.prefill.engine, config.decode.engine
-    kept = [engine.kv_dtype_of(engine.dtype) for engine in (prefill, decode)]
-    for name, is_same in (("dtype", prefill.dtype == decode.dtype), ("kv_dtype", kept[0] == kept[1])):
+    kinds = (("dtype", prefill.dtype, decode.dtype), ("kv_dtype", *map(_kept, (prefill, decode))))
+    for name, one, other in kinds:
         ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
-        if not is_same:
+        if one != other and "auto" not in (one, other):
             raise ConfigError(
                 f"{ours} ({origins[ours]}) is {values[ours]!r} but {theirs} ({origins[theirs]}) "
                 f"is {values[theirs]!r}: both pools must agree"
             )
-    for pool in ("prefill", "decode"):
+    for pool in POOLS:
         ours, theirs = f"{pool}.engine.deterministic", f"{pool}.transfer.wire"
         if values[ours] == "on" and values[theirs] != AS_STORED:
             raise ConfigError(
                 f"{ours} ({origins[ours]}) is 'on' but {theirs} ({origins[theirs]}) is {values[theirs]!r}: "
                 "what has travelled in 8 bits is not what would be computed again"
             )
-    settings = tuple(Setting(key, values[key], origins[key]) for key in known)
-    return Resolved(build(values), settings)
+    settings = tuple(Setting(key, values[key], origins[key]) for key in origins)
+    return Resolved(config, settings)
+
+
+def _kept(engine: EngineConfig) -> str:
+    return engine.kv_dtype_of(engine.dtype)
+
+
+def _pool(key: str) -> Pool:
+    return "prefill" if key.startswith("prefill.") else "decode"
 
 
 def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, str]]:

@@ -20,13 +20,13 @@ from typing import ClassVar
 import msgspec
 
 from cluster.config import ClusterConfig, ConfigError
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
 
 SOCKET_PATH_BYTES = 107
 """What the kernel takes."""
 
 
-class Process(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """A process that can be told from a later one with its pid: `started` is its start, in clock ticks after boot."""
 
     name: str
@@ -34,7 +34,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     started: int
 
     @classmethod
-    def of(cls, name: str, pid: int) -> "Process | None":
+    def of(cls, name: str, pid: int) -> "ProcessIdentity | None":
         """None if there is no such process on this host."""
         started = start_of(pid)
         return None if started is None else cls(name=name, pid=pid, started=started)
@@ -103,16 +103,16 @@ class RunDir:
                 return True
         return False
 
-    def write(self, processes: list[Process]) -> None:
+    def write(self, processes: list[ProcessIdentity]) -> None:
         """Say which processes there are."""
         partial = self._left.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(processes))
         partial.rename(self._left)
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessIdentity]:
         """Those that were written last and still run."""
         try:
-            known = msgspec.json.decode(self._left.read_bytes(), type=list[Process])
+            known = msgspec.json.decode(self._left.read_bytes(), type=list[ProcessIdentity])
         except FileNotFoundError:
             return []
         return [process for process in known if process.runs]

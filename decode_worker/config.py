@@ -12,11 +12,13 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     max_batch: int = 32
-    """Most requests in one decode step."""
+    """Most requests in one decode step. On a GPU 256, by default: its steps take as long as weights and KV take to be
+    read, nearly whatever the number of rows (`cluster.defaults` has this and what follows from it)."""
     max_handoffs: int = 16
-    """Most open handoffs; past it the worker says no, and the router offers again."""
+    """Most open handoffs; past it the worker says no, and the router offers again. On a GPU 128, by default: also half
+    a batch."""
     local_chunk_tokens: int = 64
-    """Prompt tokens that one step prefills here when no prefill worker is left."""
+    """Prompt tokens that one step prefills here when no prefill worker is left. On a GPU 512, by default."""
     tiers: TierConfig = TierConfig()
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """What happens when the pool is exhausted: the last of all requests gives its blocks away, and has its KV computed

@@ -23,7 +23,7 @@ class Hypothesis:
 
 
 @dataclass(slots=True, frozen=True)
-class Step:
+class BeamStep:
     """The next live hypothesis is the one before with the index `parent`, and `token` behind it."""
 
     parent: int
@@ -46,7 +46,7 @@ class BeamSearch:
         """How many continuations of each hypothesis must be known: enough for `width` that do not end."""
         return max(2, 1 + len(self._ends)) * self._params.width
 
-    def advance(self, drawn: Sequence[Candidates]) -> list[Step]:
+    def advance(self, drawn: Sequence[Candidates]) -> list[BeamStep]:
         """`drawn[i]` are the best continuations of `live[i]`, best first. Returns where the next live hypotheses come
         from; nothing when the search is over."""
         length, width = len(self.live[0].ids) + 1, self._params.width
@@ -66,7 +66,7 @@ class BeamSearch:
             self.is_over = True
             return []
         self.live = [Hypothesis([*self.live[p].ids, t], score) for p, t, score in lives]
-        return [Step(parent, token) for parent, token, _ in lives]
+        return [BeamStep(parent, token) for parent, token, _ in lives]
 
     def _answer(self, ids: list[int], score: float) -> None:
         reason = FinishReason.STOP if ids[-1] in self._ends else FinishReason.LENGTH

@@ -1,4 +1,8 @@
-"""What one engine (one device, one pool) is told. Every package owns its own struct; `cluster.config` composes them."""
+"""What one engine (one device, one pool) is told. Every package owns its own struct; `cluster.config` composes them.
+
+Defaults here are a CPU's. Where a pool computes on a GPU, `cluster.defaults` puts others in place of those that were
+left alone; `headrace dump-config` shows which.
+"""
 
 from typing import Literal
 
@@ -9,7 +13,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model_dir` is a prepared model (see `engine.model.cache`), never the file a user names."""
 
     model_dir: str = ""
-    dtype: str = "float32"
+    dtype: str = "auto"
+    """In which type the model computes: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
+    holds; on a GPU the 16-bit type of the checkpoint itself, and bfloat16 where that is kept in another. So a quantized
+    file is widened to bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
+    reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
+    `cluster` settles it before the model is prepared; an engine that finds "auto" takes the type of `model_dir`."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """How KV is kept: `auto`, as the model computes it; int8 and fp8 (E4M3) take about half of 16 bits, with a scale
     per token and head. Workers that share requests must agree."""
@@ -20,18 +29,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     when Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be
     had and the model is in float32."""
     block_size: int = 16
+    """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
-    """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`."""
+    """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`; on a GPU,
+    where it is the default, of the card's memory."""
     memory_bytes: int = 0
     """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
     host. A worker that replaces another is told the same number, whatever the others have filled by then."""
     reserve_bytes: int = 512 * 1024 * 1024
     """Left alone by "auto": interpreter, libraries, frames under way. On a GPU, "auto" takes what is free there at
     start but for this; `memory_bytes`, which is the host's, does not count."""
+    device_share: float = 1.0
+    """Of the GPU, above 0: no more than this share of its memory is taken by "auto". `cluster` sets it to 1 / workers
+    of one GPU where it can tell how many there are; what another process has taken already is never counted on."""
     profile_workspace: bool = False
     """Measure the workspace of the largest step at start, also where the pool's size is given."""
     threads: int = 1
-    """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host)."""
+    """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host), and to 4 on a GPU,
+    for which a host has little to compute."""
     lend_cores: bool = True
     """While other workers of this host have no step to run, compute with their threads too (`engine.cores`). Only with
     native kernels, whose bits do not depend on it."""
@@ -47,6 +62,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.pool_bytes
         rest = self.reserve_bytes + weights_bytes + workspace_bytes + host_tier_bytes
         return self.memory_bytes - rest
+
+    def in_dtype(self, prepared: str) -> "EngineConfig":
+        """The same with `prepared`, the type of `model_dir`, in place of "auto". Raises ValueError for another type."""
+        if self.dtype not in ("auto", prepared):
+            raise ValueError(f"engine.dtype: {self.dtype}, but {self.model_dir} was prepared in {prepared}")
+        return msgspec.structs.replace(self, dtype=prepared)
 
     def kv_dtype_of(self, dtype: str) -> str:
         """Of a model in `dtype`."""
@@ -72,7 +93,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where cached KV blocks go when they must leave the pool (`engine.kv.tiers`); 0 bytes: no such tier."""
 
     host_bytes: int = 128 * 1024 * 1024
-    """Of this machine's memory; taken as it fills."""
+    """Of this machine's memory; taken as it fills. On a GPU 4 GiB, by default, locked at start."""
     disk_bytes: int = 0
     """Off unless asked for: it writes what users said, as KV, to a disk, and wears it."""
     disk_dir: str = ""

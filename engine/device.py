@@ -15,6 +15,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.kv.tiers import Tiers
 from engine.messages import MemoryUse
+from engine.model.config import ModelConfig
 from engine.model.llama import Llama, load_model
 from engine.model.weights import WeightIndex
 from engine.native_attention import NativeAttention, attends
@@ -58,15 +59,17 @@ def open_device(
     `limits` are those of the steps to come: what a profiled workspace is measured for, and decode steps are recorded
     for on a GPU; `host_tier_bytes` are left out of a pool that is sized by this host's memory. Raises ModelError for a
     model that is not whole, ValueError for a pool too small to hold one block, for a profile without limits, for
-    kernels that do not run on the device, and where `deterministic` is on and cannot be kept.
+    kernels that do not run on the device, for another dtype than the model was prepared in, and where `deterministic`
+    is on and cannot be kept.
     """
     torch.set_num_threads(config.threads)
+    model_dir = Path(config.model_dir)
+    config = config.in_dtype(ModelConfig.load(model_dir).dtype)
     kernels = config.kernels
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
     if config.device != "cpu":
         torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
-    model_dir = Path(config.model_dir)
     native = _native(config)
     model = load_model(model_dir, device=config.device, panels=native is not None)
     stable = (
@@ -92,7 +95,9 @@ def open_device(
         workspace_bytes = _workspace(config, model, limits)
     kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
     if config.pool_bytes == "auto" and config.device != "cpu":
-        free_bytes, _ = torch.cuda.mem_get_info(config.device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(config.device)
+        ours_bytes = int(total_bytes * config.device_share) - torch.cuda.memory_reserved(config.device)
+        free_bytes = min(free_bytes, ours_bytes)
         kv_bytes = free_bytes - config.reserve_bytes - workspace_bytes
     blocks = kv_bytes // layout.block_bytes
     if blocks < 1:
@@ -188,10 +193,10 @@ def _workspace(config: EngineConfig, model: Llama, limits: StepLimits) -> int:
 
 
 def _holds(model: Llama, config: EngineConfig, attention: TorchAttention) -> bool:
-    found = deviations(model, config.block_size, attention, config.kv_dtype_of(config.dtype))
+    found = deviations(model, config.block_size, attention, config.kv_dtype_of(model.config.dtype))
     told = ", ".join(found)
     if found and config.deterministic == "on":
-        raise ValueError(f"engine.deterministic: {config.dtype} on this machine gives other bits by {told}")
+        raise ValueError(f"engine.deterministic: {model.config.dtype} on this machine gives other bits by {told}")
     if found:
         log.warning("answers may differ in near ties on this machine, which gives other bits by %s", told)
     return not found

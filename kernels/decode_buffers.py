@@ -12,15 +12,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kernels.decode_plan import DecodeGeometry, DecodePlan, Item
+from kernels.decode_plan import DecodeGeometry, DecodePlan, WorkItem
 
 
 class DecodeBuffers:
     """Room for `batch` rows, tables of `table_blocks` blocks, and the geometry's items and slots.
 
-    No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of Item]`, `ranges`
-    `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`, `tables`
-    `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
+    No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of WorkItem]`,
+    `ranges` `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`,
+    `tables` `[batch, table_blocks]`. Written by them: `partial` float32 `[max_slots, heads, head_dim]`, `partial_lse`
     `[max_slots, heads]`, `lse` `[batch, heads]`. `loaded`: rows of the plan that is in them.
     """
 
@@ -38,7 +38,7 @@ class DecodeBuffers:
         self.batch = batch
         self.loaded = 0
         shapes = (
-            (geometry.max_items, len(Item._fields)),
+            (geometry.max_items, len(WorkItem._fields)),
             (geometry.programs + 1,),
             (geometry.max_items,),
             (batch, 2),

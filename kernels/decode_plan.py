@@ -77,7 +77,7 @@ class SharedPrefix:
     tokens: int
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """Tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from `first`, their chunk number
     `chunk`. `owner` is the first of the rows, in whose table all find their blocks. In this order in device memory."""
 
@@ -90,17 +90,17 @@ class Item(NamedTuple):
     owner: int
 
 
-NOTHING = Item(0, 0, 0, 0, 0, 0, 0)
+NO_WORK = WorkItem(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Program p runs `items[p]`, which may be NOTHING, and then `items[ranges[p] : ranges[p + 1]]`: where its first
+    """Program p runs `items[p]`, which may be NO_WORK, and then `items[ranges[p] : ranges[p + 1]]`: where its first
     item is needs no look-up, and a step of few items is mostly look-ups. Row r of the batch has `splits[r]` chunks,
     whose partial results are in the slots from `first_slots[r]` when there are several. `load` is that of the busiest
     program, in tiles; `ideal` what each would have if work divided perfectly."""
 
-    items: list[Item]
+    items: list[WorkItem]
     ranges: list[int]
     rows: list[int]
     splits: list[int]
@@ -218,7 +218,7 @@ def _cut(
         for row in segment.rows:
             splits[row] += len(chunks)
     slots = sum(count for count in splits if count > 1)
-    most_items = geometry.max_items - geometry.programs  # as many may be NOTHING
+    most_items = geometry.max_items - geometry.programs  # as many may be NO_WORK
     if len(pieces) * geometry.kv_heads > most_items or slots > geometry.max_slots:
         return None
     costs = [-(-(end - begin) // geometry.tile) + _OVERHEAD_TILES for _, _, begin, end, _ in pieces]
@@ -248,11 +248,11 @@ def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> li
 
 def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
     """Each program's items together, longest first."""
-    mine: list[list[Item]] = [[] for _ in range(geometry.programs)]
+    mine: list[list[WorkItem]] = [[] for _ in range(geometry.programs)]
     program = iter(cut.dealt)
     for first, size, begin, end, chunk in cut.pieces:
         for head in range(geometry.kv_heads):
-            item = Item(first, size, head, begin, end, chunk, cut.rows[first])
+            item = WorkItem(first, size, head, begin, end, chunk, cut.rows[first])
             mine[next(program)].append(item)
     ranges, first_slots = [geometry.programs], [0]
     for items in mine:
@@ -261,7 +261,7 @@ def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
         first_slots.append(first_slots[-1] + (count if count > 1 else 0))
     return DecodePlan(
         [
-            *(items[0] if items else NOTHING for items in mine),
+            *(items[0] if items else NO_WORK for items in mine),
             *(item for items in mine for item in items[1:]),
         ],
         ranges,

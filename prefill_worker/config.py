@@ -13,7 +13,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierConfig = TierConfig()
     transfer: TransferConfig = TransferConfig()
     chunk_tokens: int = 128
-    """Token budget of one step, shared by the prompts in progress."""
+    """Token budget of one step, shared by the prompts in progress. On a GPU 4,096, by default (`cluster.defaults`)."""
     fairness_tokens_per_s: float | Literal["auto"] = "auto"
     """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth. "auto": as
     many as this worker computes in a second, as measured; 0: longest prefix first; large: first come, first served."""

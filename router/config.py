@@ -41,7 +41,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     moves_at_once: int = 2
     """Requests that move off one leaving decode worker at the same time; the others run on meanwhile."""
     retry_reserve: int = 128
-    """Placements after losses that all requests together may take at once; it refills within a minute."""
+    """Placements after losses that all requests together may take at once; it refills within a minute. With workers on
+    GPUs 1,024, by default: also four full batches, each of which goes with its worker."""
     retry_fraction: float = 0.2
     """How much every new request adds to that budget, up to `retry_reserve`."""
     settle_s: float = 5.0

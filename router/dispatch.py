@@ -1,6 +1,6 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
-To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
+From a decode worker come its requests' records, from a worker of either kind its reports.
 A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
@@ -11,7 +11,7 @@ what is sent is collected and leaves as one frame per write.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 import grpc
@@ -24,15 +24,17 @@ from engine.messages import (
     RouterHello,
     RouterRecord,
     WorkerInfo,
-    decode_decode_frame,
-    decode_report_frame,
+    decode_worker_frame,
     encode,
 )
 from engine.types import Incarnation
 from router.hub import Hub
 
-ATTACH = "/headrace.v1.DecodeWorker/Attach"
-WATCH = "/headrace.v1.PrefillWorker/Watch"
+ATTACH = {
+    "prefill": "/headrace.v1.PrefillWorker/Attach",
+    "decode": "/headrace.v1.DecodeWorker/Attach",
+}
+"""A worker of another kind, at an address that was one's before, knows no such method."""
 FIRST_FRAME_S = 5.0
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
@@ -53,8 +55,6 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 ]
-
-Decode = Callable[[bytes], Sequence[DecodeRecord]]
 
 log = logging.getLogger(__name__)
 
@@ -138,12 +138,11 @@ class Links:
     async def _keep(self, role: str, peer: PeerAddress, after_s: float = 0.0) -> None:
         """Hold the stream to one worker open, for ever."""
         await asyncio.sleep(after_s)
-        attempt = self._attach if role == "decode" else self._watch
         pause_s, refused = PAUSE_S[0], ""
         while True:
             try:
                 async with grpc.aio.insecure_channel(peer.address, CHANNEL_OPTIONS) as channel:
-                    async for _ in attempt(channel, peer):
+                    async for _ in self._attach(channel, role, peer):
                         pause_s = PAUSE_S[0]
                 log.warning("worker %s closed its stream", peer.name)
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
@@ -158,21 +157,24 @@ class Links:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
-    async def _attach(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
-        """One life of a decode worker's stream; yields once per frame."""
-        call = channel.stream_stream(ATTACH)()
+    async def _attach(
+        self, channel: grpc.aio.Channel, role: str, peer: PeerAddress
+    ) -> AsyncIterator[None]:
+        """One life of a worker's stream; yields once per frame."""
+        call = channel.stream_stream(ATTACH[role])()
         writer: asyncio.Task[None] | None = None
         try:
-            info, rest = self._introduction(await _first(call), decode_decode_frame)
+            info, rest = self._introduction(await _first(call))
             outbox = Outbox()
-            outbox.put(self._hello)
+            if role == "decode":
+                outbox.put(self._hello)
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
             self._outboxes[peer.name] = outbox
             self._hub.joined(peer, info)
             self._hub.heard(peer.name, rest)
             yield
             while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode_decode_frame(frame))
+                self._hub.heard(peer.name, decode_worker_frame(frame))
                 yield
         finally:
             self._outboxes.pop(peer.name, None)
@@ -181,29 +183,9 @@ class Links:
                 await _end(writer)
                 self._hub.lost(peer.name)
 
-    async def _watch(self, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
-        """One life of a prefill worker's stream; yields once per frame."""
-        call = channel.unary_stream(WATCH)(b"")
-        joined = False
-        try:
-            info, rest = self._introduction(await _first(call), decode_report_frame)
-            joined = True
-            self._hub.joined(peer, info)
-            self._hub.heard(peer.name, rest)
-            yield
-            while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode_report_frame(frame))
-                yield
-        finally:
-            call.cancel()
-            if joined:
-                self._hub.lost(peer.name)
-
-    def _introduction(
-        self, frame: bytes, decode: Decode
-    ) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
+    def _introduction(self, frame: bytes) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
         """Who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
-        records = decode(frame)
+        records = decode_worker_frame(frame)
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
@@ -216,7 +198,7 @@ class Links:
         return info, records[1:]
 
 
-async def _first(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> bytes:
+async def _first(call: grpc.aio.StreamStreamCall) -> bytes:
     """The first frame. Raises TimeoutError, or what the call ended with."""
     frame = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
     if frame is grpc.aio.EOF:

@@ -36,7 +36,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 Wrapped = TypeVar("Wrapped", bound=MetricWrapperBase)
 
 
-class Family(Generic[Wrapped]):
+class MetricFamily(Generic[Wrapped]):
     """One family with this process's labels filled in; `family[value, ...]` is a child by its own labels."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Snapshot(Collector):
         yield family
 
 
-class Asked(Collector):
+class PolledValues(Collector):
     """Values that are asked for when a page is rendered, by the thread that renders it. `read` must allow that."""
 
     def __init__(
@@ -121,12 +121,12 @@ class Families:
         )
         self._server: tuple[WSGIServer, Thread] | None = None
 
-    def counter(self, name: str, text: str, **labels: Sequence[str]) -> Family[Counter]:
+    def counter(self, name: str, text: str, **labels: Sequence[str]) -> MetricFamily[Counter]:
         return self._family(
             Counter(PREFIX + name, text, self._names(labels), registry=None), labels
         )
 
-    def gauge(self, name: str, text: str, **labels: Sequence[str]) -> Family[Gauge]:
+    def gauge(self, name: str, text: str, **labels: Sequence[str]) -> MetricFamily[Gauge]:
         return self._family(Gauge(PREFIX + name, text, self._names(labels), registry=None), labels)
 
     def snapshot(self, name: str, text: str, label: str, values: Sequence[str]) -> Snapshot:
@@ -141,7 +141,7 @@ class Families:
         """Values by `label` that `read` finds out when the page is rendered: a counter where `name` ends in _total,
         else a gauge."""
         family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        self.registry.register(Asked(family, PREFIX + name, text, self._own, label, read))
+        self.registry.register(PolledValues(family, PREFIX + name, text, self._own, label, read))
 
     def info(self, name: str, text: str, **labels: str) -> None:
         """A gauge that is always 1 and says something by its labels."""
@@ -150,7 +150,7 @@ class Families:
 
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
-    ) -> Family[Histogram]:
+    ) -> MetricFamily[Histogram]:
         return self._family(
             Histogram(
                 PREFIX + name, text, self._names(labels), buckets=tuple(buckets), registry=None
@@ -182,9 +182,9 @@ class Families:
     def _names(self, labels: dict[str, Sequence[str]]) -> list[str]:
         return [*self._own, *labels]
 
-    def _family(self, metric: Wrapped, labels: dict[str, Sequence[str]]) -> Family[Wrapped]:
+    def _family(self, metric: Wrapped, labels: dict[str, Sequence[str]]) -> MetricFamily[Wrapped]:
         self.registry.register(metric)
-        return Family(metric, tuple(self._own.values()), product(*labels.values()))
+        return MetricFamily(metric, tuple(self._own.values()), product(*labels.values()))
 
 
 class ProcessMetrics:

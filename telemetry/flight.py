@@ -22,7 +22,7 @@ LONGEST = 64
 SHOWN = 20
 
 
-class Event(msgspec.Struct, frozen=True):
+class FlightEvent(msgspec.Struct, frozen=True):
     at_s: float
     """Since the timeline began."""
     what: str
@@ -35,7 +35,7 @@ class Flight(msgspec.Struct, kw_only=True):
     request: str
     worker: str
     began_unix_s: float
-    events: list[Event] = []
+    events: list[FlightEvent] = []
     left_out: int = 0
     """Events that were dropped behind the first half of LONGEST."""
 
@@ -69,7 +69,7 @@ class FlightRecorder:
         if len(flight.events) >= LONGEST:
             del flight.events[LONGEST // 2]
             flight.left_out += 1
-        flight.events.append(Event(now - began_s, what, facts))
+        flight.events.append(FlightEvent(now - began_s, what, facts))
 
     def find(self, request: str) -> list[Flight]:
         """The flights of a request and of its samples (`request.1`, ..); none if it is unknown or long ago."""
@@ -101,5 +101,5 @@ class FlightRecorder:
         return iter([flight for _, flight in list(self._flights.values())])
 
 
-def _facts(event: Event) -> str:
+def _facts(event: FlightEvent) -> str:
     return "".join(f" {name}={value}" for name, value in event.facts.items())

@@ -13,8 +13,8 @@ DEVICE_MEMORY = ("tensors", "reserved", "used", "total")
 the device."""
 
 
-class Report(Protocol):
-    """Counts since the start, and bytes. Fulfilled by `transfer.nccl.room.NcclReport`."""
+class NcclReadings(Protocol):
+    """Counts since the start, and bytes. Fulfilled by `transfer.nccl.budget.NcclReport`."""
 
     built: int
     dropped: int
@@ -27,7 +27,7 @@ class Nccl(Protocol):
     """Fulfilled by `transfer.nccl.NcclTransport`; any thread may read both."""
 
     @property
-    def report(self) -> Report: ...
+    def report(self) -> NcclReadings: ...
 
     @property
     def communicators(self) -> int: ...

@@ -9,7 +9,7 @@ from telemetry.labels import SWAP_CHOICES, SWAP_FALLBACKS
 DIRECTIONS = ("out", "in")
 
 
-class Costs(Protocol):
+class SwapCosts(Protocol):
     """Fulfilled by `decode_worker.scheduler.swapping.KVCosts`."""
 
     @property
@@ -30,7 +30,7 @@ class Swaps(Protocol):
     def copied(self) -> Mapping[str, tuple[int, float]]: ...
 
     @property
-    def costs(self) -> Costs: ...
+    def costs(self) -> SwapCosts: ...
 
 
 class SwapMetrics:

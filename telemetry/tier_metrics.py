@@ -8,7 +8,7 @@ from telemetry.families import Families, Growth
 TIERS = ("host", "disk")
 
 
-class Counts(Protocol):
+class TierTotals(Protocol):
     """Totals since the worker started, by tier where there are two. Fulfilled by `engine.kv.tier_counts`."""
 
     saved_blocks: int
@@ -28,14 +28,14 @@ class Counts(Protocol):
     def evicted(self) -> Mapping[str, int]: ...
 
 
-class Tiers(Protocol):
+class TierReadings(Protocol):
     """Fulfilled by `engine.kv.tiers.Tiers`."""
 
     block_bytes: int
     disk_error: str
 
     @property
-    def counts(self) -> Counts: ...
+    def counts(self) -> TierTotals: ...
 
     @property
     def blocks(self) -> Mapping[str, int]: ...
@@ -75,7 +75,7 @@ class TierMetrics:
         self._growth = Growth()
         self._load_s = dict.fromkeys(TIERS, 0.0)
 
-    def seen(self, tiers: Tiers) -> None:
+    def seen(self, tiers: TierReadings) -> None:
         """The tiers as they are now."""
         counts, nbytes = tiers.counts, tiers.block_bytes
         for tier, blocks in tiers.blocks.items():

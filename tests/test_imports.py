@@ -12,12 +12,14 @@ OURS = (
     "cluster",
     "decode_worker",
     "engine",
+    "fakes",
     "kernels",
     "prefill_worker",
     "protos",
     "router",
     "telemetry",
     "transfer",
+    "worker",
 )
 
 # A package may import itself and these; an entry covers what lies below it. What is not listed (the
@@ -27,9 +29,10 @@ ALLOWED = {
     "protos": (),
     "telemetry": (),
     "engine": ("kernels",),
-    "transfer": ("engine.kv", "engine.types", "engine.messages", "kernels"),
-    "prefill_worker": ("engine", "transfer", "protos", "telemetry"),
-    "decode_worker": ("engine", "transfer", "protos", "telemetry"),
+    "transfer": ("engine.identity", "engine.kv", "engine.types", "engine.messages", "kernels"),
+    "worker": ("engine", "transfer", "telemetry"),
+    "prefill_worker": ("engine", "transfer", "worker", "telemetry"),
+    "decode_worker": ("engine", "transfer", "worker", "telemetry"),
     "router": (
         "protos",
         "telemetry",
@@ -51,10 +54,10 @@ PURE_FOLDERS = (
 
 # The same, file by file, where a folder holds other things too.
 PURE_FILES = (
-    "cluster/events.py",
-    "cluster/planner.py",
-    "cluster/slots.py",
-    "cluster/supervisor.py",
+    "cluster/processes/events.py",
+    "cluster/plan/planner.py",
+    "cluster/processes/slots.py",
+    "cluster/processes/supervisor.py",
     "engine/kv/block_pool.py",
     "engine/kv/disk_index.py",
     "engine/kv/fetches.py",
@@ -88,32 +91,25 @@ TORCH_FREE = (
     "engine/text/*.py",
     "router/*.py",
     "router/*/*.py",
-    "cluster/actors.py",
-    "cluster/ask.py",
-    "cluster/child.py",
-    "cluster/cli.py",
-    "cluster/config.py",
-    "cluster/hosting.py",
-    "cluster/launch.py",
-    "cluster/*_launcher.py",
-    "cluster/memory.py",
-    "cluster/plan*.py",
-    "cluster/shapes.py",
-    "cluster/supervisor.py",
+    "cluster/*.py",
+    "cluster/cli/__main__.py",
+    "cluster/cli/ask.py",
+    "cluster/plan/*.py",
+    "cluster/processes/*.py",
     "telemetry/*.py",
 )
 
 # Foreign packages that stay behind one border.
 CONFINED = {
-    "ray": ("cluster/*.py",),
+    "ray": ("cluster/processes/*.py",),
     "grpc": (
         "*/service.py",
         "decode_worker/peer.py",
         "router/dispatch.py",
         "router/grpc/client.py",
         "router/server.py",
-        "transfer/rpc.py",
         "protos/*.py",
+        "worker/rpc.py",
     ),
     "triton": ("kernels/*.py",),
     "transformers": ("benchmarks/checkpoint.py",),
@@ -298,7 +294,7 @@ def test_environment_is_read_in_one_place() -> None:
         f"{relative(path)}:{node.lineno}"
         for path in sources(*OURS)
         # Benchmarks that tell their own worker processes, or Triton, something; nobody sets it.
-        if not matches(path, ("cluster/*.py", *BENCHMARKS_WITH_PROCESSES))
+        if not matches(path, ("cluster/*.py", "cluster/*/*.py", *BENCHMARKS_WITH_PROCESSES))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]

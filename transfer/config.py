@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from transfer.handoff.algorithms import AS_STORED, WP64, XXH3
+from transfer.handoff.negotiation import AS_STORED, WP64, XXH3
 
 
 class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):

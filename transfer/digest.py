@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from kernels.wp64 import wp64
-from transfer.handoff.algorithms import WP64, XXH3, digest_shape
-from transfer.rows import block_rows
+from transfer.handoff.negotiation import WP64, XXH3, digest_shape
 
 _SAMPLING = 0x6865616472616365
 """Seed of the draw, so that a block's share in it tells nothing about its digest."""
@@ -92,3 +92,19 @@ def _xxh3(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:
 def _wp64(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:
     heads = np.frombuffer(view, dtype=np.uint8).reshape(layout.kv_heads, layout.head_bytes)
     return wp64(heads, digest_shape(layout), tokens)
+
+
+def block_rows(view: memoryview, layout: KVLayout) -> list[npt.NDArray[np.uint8]]:
+    """Views `[kv_heads, layers, 2, block_size, bytes]` of one block: its rows and, for 8-bit ones, their scales.
+
+    Raises ValueError where the block has another size.
+    """
+    heads = np.frombuffer(view, dtype=np.uint8).reshape(layout.kv_heads, layout.head_bytes)
+    rows = layout.layers * 2 * layout.block_size
+    # The split of a contiguous last dimension is a view, never a copy.
+    return [
+        heads[:, plane.offset : plane.offset + rows * plane.row_bytes].reshape(
+            layout.kv_heads, layout.layers, 2, layout.block_size, plane.row_bytes
+        )
+        for plane in layout.planes
+    ]

@@ -7,12 +7,11 @@ import msgspec
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from transfer.digest import Tally, binding, block_digest, is_sampled
-from transfer.handoff.algorithms import AS_STORED
 from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
-from transfer.handoff.negotiation import Agreement, unit
+from transfer.handoff.negotiation import AS_STORED, Agreement, unit
 from transfer.host.landing import InPlace, Repacked
 from transfer.host.narrow import convert
-from transfer.transport import KVMemory, Span, Transport
+from transfer.transport import BlockSlice, KVMemory, Transport
 
 
 class Checked(Protocol):
@@ -99,9 +98,9 @@ class Route:
         return fits
 
 
-def _span(form: KVLayout, layout: KVLayout) -> Span:
+def _span(form: KVLayout, layout: KVLayout) -> BlockSlice:
     """The bytes of a block of `layout` that hold the heads of `form`, or its size where it is made of them."""
     if form.dtype != layout.dtype:
-        return Span(0, form.block_bytes, layout.block_bytes)
+        return BlockSlice(0, form.block_bytes, layout.block_bytes)
     offset = (form.first_head - layout.first_head) * layout.head_bytes
-    return Span(offset, form.block_bytes, layout.block_bytes)
+    return BlockSlice(offset, form.block_bytes, layout.block_bytes)

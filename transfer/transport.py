@@ -38,7 +38,7 @@ class Move(msgspec.Struct, frozen=True):
     remote: tuple[tuple[BlockId, int], ...] = ()
 
 
-class Span(msgspec.Struct, frozen=True):
+class BlockSlice(msgspec.Struct, frozen=True):
     """The bytes of each block of `block_bytes` that travel: all, or the contiguous slice of the KV heads that both
     workers hold; of blocks that are converted on the way, `nbytes` each."""
 
@@ -127,7 +127,7 @@ class Transport(Protocol[LandingT, PackedT]):
     def describe(self) -> Endpoint:
         """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Make a peer reachable: `sent` of each block of this worker goes there, `received` of each of the peer's comes
         from there. Raises TransferError."""
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import describe as describe_host
 from benchmarks.gpu import stages
 from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.goals import judged
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.stages import Outcome
+from cluster.bench.environment import describe as describe_host
 from kernels.configs import DRY_RUN
 
 FILE = "gpu.json"

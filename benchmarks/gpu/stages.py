@@ -3,8 +3,8 @@ too long costs nobody else anything.
 
 The processes are forked from a server that has imported torch and has not touched the GPU. Each leads a process group,
 which is killed at the end, so that nothing of a part is left behind; workers that a part has started in sessions of
-their own end by themselves when it does (`cluster.child`). A part's time is its own budget and whatever those before it
-have not used.
+their own end by themselves when it does (`cluster.processes.child`). A part's time is its own budget and whatever those
+before it have not used.
 """
 
 import multiprocessing

@@ -23,15 +23,14 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.environment import describe
 from benchmarks.gpu.card import Card
+from cluster.bench.environment import describe
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from transfer.config import NcclConfig, TransferConfig
-from transfer.handoff.algorithms import WP64
 from transfer.handoff.commands import (
     Connect,
     IncomingBlock,
@@ -44,7 +43,7 @@ from transfer.handoff.commands import (
     Rows,
     Unreachable,
 )
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import WP64, Agreement
 from transfer.mover import Mover
 from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport

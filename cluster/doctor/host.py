@@ -21,9 +21,10 @@ from cluster.config import ClusterConfig, ConfigError
 from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import gpu_checks
 from cluster.memory import available_bytes
-from cluster.processors import usable_cores
+from cluster.processes.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
+from engine.config import EngineConfig, TierConfig
 
 FILES = (1024, 8192)
 """Open files of a process: fewer than the first fail under load, fewer than the second may with many workers."""
@@ -115,19 +116,27 @@ def _port(name: str, host: str, port: int, ours: bool) -> Check:
 
 def _memory(config: ClusterConfig) -> Iterator[Check]:
     free = available_bytes()
-    pools = [(config.prefill.engine, config.prefill_workers)]
-    pools += [(config.decode.engine, config.decode_workers)]
-    wanted = sum(e.pool_bytes * n for e, n in pools if isinstance(e.pool_bytes, int))
-    found = f"{format_size(free)} available, the KV pools take {format_size(wanted)}"
-    fix = "smaller prefill.engine.pool_bytes and decode.engine.pool_bytes, or fewer workers"
+    wanted = config.prefill_workers * _taken_bytes(config.prefill.engine, config.prefill.tiers)
+    wanted += config.decode_workers * _taken_bytes(config.decode.engine, config.decode.tiers)
+    found = f"{format_size(free)} available, workers take {format_size(wanted)} at start"
+    fix = "fewer workers, or smaller engine.pool_bytes (on a GPU: tiers.host_bytes) of prefill and decode"
     yield Check("memory", "ok" if wanted < free else "fail", found, "" if wanted < free else fix)
     workers = config.prefill_workers + config.decode_workers
     cores = usable_cores()
-    threads = sum(e.threads * n for e, n in pools)
+    threads = config.prefill_workers * config.prefill.engine.threads
+    threads += config.decode_workers * config.decode.engine.threads
     crowded = threads > cores and config.prefill.engine.threads > 1
     found = f"{cores} cores for {workers} workers with {threads} compute threads"
     fix = "lower prefill.engine.threads and decode.engine.threads: crowded threads cost latency"
     yield Check("cores", "warn" if crowded else "ok", found, fix if crowded else "")
+
+
+def _taken_bytes(engine: EngineConfig, tiers: TierConfig) -> int:
+    """What a worker takes of this host's memory before it serves: its pool, or beside a GPU the host tier, which is
+    locked. A pool that is sized by what is available fits by itself."""
+    if engine.device != "cpu":
+        return tiers.host_bytes
+    return 0 if engine.pool_bytes == "auto" else engine.pool_bytes
 
 
 def _shared_memory() -> Iterator[Check]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.request import Request, RequestState
-from engine.beam import BeamSearch, Step
+from engine.beam import BeamSearch, BeamStep
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import banned_tokens, end_tokens
 from engine.step import Candidates, Row
@@ -117,7 +117,7 @@ class Beams:
         self._follow(request, live, steps)
         return None
 
-    def _follow(self, request: Request, live: _Live, steps: Sequence[Step]) -> None:
+    def _follow(self, request: Request, live: _Live, steps: Sequence[BeamStep]) -> None:
         before, heirs = live.hypotheses, dict[int, _Hypothesis]()
         live.hypotheses = []
         for step in steps:

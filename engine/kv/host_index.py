@@ -10,7 +10,7 @@ The line is least recently used first. A pinned slot is in nobody's way: it is b
 from collections import OrderedDict
 from itertools import islice
 
-from engine.kv.tier_io import Slot
+from engine.kv.tier_io import TierSlot
 
 
 class HostIndex:
@@ -18,8 +18,8 @@ class HostIndex:
 
     def __init__(self, slots: int) -> None:
         self.total = slots
-        self._free = [Slot(index) for index in range(slots - 1, -1, -1)]
-        self._slots: dict[bytes, Slot] = {}
+        self._free = [TierSlot(index) for index in range(slots - 1, -1, -1)]
+        self._slots: dict[bytes, TierSlot] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._pins: dict[bytes, int] = {}
         self._spoilt: set[bytes] = set()
@@ -39,10 +39,10 @@ class HostIndex:
         """Slots that are free or would give way."""
         return len(self._free) + len(self._idle)
 
-    def slot(self, identity: bytes) -> Slot:
+    def slot(self, identity: bytes) -> TierSlot:
         return self._slots[identity]
 
-    def put(self, identity: bytes) -> tuple[Slot | None, bytes | None]:
+    def put(self, identity: bytes) -> tuple[TierSlot | None, bytes | None]:
         """A slot for a block that has none (None: all are pinned), and who was forgotten for it. Last in line."""
         forgotten = None
         if not self._free:
@@ -59,7 +59,7 @@ class HostIndex:
         if identity in self._idle:
             self._idle.move_to_end(identity)
 
-    def pin(self, identity: bytes) -> Slot:
+    def pin(self, identity: bytes) -> TierSlot:
         """Out of the line until it is unpinned as often."""
         self._idle.pop(identity, None)
         self._pins[identity] = self._pins.get(identity, 0) + 1

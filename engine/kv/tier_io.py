@@ -6,7 +6,7 @@ from engine.types import BlockId
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TierSlot:
     """Where a block lies in host memory."""
 
     index: int
@@ -20,7 +20,7 @@ class OnDisk:
     at: int
 
 
-Place = Slot | OnDisk
+Place = TierSlot | OnDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Save:
     """Copy a device block into host memory, at once: before anybody writes to the block again."""
 
     block: BlockId
-    slot: Slot
+    slot: TierSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Store:
     number: int
     identities: tuple[bytes, ...]
     blocks: tuple[BlockId, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TierSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TierLoad:
     """Copy blocks into device blocks, in order, up to the first that is not whole. Answered by `Loaded`."""
 
     number: int
@@ -58,11 +58,11 @@ class Spill:
 
     segment: int
     identities: tuple[bytes, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TierSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class TierDrop:
     """Remove a segment's file."""
 
     segment: int
@@ -111,5 +111,5 @@ class TiersDied:
     error: str
 
 
-TierCommand = Save | Store | Load | Spill | Drop
+TierCommand = Save | Store | TierLoad | Spill | TierDrop
 TierEvent = Stored | Loaded | Spilled | DiskHung

@@ -5,11 +5,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv.tier_io import Slot
+from engine.kv.tier_io import TierSlot
 from engine.types import BlockId
 
 
-class DeviceMemory(Protocol):
+class TierDeviceMemory(Protocol):
     """Fulfilled by `engine.kv.paged.KVTensors`, on any device."""
 
     @property
@@ -26,5 +26,5 @@ class HostMemory:
     def __init__(self, slots: int, block_bytes: int, *, pinned: bool = False) -> None:
         self.memory = torch.empty(slots, block_bytes, dtype=torch.uint8, pin_memory=pinned)
 
-    def block(self, slot: Slot) -> memoryview:
+    def block(self, slot: TierSlot) -> memoryview:
         return self.memory[slot.index].numpy().data

@@ -19,22 +19,22 @@ from collections.abc import Callable, Iterable
 from engine.kv.segments import SegmentFolder, block_digest
 from engine.kv.tier_io import (
     DiskHung,
-    Drop,
-    Load,
     Loaded,
     OnDisk,
     Place,
     Save,
-    Slot,
     Spill,
     Spilled,
     Store,
     Stored,
     TierCommand,
+    TierDrop,
     TierEvent,
+    TierLoad,
     TiersDied,
+    TierSlot,
 )
-from engine.kv.tier_memory import DeviceMemory, HostMemory
+from engine.kv.tier_memory import HostMemory, TierDeviceMemory
 from engine.types import BlockId
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 NO_DIGEST = -1
 """No block has it: what was not stored whole is never loaded as if it were."""
 _STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
-_URGENCY = {Store: _STORE, Load: _LOAD, Drop: _DROP, Spill: _SPILL}
+_URGENCY = {Store: _STORE, TierLoad: _LOAD, TierDrop: _DROP, Spill: _SPILL}
 
 
 class TierMover:
@@ -50,7 +50,7 @@ class TierMover:
 
     def __init__(
         self,
-        device: DeviceMemory,
+        device: TierDeviceMemory,
         host: HostMemory,
         folder: SegmentFolder | None,
         on_event: Callable[[TierEvent | TiersDied], None],
@@ -61,7 +61,7 @@ class TierMover:
         self._is_cpu = device.memory.device.type == "cpu"
         self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
-        self._digests: dict[Slot, int] = {}
+        self._digests: dict[TierSlot, int] = {}
         """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
@@ -107,11 +107,11 @@ class TierMover:
                     raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
                 case Spill(segment):
                     answer = Spilled(segment, why)
-                case Load(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
+                case TierLoad(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
                     answer = self._loaded
-                case Load() | Store():
+                case TierLoad() | Store():
                     raise RuntimeError(f"the tier thread is stuck in one copy: {why}")
-                case Drop():
+                case TierDrop():
                     pass
             log.warning("the disk tier does not answer, and is given up: %s", why)
             self._under_way, self._folder = None, None
@@ -168,11 +168,11 @@ class TierMover:
         match command:
             case Store():
                 self._answer(self._store(command))
-            case Load():
+            case TierLoad():
                 self._answer(self._load(command))
             case Spill():
                 self._answer(self._spill(command))
-            case Drop(segment) if self._folder is not None:
+            case TierDrop(segment) if self._folder is not None:
                 try:
                     self._folder.drop(segment)
                 except OSError as error:  # the next life finds it, and takes it over
@@ -209,8 +209,8 @@ class TierMover:
             if not self._is_abandoned:
                 self._beats += 1
 
-    def _load(self, load: Load) -> Loaded:
-        seconds = {Slot: 0.0, OnDisk: 0.0}
+    def _load(self, load: TierLoad) -> Loaded:
+        seconds = {TierSlot: 0.0, OnDisk: 0.0}
         loaded = Loaded(load.number, 0, 0.0, 0.0)
         for count, (ident, place, target) in enumerate(
             zip(load.identities, load.places, load.targets, strict=True), start=1
@@ -224,16 +224,16 @@ class TierMover:
             if not self._fill(target, ident, place):
                 break
             seconds[type(place)] += time.perf_counter() - started_s
-            loaded = Loaded(load.number, count, seconds[Slot], seconds[OnDisk])
+            loaded = Loaded(load.number, count, seconds[TierSlot], seconds[OnDisk])
         return loaded
 
     def _fill(self, target: BlockId, ident: bytes, place: Place) -> bool:
         """False: there is no such block, or it is not whole."""
-        if isinstance(place, Slot):
+        if isinstance(place, TierSlot):
             return self._lift(place, ident, target)
         return self._read(place, ident, target)
 
-    def _lift(self, slot: Slot, ident: bytes, target: BlockId) -> bool:
+    def _lift(self, slot: TierSlot, ident: bytes, target: BlockId) -> bool:
         self._device.memory[target].copy_(self._host.memory[slot.index])
         if slot not in self._digests:
             return True
@@ -242,7 +242,7 @@ class TierMover:
 
     def _read(self, place: OnDisk, ident: bytes, target: BlockId) -> bool:
         folder, staging = self._folder, self._staging
-        if folder is None or not folder.read(place.segment, place.at, ident, staging.block(Slot(0))):
+        if folder is None or not folder.read(place.segment, place.at, ident, staging.block(TierSlot(0))):
             return False
         with self._lock:
             if self._is_abandoned:

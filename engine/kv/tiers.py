@@ -2,7 +2,7 @@
 
     device cache --evicted: Save--> host --the oldest, ahead of time: Spill--> disk --segment dropped--> forgotten
                  --kept: Store---->
-                 <------Load------       <----------------Load----------------
+                 <----TierLoad----       <--------------TierLoad--------------
 
 Whole blocks only. They are found by identity, which chains tokens, namespace and model: a tenant finds in a tier what
 it finds on the device, its own. A block that is loaded stays in its tier, so that evicting it again costs no copy.
@@ -26,19 +26,19 @@ from engine.kv.tier_cost import TierCost
 from engine.kv.tier_counts import TierCounts
 from engine.kv.tier_io import (
     DiskHung,
-    Drop,
-    Load,
     Loaded,
     OnDisk,
     Place,
     Save,
-    Slot,
     Spill,
     Spilled,
     Store,
     Stored,
     TierCommand,
+    TierDrop,
     TierEvent,
+    TierLoad,
+    TierSlot,
 )
 from engine.types import BlockId
 
@@ -65,7 +65,7 @@ class Tiers:
         """Why the disk tier was given up."""
         self._segment_blocks = min(SEGMENT_BLOCKS, max(1, host_blocks // 4))
         self._ahead_blocks = min(AHEAD_SEGMENTS * self._segment_blocks, host_blocks // 2)
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, TierLoad] = {}
         self._stores: dict[int, Store] = {}
         self._storing: dict[bytes, int] = {}
         """By identity, in which store."""
@@ -128,9 +128,9 @@ class Tiers:
         assert self.disk is not None
         for number, nbytes, identities in segments:
             segment, dropped, _ = self.disk.reserve(nbytes, number)
-            self._commands += [Drop(one) for one in dropped]
+            self._commands += [TierDrop(one) for one in dropped]
             if segment is None:
-                self._commands.append(Drop(number))
+                self._commands.append(TierDrop(number))
             else:
                 self.disk.written(segment, identities)
 
@@ -140,7 +140,7 @@ class Tiers:
             return
         segments, identities = self.disk.clear()
         self.disk, self.disk_error = None, error
-        self._commands += [Drop(segment) for segment in segments]
+        self._commands += [TierDrop(segment) for segment in segments]
         self._forget(identities)
 
     # up
@@ -177,7 +177,7 @@ class Tiers:
     def load(self, places: tuple[Place, ...], identities: Sequence[bytes], targets: Sequence[BlockId]) -> int:
         """Fill device blocks from pinned places, which are unpinned when it is done; returns the load's number."""
         self._numbers += 1
-        load = Load(self._numbers, tuple(identities), places, tuple(targets))
+        load = TierLoad(self._numbers, tuple(identities), places, tuple(targets))
         self._loads[load.number] = load
         self._commands.append(load)
         return load.number
@@ -230,11 +230,11 @@ class Tiers:
         if event.blocks < len(load.places):
             broken = load.places[event.blocks]
             self.counts.broken_blocks += 1
-            if isinstance(broken, Slot):
+            if isinstance(broken, TierSlot):
                 self.host.spoil(load.identities[event.blocks])
             elif self.disk is not None and self.disk.has(broken.segment):
                 self._forget(self.disk.remove(broken.segment))
-                self._commands.append(Drop(broken.segment))
+                self._commands.append(TierDrop(broken.segment))
         self.unpin(load.places, load.identities)
 
     def _spill_ahead(self) -> None:
@@ -247,7 +247,7 @@ class Tiers:
             return
         nbytes = segment_bytes(len(unwritten), self.block_bytes)
         segment, dropped, forgotten = self.disk.reserve(nbytes)
-        self._commands += [Drop(one) for one in dropped]
+        self._commands += [TierDrop(one) for one in dropped]
         self.counts.evicted["disk"] += len(forgotten)
         self._forget(forgotten)
         if segment is None:
@@ -268,7 +268,7 @@ class Tiers:
             return
         self.disable_disk(error)
 
-    def _put(self, ident: bytes) -> Slot | None:
+    def _put(self, ident: bytes) -> TierSlot | None:
         """A pinned slot for a block that has none; None where all are pinned."""
         slot, forgotten = self.host.put(ident)
         if forgotten is not None:

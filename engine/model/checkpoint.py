@@ -1,5 +1,6 @@
 """What a reader of somebody else's model files offers, and the arithmetic both readers share."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -34,6 +35,15 @@ class Checkpoint(Protocol):
 
     def text(self) -> TextFiles:
         """Tokenizer, chat template and special ids."""
+
+
+_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def most_of(bytes_by_type: Mapping[str, int]) -> str:
+    """The type of most bytes: norms are kept in 32 bits beside matrices of any other."""
+    kind = max(bytes_by_type, key=bytes_by_type.__getitem__, default="F32")
+    return _TYPES.get(kind, kind)
 
 
 def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:

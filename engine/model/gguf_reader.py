@@ -105,6 +105,14 @@ class GGUFFile:
         """Rows first, unlike in the file."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
+    def bytes_by_type(self) -> dict[str, int]:
+        """How many bytes of tensors there are of each type, by GGML's name for it."""
+        sizes: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            kind = tensor.tensor_type.name
+            sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
+        return sizes
+
     def read(self, name: str) -> FloatArray:
         """A tensor, dequantized to 32 bits."""
         if (codes := self.codes(name)) is not None:

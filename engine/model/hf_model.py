@@ -1,10 +1,12 @@
 """A Hugging Face directory as a checkpoint: config.json, *.safetensors and tokenizer.json. Pickles are refused."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.model.checkpoint import most_of
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import (
     PICKLES,
@@ -51,6 +53,24 @@ class HFModel:
 
     def text(self) -> TextFiles:
         return text_files(self.path, self._raw).of_model(self.config)
+
+
+def stored_dtype(path: Path) -> str:
+    """See `engine.model.opening.stored_dtype`: what config.json says (`dtype` since transformers 4.56, `torch_dtype`
+    before), else the type of most bytes of the weights."""
+    said = said_dtype(read_json(path / "config.json"))
+    if said is not None:
+        return said
+    sizes: Counter[str] = Counter()
+    for shard in shards(path):
+        sizes.update(SafetensorsFile(shard).bytes_by_type())
+    return most_of(sizes)
+
+
+def said_dtype(raw: dict[str, Any]) -> str | None:
+    """The type of the weights that a config.json whose content is `raw` names, if it does."""
+    said = raw.get("dtype") or raw.get("torch_dtype")
+    return said.removeprefix("torch.") if isinstance(said, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -44,6 +44,14 @@ class SafetensorsFile:
     def names(self) -> list[str]:
         return list(self._entries)
 
+    def bytes_by_type(self) -> dict[str, int]:
+        """How many bytes of tensors there are of each type, by the format's name for it."""
+        sizes: dict[str, int] = {}
+        for entry in self._entries.values():
+            first, last = entry.data_offsets
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + last - first
+        return sizes
+
     def read(self, name: str) -> FloatArray:
         """The tensor in 32 bits; KeyError if the file does not have it."""
         entry = self._entries[name]

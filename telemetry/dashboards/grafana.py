@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from telemetry.dashboards.measures import PANELS
-from telemetry.dashboards.panel import INFINITY, Dashboard, Panel, Row
+from telemetry.dashboards.panel import INFINITY, Dashboard, Panel, PanelRow
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "headrace"
@@ -83,7 +83,7 @@ def _annotations() -> Iterator[dict[str, Any]]:
         }
 
 
-def _panels(rows: tuple[Row, ...]) -> Iterator[dict[str, Any]]:
+def _panels(rows: tuple[PanelRow, ...]) -> Iterator[dict[str, Any]]:
     """Rows from top to bottom; within a row, panels from left to right, wrapped at Grafana's 24 columns."""
     number, top = 1, 0
     for row in rows:

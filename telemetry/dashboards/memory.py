@@ -3,7 +3,7 @@
 from telemetry.dashboards import measures, swaps, tiers
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
 from telemetry.dashboards.promql import share
 
 _AVAILABLE = S.sum("kv_blocks", TARGET, state="free|cached")
@@ -13,7 +13,7 @@ MEMORY = Dashboard(
     "Headrace: KV memory",
     "Blocks by state, time to full, prefix hits",
     (
-        Row(
+        PanelRow(
             "Who holds the blocks?",
             (
                 one(
@@ -62,7 +62,7 @@ MEMORY = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What are the caches worth?",
             (
                 one(
@@ -102,7 +102,7 @@ MEMORY = Dashboard(
         ),
         tiers.ROW,
         swaps.ROW,
-        Row(
+        PanelRow(
             "Do the books balance?",
             (
                 one(

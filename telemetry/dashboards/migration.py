@@ -3,7 +3,7 @@
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
 from telemetry.dashboards.promql import share
 
 MIGRATION = Dashboard(
@@ -11,7 +11,7 @@ MIGRATION = Dashboard(
     "Headrace: migration",
     "How fast blocks move, how often attempts fail, what the digests say",
     (
-        Row(
+        PanelRow(
             "How fast?",
             (
                 Panel(
@@ -63,7 +63,7 @@ MIGRATION = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "How well?",
             (
                 one(
@@ -110,7 +110,7 @@ MIGRATION = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Are the bytes right?",
             (
                 one(
@@ -138,7 +138,7 @@ MIGRATION = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What does NCCL take? (zero without it)",
             (
                 one(

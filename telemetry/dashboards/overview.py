@@ -2,7 +2,7 @@
 
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
-from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
 
 
 def quantiles(title: str, text: str, name: str) -> Panel:
@@ -30,7 +30,7 @@ OVERVIEW = Dashboard(
     "Headrace: overview",
     "Health, speed and the pools at a glance",
     (
-        Row(
+        PanelRow(
             "Is it healthy?",
             (
                 one(
@@ -90,7 +90,7 @@ OVERVIEW = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Is it fast?",
             (
                 quantiles("Time to first token", "Arrival to first token.", "request_ttft_seconds"),
@@ -123,7 +123,7 @@ OVERVIEW = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What is short?",
             (
                 one(

@@ -4,7 +4,7 @@ from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
 from telemetry.dashboards.overview import HINT
-from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
 from telemetry.dashboards.promql import share
 
 _BUSY = measures.busy(S, TARGET)
@@ -14,7 +14,7 @@ POOLS = Dashboard(
     "Headrace: pools and balance",
     "Prefill against decode, and worker against worker",
     (
-        Row(
+        PanelRow(
             "Which pool is short?",
             (
                 HINT,
@@ -65,7 +65,7 @@ POOLS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What do the workers do?",
             (
                 one(

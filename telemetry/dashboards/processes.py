@@ -3,14 +3,14 @@
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Dashboard, Proof, Row, one
+from telemetry.dashboards.panel import Dashboard, PanelRow, Proof, one
 
 PROCESSES = Dashboard(
     "processes",
     "Headrace: processes",
     "Up, restarts, processor, memory, files",
     (
-        Row(
+        PanelRow(
             "Who is up?",
             (
                 one(
@@ -74,7 +74,7 @@ PROCESSES = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What do they use?",
             (
                 one(
@@ -111,7 +111,7 @@ PROCESSES = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What are they?",
             (
                 one(

@@ -3,14 +3,14 @@
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.overview import quantiles
-from telemetry.dashboards.panel import Dashboard, Proof, Row, one
+from telemetry.dashboards.panel import Dashboard, PanelRow, Proof, one
 
 REQUESTS = Dashboard(
     "requests",
     "Headrace: requests and stages",
     "The nine stages of a request, and how requests end",
     (
-        Row(
+        PanelRow(
             "Where does the time go?",
             (
                 one(
@@ -55,7 +55,7 @@ REQUESTS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What do callers see?",
             (
                 quantiles("Time to first token", "Arrival to first token.", "request_ttft_seconds"),
@@ -83,7 +83,7 @@ REQUESTS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What went wrong?",
             (
                 one(

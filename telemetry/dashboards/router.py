@@ -2,14 +2,14 @@
 
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
-from telemetry.dashboards.panel import Dashboard, Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
 
 ROUTER = Dashboard(
     "router",
     "Headrace: router",
     "Placements, beliefs about caches, the router's own time",
     (
-        Row(
+        PanelRow(
             "Where do requests go?",
             (
                 one(
@@ -41,7 +41,7 @@ ROUTER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "Are its beliefs right?",
             (
                 Panel(
@@ -69,7 +69,7 @@ ROUTER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             "What does it cost?",
             (
                 Panel(

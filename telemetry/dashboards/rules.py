@@ -10,7 +10,7 @@ from telemetry.dashboards.panel import INFINITY
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordingRule:
     """`low` and `high` bound every value that a sound cluster can show."""
 
     name: str
@@ -20,19 +20,19 @@ class Recording:
 
 
 RECORDINGS = (
-    Recording(
+    RecordingRule(
         "headrace:request_ttft_seconds:p99", S.quantile(0.99, "request_ttft_seconds", "model")
     ),
-    Recording("headrace:request_itl_seconds:p99", S.quantile(0.99, "request_itl_seconds", "model")),
-    Recording("headrace:slo_met:ratio", measures.slo_met(S), high=1),
-    Recording("headrace:requests_failed:ratio", measures.failed(S), high=1),
-    Recording("headrace:requests_rejected:ratio", measures.rejected(S), high=1),
-    Recording("headrace:prefill_pressure:ratio", measures.prefill_pressure(S)),
-    Recording("headrace:decode_pressure:ratio", measures.decode_pressure(S)),
-    Recording("headrace:pool_hint:sign", measures.hint(S), low=-1, high=1),
-    Recording("headrace:kv_used:ratio", measures.kv_used(S, TARGET), high=1),
-    Recording("headrace:migrations_failed:ratio", measures.migrations_failed(S), high=1),
-    Recording("headrace:expected_hits_real:ratio", measures.honesty(S)),
+    RecordingRule("headrace:request_itl_seconds:p99", S.quantile(0.99, "request_itl_seconds", "model")),
+    RecordingRule("headrace:slo_met:ratio", measures.slo_met(S), high=1),
+    RecordingRule("headrace:requests_failed:ratio", measures.failed(S), high=1),
+    RecordingRule("headrace:requests_rejected:ratio", measures.rejected(S), high=1),
+    RecordingRule("headrace:prefill_pressure:ratio", measures.prefill_pressure(S)),
+    RecordingRule("headrace:decode_pressure:ratio", measures.decode_pressure(S)),
+    RecordingRule("headrace:pool_hint:sign", measures.hint(S), low=-1, high=1),
+    RecordingRule("headrace:kv_used:ratio", measures.kv_used(S, TARGET), high=1),
+    RecordingRule("headrace:migrations_failed:ratio", measures.migrations_failed(S), high=1),
+    RecordingRule("headrace:expected_hits_real:ratio", measures.honesty(S)),
 )
 
 

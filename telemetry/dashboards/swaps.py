@@ -2,9 +2,9 @@
 
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Panel, Query, Row, one
+from telemetry.dashboards.panel import Panel, PanelRow, Query, one
 
-ROW = Row(
+ROW = PanelRow(
     "Is there too little of it?",
     (
         one(

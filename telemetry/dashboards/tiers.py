@@ -2,9 +2,9 @@
 
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.measures import TARGET
-from telemetry.dashboards.panel import Panel, Proof, Query, Row, one
+from telemetry.dashboards.panel import Panel, PanelRow, Proof, Query, one
 
-ROW = Row(
+ROW = PanelRow(
     "What comes back from below the device?",
     (
         one(

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.beside import main
-from benchmarks.peers import Peer, free_port, other, running
-from cluster.spec import LaunchError
+from benchmarks.peers import PeerServer, free_port, other, running
+from cluster.processes.spec import LaunchError
 
 SERVER = """
 import http.server, subprocess, sys
@@ -38,7 +38,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_a_server_is_ended_with_all_of_its_processes(tmp_path: Path) -> None:
     port = free_port()
     with (tmp_path / "log").open("w+b") as log:
-        with running(Peer("small", (sys.executable, "-c", SERVER, str(port))), port, log) as (pid, first_token_s):
+        with running(PeerServer("small", (sys.executable, "-c", SERVER, str(port))), port, log) as (pid, first_token_s):
             assert 0 < first_token_s < 60
             log.seek(0)
             child = int(log.readline())
@@ -56,7 +56,7 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     with (
         (tmp_path / "log").open("w+b") as log,
         pytest.raises(LaunchError, match="broken does not serve"),
-        running(Peer("broken", (sys.executable, "-c", "raise SystemExit(3)")), free_port(), log),
+        running(PeerServer("broken", (sys.executable, "-c", "raise SystemExit(3)")), free_port(), log),
     ):
         pass
     assert time.monotonic() - began_s < 30

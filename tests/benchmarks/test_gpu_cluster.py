@@ -23,7 +23,7 @@ from benchmarks.gpu.random_model import save_checkpoint
 from benchmarks.gpu.reference import Reference
 from benchmarks.gpu.stages import Outcome, run
 from benchmarks.gpu.workers import Answer, running
-from cluster.process_launcher import ProcessChild, ProcessLauncher
+from cluster.processes.process_launcher import ProcessChild, ProcessLauncher
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.model.cache import prepare

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from benchmarks import deterministic, migration, recovery
-from benchmarks.bed import Answer
-from benchmarks.counting import Counts
+from benchmarks.bed import TimedAnswer
+from benchmarks.counting import CopyCounts
 from benchmarks.figures import middle, write_json
 from engine.config import EngineConfig
 from engine.messages import RequestStats
@@ -54,13 +54,13 @@ class _UnmovedBed:
     def pids(self, role: str) -> dict[str, int]:
         return {f"{role}-0": self._pid}
 
-    def counts(self, role: str) -> dict[str, Counts]:
-        return {f"{role}-0": Counts()}
+    def counts(self, role: str) -> dict[str, CopyCounts]:
+        return {f"{role}-0": CopyCounts()}
 
     def replaced(self, name: str, old_pid: int) -> None:
         pass
 
-    def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: object = None) -> Answer:
+    def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: object = None) -> TimedAnswer:
         finished = Finished(
             reason=FinishReason.LENGTH,
             prompt_tokens=len(prompt),
@@ -72,7 +72,7 @@ class _UnmovedBed:
             itl_p99_s=0.01,
             e2e_s=0.02,
         )
-        return Answer([1, 2], [0.01, 0.02], finished)
+        return TimedAnswer([1, 2], [0.01, 0.02], finished)
 
 
 def test_a_kill_without_effect_is_no_figure() -> None:

@@ -29,11 +29,11 @@ from engine.kv.layout import KVLayout
 from engine.types import BlockId
 from tests.integration.fake_device import fake_device
 
-ROWS = traces.make(traces.Shape(rows=400), seed=3)
+ROWS = traces.make(traces.TraceShape(rows=400), seed=3)
 
 
 def test_a_trace_is_made_from_its_seed() -> None:
-    assert traces.make(traces.Shape(rows=200), 3) == ROWS[:200] != traces.make(traces.Shape(rows=200), 4)
+    assert traces.make(traces.TraceShape(rows=200), 3) == ROWS[:200] != traces.make(traces.TraceShape(rows=200), 4)
     assert [row.timestamp for row in ROWS] == sorted(row.timestamp for row in ROWS)
     assert all(len(row.hash_ids) == -(-row.input_length // 512) for row in ROWS)
     parents: dict[int, int] = {}
@@ -51,7 +51,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_ideal_reuse_counts_prefixes_only() -> None:
     """The last block of a prompt counts with the tokens it has."""
-    rows = [traces.Row(0, 1024, 1, [1, 2]), traces.Row(1, 600, 1, [1, 2]), traces.Row(2, 600, 1, [9, 3])]
+    rows = [traces.TraceRow(0, 1024, 1, [1, 2]), traces.TraceRow(1, 600, 1, [1, 2]), traces.TraceRow(2, 600, 1, [9, 3])]
     assert traces.ideal(rows) == (2 / 6, 600 / 2224)
 
 
@@ -81,7 +81,7 @@ def _best(asked: list[int], cached: frozenset[int], capacity: int) -> int:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
     asked = [Random(seed * 100 + at).randrange(5) for at in range(14)]
-    rows = [traces.Row(at, 512, 1, [block]) for at, block in enumerate(asked)]
+    rows = [traces.TraceRow(at, 512, 1, [block]) for at, block in enumerate(asked)]
     assert eviction.belady(rows, 3) == _best(asked, frozenset(), 3)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driver import measure
-from benchmarks.load import main
+from cluster.bench.command import main
+from cluster.bench.driver import measure
 from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import pss_bytes, tree, tree_pss_bytes
+from cluster.bench.memory import pss_bytes, tree, tree_pss_bytes
 
 MIB = 1024 * 1024
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stats import Sample, gaps, percentile, spread, summarise
+from cluster.bench.stats import Sample, gaps, percentile, spread, summarise
 
 
 @given(

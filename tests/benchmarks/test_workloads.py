@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from benchmarks.workloads import PRESETS, Kind, Workload, prompts
+from cluster.bench.workloads import PRESETS, Kind, Workload, prompts
 
 
 def test_equal_seeds_give_equal_prompts_and_others_do_not() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.process_launcher import ProcessLauncher
-from cluster.spec import Child, ChildReady, ChildSpec
+from cluster.processes.process_launcher import ProcessLauncher
+from cluster.processes.spec import Child, ChildReady, ChildSpec
 from tests.chaos.proxy import ProxiedLauncher
 
 CLONE_NEWNET = 0x40000000

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
-from cluster.spec import FACTORIES, LaunchError
-from cluster.supervisor import RestartConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.spec import FACTORIES, LaunchError
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.messages import Load

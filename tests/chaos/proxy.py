@@ -9,7 +9,7 @@ import threading
 
 import msgspec
 
-from cluster.spec import Child, ChildReady, ChildSpec, Launcher
+from cluster.processes.spec import Child, ChildReady, ChildSpec, Launcher
 from engine.messages import PeerAddress
 from router.core.escalation import Verdict
 

@@ -12,13 +12,13 @@ import pytest
 
 from cluster.admin import AdminServer, Drain, Scale
 from cluster.admin_client import AdminClient, NotRunning
-from cluster.launch import Cluster, make_launcher
-from cluster.leftovers import descendants
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.leftovers import descendants
+from cluster.processes.spec import LaunchError
+from cluster.processes.supervisor import RestartConfig
 from cluster.resolve import Setting
 from cluster.rundir import RunDir
-from cluster.spec import LaunchError
-from cluster.supervisor import RestartConfig
-from tests.cluster.test_launchers import CONFIG, FAKES, eventually
+from tests.cluster.processes.test_launchers import CONFIG, FAKES, eventually
 
 SETTINGS = (Setting("model", "", "default"), Setting("router.namespace_key", "hush", "file x"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cli
+from cluster.cli import __main__ as cli
 from cluster.config import ConfigError, default_threads, fields
 from cluster.memory import available_bytes
 from cluster.resolve import Resolved, add_flags, resolve
@@ -56,7 +56,7 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             # Both pools must agree on it.
             extra = ["--set", f"prefill.engine.dtype={value}"]
             extra += ["--set", f"decode.engine.dtype={value}"]
-        if key.endswith((".digest_sample", "tracing.sample")):
+        if key.endswith((".digest_sample", "tracing.sample", ".device_share")):
             value = "0.5"
         if key.endswith("engine.device"):
             value = "cuda:1"
@@ -81,7 +81,7 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
         (
             ["--set", "decode.engine.dtype=float16"],
             {},
-            r"prefill.engine.dtype \(default\) is 'float32' but decode.engine.dtype",
+            r"prefill.engine.dtype \(default for cpu\) is 'float32' but decode.engine.dtype",
         ),
         (
             ["--set", "decode.engine.kv_dtype=int8"],

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig, ConfigError
-from cluster.rundir import Process, RunDir
-from cluster.spec import LaunchError
+from cluster.processes.spec import LaunchError
+from cluster.rundir import ProcessIdentity, RunDir
 
 
 def rundir(folder: Path, name: str = "one") -> RunDir:
@@ -79,13 +79,13 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     one = rundir(tmp_path)
     with one.hold():
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-            mine = Process.of("decode-0", child.pid)
+            mine = ProcessIdentity.of("decode-0", child.pid)
             assert mine is not None and mine.runs
-            later = Process(name="decode-0", pid=child.pid, started=mine.started + 1)
+            later = ProcessIdentity(name="decode-0", pid=child.pid, started=mine.started + 1)
             assert not later.runs
             one.write([mine, later])
             assert one.processes() == [mine]
             child.kill()
             child.wait()
             assert not mine.runs and one.processes() == []
-        assert Process.of("decode-0", child.pid) is None
+        assert ProcessIdentity.of("decode-0", child.pid) is None

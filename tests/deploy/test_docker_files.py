@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cli import main
+from cluster.cli.__main__ import main
 from tests.deploy.test_ray_files import DEPLOY
 
 BIN = Path(sys.prefix) / "bin"
@@ -99,4 +99,6 @@ def test_the_gpu_is_asked_for_where_it_is_used(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     for pool in ("prefill", "decode"):
         assert re.search(rf'{pool}\.engine\.device +"cuda"', shown)
+        assert re.search(rf"{pool}\.engine\.device_share +0\.5", shown), "both are on one card"
+    assert re.search(r"decode\.max_batch +256 +# default for cuda", shown)
     assert "deploy" not in compose()["services"]["headrace"]

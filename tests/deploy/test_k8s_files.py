@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from cluster.placement import gpus
-from tests.deploy.test_ray_files import DEPLOY, check_ray_start, resolved
+from cluster.processes.placement import gpus
+from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
 BUILT_IN = {"ConfigMap", "Deployment", "Service"}
@@ -169,7 +169,7 @@ def test_pools_by_label_and_workers_leave_before_their_pod() -> None:
         inside = group.template["spec"]
         (container,) = inside["containers"]
         *module, grace = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert module == ["python", "-m", "cluster.ray_leave", "--grace"]
+        assert module == ["python", "-m", "cluster.processes.ray_leave", "--grace"]
         assert float(grace) + 20 < inside["terminationGracePeriodSeconds"]
 
 
@@ -199,6 +199,7 @@ def test_the_config_map_is_ours(tmp_path: Path) -> None:
     file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
     config = resolved(file)
     assert config.ray.address == "auto" and config.router.host == "0.0.0.0"
+    check_gpu_defaults(config, device_share=1.0)
 
 
 def gpus_by_group(spec: RayClusterSpec) -> dict[str, int]:

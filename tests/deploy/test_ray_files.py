@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.placement import gpus
+from cluster.processes.placement import gpus
 from cluster.resolve import add_flags, resolve
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -117,6 +117,20 @@ def test_workers_that_compute_on_a_gpu_are_given_one(name: str) -> None:
     assert gpus_of(name, types["head"]["node_config"]) == 0
     assert config["docker"]["worker_run_options"] == ["--gpus=all"]
     assert config["docker"]["image"].endswith(":cuda12")
+
+
+def test_a_gpu_is_used_as_a_gpu() -> None:
+    """Guards against a CPU's chunks, batches and blocks on a rented card, and against two workers' shares of one."""
+    check_gpu_defaults(resolved(DEPLOY / "ray/headrace-gpu.toml"), device_share=1.0)
+
+
+def check_gpu_defaults(config: Any, device_share: float) -> None:
+    """The configuration says `cuda` and leaves the rest to the defaults."""
+    assert 2048 <= config.prefill.chunk_tokens <= 8192 and config.decode.max_batch == 256
+    assert config.start_timeout_s == 600
+    for engine in (config.prefill.engine, config.decode.engine):
+        assert (engine.dtype, engine.block_size, engine.pool_bytes) == ("auto", 64, "auto")
+        assert engine.device_share == device_share
 
 
 def test_own_machines_and_laptops_compute_on_the_cpu() -> None:

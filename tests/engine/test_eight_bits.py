@@ -6,7 +6,6 @@ import msgspec
 import pytest
 import torch
 
-from cluster.colocated import Colocated
 from engine.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import EngineConfig
@@ -19,6 +18,7 @@ from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
 from engine.text.bundle import TextModel
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from tests.engine.test_model_families import reference, save_hf
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.handoff.negotiation import NegotiationError, negotiate

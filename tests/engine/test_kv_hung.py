@@ -12,18 +12,18 @@ from engine.kv import segments
 from engine.kv.segments import SegmentFolder
 from engine.kv.tier_io import (
     DiskHung,
-    Drop,
-    Load,
     Loaded,
     OnDisk,
-    Slot,
     Spill,
     Spilled,
     Store,
     Stored,
     TierCommand,
+    TierDrop,
     TierEvent,
+    TierLoad,
     TiersDied,
+    TierSlot,
 )
 from engine.kv.tier_memory import HostMemory
 from engine.kv.tier_mover import TierMover
@@ -76,12 +76,12 @@ class Bench:
         self.events: list[TierEvent | TiersDied] = []
         host = HostMemory(2, BLOCK_BYTES)
         for at in range(2):
-            host.block(Slot(at))[:] = _content(at)
+            host.block(TierSlot(at))[:] = _content(at)
         self.folder = LateFolder(path)
         self.watchdog = Watchdog(STUCK_S)
         self.mover = TierMover(self.device, host, self.folder, self.events.append)
         self.mover.start()
-        self.do(Spill(0, IDENTS, (Slot(0), Slot(1))), Spilled(0))
+        self.do(Spill(0, IDENTS, (TierSlot(0), TierSlot(1))), Spilled(0))
 
     def do(self, command: TierCommand, *want: TierEvent) -> None:
         """Until it is answered by `want`."""
@@ -102,9 +102,9 @@ class Bench:
     def is_stuck(self) -> bool:
         return self.watchdog.is_stuck(self.mover.beat, time.monotonic())
 
-    def load(self, number: int, *places: Slot | OnDisk) -> Load:
+    def load(self, number: int, *places: TierSlot | OnDisk) -> TierLoad:
         targets = tuple(BlockId(at) for at in range(len(places)))
-        return Load(number, IDENTS[: len(places)], places, targets)
+        return TierLoad(number, IDENTS[: len(places)], places, targets)
 
     def content(self, block: int) -> bytes:
         return bytes(self.device.block(BlockId(block)))
@@ -136,7 +136,7 @@ def test_a_file_that_does_not_open_ends_the_disk_tier_and_no_load(bench: Bench, 
     os.mkfifo(file)
     spill = bench.mover._spill
     bench.mover._spill = lambda command: (time.sleep(0.1), spill(command))[1]  # type: ignore[method-assign, func-returns-value]
-    bench.hang(bench.load(1, Slot(0), OnDisk(0, 1)), Spill(1, IDENTS, (Slot(0), Slot(1))))
+    bench.hang(bench.load(1, TierSlot(0), OnDisk(0, 1)), Spill(1, IDENTS, (TierSlot(0), TierSlot(1))))
     time.sleep(0.02)
     while len(bench.events) < 3:
         assert not bench.is_stuck(), "the next thread is not the old one"
@@ -145,9 +145,9 @@ def test_a_file_that_does_not_open_ends_the_disk_tier_and_no_load(bench: Bench, 
     assert isinstance(loaded, Loaded) and (loaded.number, loaded.blocks) == (1, 1)
     assert bench.content(0) == _content(0)
     bench.do(bench.load(2, OnDisk(0, 0)), Loaded(2, 0, 0.0, 0.0))
-    bench.do(Drop(0))
+    bench.do(TierDrop(0))
     bench.events.clear()
-    bench.mover.submit([bench.load(3, Slot(0), Slot(1))])
+    bench.mover.submit([bench.load(3, TierSlot(0), TierSlot(1))])
     _soon(lambda: bool(bench.events))
     (loaded,) = bench.events
     assert isinstance(loaded, Loaded) and loaded.blocks == 2 and bench.content(1) == _content(1)
@@ -160,8 +160,8 @@ def test_a_call_that_comes_back_late_changes_nothing(bench: Bench, kind: str) ->
     """Guards blocks that are somebody else's by then: the bytes were right, and come too late."""
     command = {
         "load": bench.load(1, OnDisk(0, 0), OnDisk(0, 1)),
-        "spill": Spill(1, IDENTS, (Slot(0), Slot(1))),
-        "drop": Drop(0),
+        "spill": Spill(1, IDENTS, (TierSlot(0), TierSlot(1))),
+        "drop": TierDrop(0),
     }[kind]
     (old,) = [thread for thread in threading.enumerate() if thread is bench.mover._thread]
     bench.folder.answer.clear()
@@ -186,7 +186,7 @@ def test_who_is_left_between_two_blocks_writes_no_more(bench: Bench) -> None:
     assert old is not None
     before = bench.content(1)
     assert before != _content(1)
-    bench.hang(bench.load(1, OnDisk(0, 0), Slot(1)))
+    bench.hang(bench.load(1, OnDisk(0, 0), TierSlot(1)))
     assert there.is_set()
     go.set()
     old.join(SOON_S)
@@ -204,7 +204,7 @@ def test_a_thread_that_moves_again_is_left_alone(bench: Bench) -> None:
     bench.mover.submit([bench.load(1, OnDisk(0, 0))])
     _soon(lambda: bench.folder.waits == 1)
     judged = bench.mover.beat
-    bench.mover.submit([Store(1, IDENTS[:1], (BlockId(1),), (Slot(0),))])
+    bench.mover.submit([Store(1, IDENTS[:1], (BlockId(1),), (TierSlot(0),))])
     bench.folder.answer.set()
     assert there.wait(SOON_S)
     bench.mover.abandon(judged, "it hangs")
@@ -226,7 +226,7 @@ def test_a_slow_disk_is_no_hung_one(bench: Bench, monkeypatch: pytest.MonkeyPatc
         return write(file, part)
 
     monkeypatch.setattr(segments.os, "write", seen)
-    bench.do(Spill(1, IDENTS, (Slot(0), Slot(1))), Spilled(1))
+    bench.do(Spill(1, IDENTS, (TierSlot(0), TierSlot(1))), Spilled(1))
     assert len(beats) == 3 and len(set(beats)) == 3, "the header, and two blocks"
 
 
@@ -235,7 +235,7 @@ def test_who_is_stuck_in_a_copy_cannot_be_left(bench: Bench) -> None:
     there, go = threading.Event(), threading.Event()
     bench.mover._lift = lambda *rest: there.set() or go.wait(SOON_S)  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(RuntimeError, match="stuck in one copy"):
-        bench.hang(bench.load(1, Slot(0)))
+        bench.hang(bench.load(1, TierSlot(0)))
     assert there.is_set()
     go.set()
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from engine.kv.segments import SegmentFolder
-from engine.kv.tier_io import Load, Loaded, OnDisk, Slot, Spill, Spilled, TierEvent, TiersDied
+from engine.kv.tier_io import (
+    Loaded,
+    OnDisk,
+    Spill,
+    Spilled,
+    TierEvent,
+    TierLoad,
+    TiersDied,
+    TierSlot,
+)
 from engine.kv.tier_memory import HostMemory
 from engine.kv.tier_mover import TierMover
 from engine.kv.tiers import Tiers
@@ -172,7 +181,7 @@ class Device:
 
 def _spill(mover: TierMover, events: list[TierEvent | TiersDied], segment: int) -> Spilled:
     idents = tuple(_ident(100 * segment + n) for n in range(2))
-    mover.submit([Spill(segment, idents, (Slot(0), Slot(1)))])
+    mover.submit([Spill(segment, idents, (TierSlot(0), TierSlot(1)))])
     mover.run_once()
     spilled = events.pop()
     assert isinstance(spilled, Spilled)
@@ -201,13 +210,13 @@ def test_a_full_disk_is_told_and_leaves_no_half_segment(
     events: list[TierEvent | TiersDied] = []
     host = HostMemory(2, BLOCK_BYTES)
     for at in range(2):
-        host.block(Slot(at))[:] = _content(at)
+        host.block(TierSlot(at))[:] = _content(at)
     mover = TierMover(Device(), host, folder, events.append)
     errors = [_spill(mover, events, segment).error for segment in range(8)]
     assert errors[:3] == ["", "", ""] and "No space left" in errors[-1]
     assert "disk tier is given up" in caplog.text
     assert not any(small_disk.glob("*.writing"))
-    mover.submit([Load(1, (_ident(1),), (OnDisk(0, 1),), (BlockId(1),))])
+    mover.submit([TierLoad(1, (_ident(1),), (OnDisk(0, 1),), (BlockId(1),))])
     mover.run_once()
     assert isinstance(events[-1], Loaded) and events[-1].blocks == 1
     folder.close()

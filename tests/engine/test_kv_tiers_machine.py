@@ -11,7 +11,17 @@ from engine import identity
 from engine.kv.fetches import Fetches
 from engine.kv.manager import KVCacheManager
 from engine.kv.stashes import Stash, Stashes
-from engine.kv.tier_io import Drop, Load, Loaded, OnDisk, Save, Spill, Spilled, Store, Stored
+from engine.kv.tier_io import (
+    Loaded,
+    OnDisk,
+    Save,
+    Spill,
+    Spilled,
+    Store,
+    Stored,
+    TierDrop,
+    TierLoad,
+)
 from engine.kv.tiers import Tiers
 from tests.engine.test_kv_machine import BLOCKS, SIZE, Machine, Slot, names
 
@@ -31,7 +41,7 @@ class TieredMachine(Machine):
         self.fetches = Fetches(self.kv, self.tiers)
         self.slots: list[Content] = [[None] * SIZE for _ in range(HOST_BLOCKS)]
         self.segments: dict[int, list[Content]] = {}
-        self.jobs: list[Load | Spill | Store] = []
+        self.jobs: list[TierLoad | Spill | Store] = []
         self.stashes = Stashes(self.kv, self.tiers)
         self.stashed: list[Stash] = []
         self.awaited: dict[Stash, set[int]] = {}
@@ -49,7 +59,7 @@ class TieredMachine(Machine):
                 case Save(block, slot):
                     self.slots[slot.index] = list(self.memory[block])
                     self.digested.discard(slot.index)
-                case Drop(segment):
+                case TierDrop(segment):
                     self.segments.pop(segment, None)
                 case Store(number, _, blocks):
                     self.read[number] = [list(self.memory[block]) for block in blocks]
@@ -156,7 +166,7 @@ class TieredMachine(Machine):
         self.fetches.handle(Spilled(job.segment, error))
         assert (self.tiers.disk is None) == bool(error)
 
-    def _load(self, job: Load, is_whole: bool) -> None:
+    def _load(self, job: TierLoad, is_whole: bool) -> None:
         done = 0
         for place, target in zip(job.places, job.targets, strict=True):
             if isinstance(place, OnDisk):

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine import cores, device
@@ -11,6 +12,7 @@ from engine.config import EngineConfig
 from engine.cores import Cores
 from engine.device import Device, open_device
 from engine.model.cache import prepare
+from engine.model.config import ModelConfig
 from engine.native_attention import NativeAttention
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
@@ -92,3 +94,15 @@ def test_without_the_library_pytorch_serves(folder: Path, monkeypatch: pytest.Mo
     opened.kv.close()
     with pytest.raises(ValueError, match="were not built"):
         open_device(EngineConfig(model_dir=str(folder), pool_bytes=1 << 20, attention="native"))
+
+
+def test_an_engine_computes_in_what_its_model_was_prepared_in(folder: Path) -> None:
+    """Guards against a pool whose blocks are laid out for another type than the steps write."""
+    config = EngineConfig(model_dir=str(folder), pool_bytes=1 << 20)
+    prepared = ModelConfig.load(folder).dtype
+    assert config.dtype == "auto" and prepared == "float32"
+    opened = open_device(config)
+    assert opened.layout.dtype == prepared and opened.fingerprint.endswith(f"/{prepared}")
+    opened.kv.close()
+    with pytest.raises(ValueError, match=r"engine\.dtype: bfloat16, but .* prepared in float32"):
+        open_device(msgspec.structs.replace(config, dtype="bfloat16"))

@@ -22,7 +22,7 @@ from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from tests.engine.test_model_families import BASE, save_hf
 from tests.kernels.cases import DEVICE
 from transfer.digest import block_digest, combine
-from transfer.handoff.algorithms import WP64
+from transfer.handoff.negotiation import WP64
 
 BLOCK = 16
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

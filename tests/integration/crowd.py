@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from cluster.colocated import Answer, Colocated
 from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
 from engine.device import Device
@@ -13,6 +12,7 @@ from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.tiering import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 
@@ -72,7 +72,7 @@ def prompt_of(number: int, length: int) -> list[int]:
     return [random.Random(number).randrange(256) for _ in range(length)]
 
 
-def samples_beside_another(cluster: Colocated) -> list[Answer]:
+def samples_beside_another(cluster: Colocated) -> list[ColocatedAnswer]:
     """A long answer, `first`, and after some turns three samples, `s0` to `s2`, of another prompt beside it."""
     first = cluster.submit(record_of("first", prompt_of(1, 20), 40))
     for _ in range(6):
@@ -85,7 +85,7 @@ def samples_beside_another(cluster: Colocated) -> list[Answer]:
     ]
 
 
-def finish(cluster: Colocated, answers: list[Answer]) -> None:
+def finish(cluster: Colocated, answers: list[ColocatedAnswer]) -> None:
     """To the end; raises AssertionError if nobody gets a token or ends any more."""
     so_far, idle = -1, 0
     while any(answer.ended is None for answer in answers):
@@ -133,7 +133,7 @@ def serve(
         preemption=preemption,
     )
     meddle(cluster)
-    answers: list[Answer] = []
+    answers: list[ColocatedAnswer] = []
     for number, (own, most, shared, priority, count, pause) in enumerate(asked):
         prompt = prompt_of(99, shared) + prompt_of(number, own)
         head = RequestId(f"r{number}.0")

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
-from cluster.supervisor import RestartConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.supervisor import RestartConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig

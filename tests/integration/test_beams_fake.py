@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from cluster.colocated import LINK, Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
@@ -13,6 +12,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.plan import banned_tokens, end_tokens
 from engine.types import Beam, BeamParams, FinishReason, RequestId, RequestRecord
+from fakes.colocated import LINK, Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 

@@ -10,7 +10,6 @@ import sys
 import msgspec
 import pytest
 
-from cluster.colocated import Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.device import Device
@@ -18,9 +17,10 @@ from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
-from transfer.host.loopback import Fault, FaultKind
+from transfer.host.loopback import FaultKind, ScriptedFault
 from transfer.host.pull import BLOCKS_PER_RUN
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
@@ -171,7 +171,7 @@ def test_an_end_token_ends_it_and_min_tokens_holds_it_off() -> None:
 def test_a_bad_chunk_is_a_failed_attempt_never_a_wrong_token(kind: FaultKind) -> None:
     cluster = _cluster()
     record = _record("r", list(range(30)))
-    cluster.hub.faults.append(Fault(kind))
+    cluster.hub.faults.append(ScriptedFault(kind))
     (answer,) = cluster.run([record])
     assert cluster.hub.faults[0].applied == 1, "the fault did not take effect"
     assert answer.tokens == _want(record)
@@ -183,7 +183,7 @@ def test_the_fake_model_notices_blocks_that_changed_places() -> None:
     """Guards the guard: without digests, a misplaced block must become a wrong token, or these tests prove nothing."""
     cluster = Colocated(_device(64, PREFILL_LAYOUT), _device(), digest_share=0.0)
     record = _record("r", list(range(30)))
-    cluster.hub.faults.append(Fault(FaultKind.SWAP))
+    cluster.hub.faults.append(ScriptedFault(FaultKind.SWAP))
     (answer,) = cluster.run([record])
     assert cluster.hub.faults[0].applied == 1, "the fault did not take effect"
     want = _want(record)
@@ -194,7 +194,7 @@ def test_the_fake_model_notices_blocks_that_changed_places() -> None:
 
 def test_a_wire_that_stays_bad_is_given_up_and_the_prompt_computed_here() -> None:
     cluster = _cluster()
-    cluster.hub.faults.append(Fault(FaultKind.CORRUPT, times=99))
+    cluster.hub.faults.append(ScriptedFault(FaultKind.CORRUPT, times=99))
     record = _record("r", list(range(30)))
     (answer,) = cluster.run([record])
     assert cluster.hub.faults[0].applied > 1, "the fault did not take effect"

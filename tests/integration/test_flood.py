@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from engine.messages import Finish, encode
 from engine.model.cache import prepare
 from engine.types import RequestId, SamplingParams

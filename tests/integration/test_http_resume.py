@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from engine.model.cache import prepare
 from router.config import RouterConfig
 from router.http.stream import RESUME_TOKEN_HEADER

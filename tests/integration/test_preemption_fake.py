@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.colocated import LINK, Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.request import Request
 from engine.messages import Finish
 from engine.types import FinishReason
+from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (
     ASKED,
     CROWD,

@@ -12,17 +12,17 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.colocated import Colocated
 from cluster.config import ClusterConfig
-from cluster.launch import Addresses, Cluster, make_launcher, specs
-from cluster.process_launcher import ProcessLauncher
+from cluster.processes.launch import Addresses, Cluster, make_launcher, specs
+from cluster.processes.process_launcher import ProcessLauncher
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall
@@ -359,7 +359,7 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
     launcher = ProcessLauncher()
     child = launcher.launch(specs(config, str(model_dir))[0])
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    decode = DecodeWorker("decode-0", DecodeConfig(engine=engine))
+    decode = open_decode_worker("decode-0", DecodeConfig(engine=engine))
     router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
     try:
         info = decode.start()
@@ -380,7 +380,7 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
                 list(client.generate(call))
                 colocated.run([_record(str(number), prompt, max_tokens=1)])
                 ours = _rows(colocated.decode.kv, ours_device.kv, prompt)
-                theirs = _rows(decode._scheduler.kv, decode._engine._runner.kv, prompt)
+                theirs = _rows(decode.parts.kv, decode.parts.device.kv, prompt)
                 assert len(ours) == len(theirs) == -(-length // 16)
                 assert ours == theirs
         colocated.close()

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from cluster.colocated import LINK, Answer, Colocated
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import LINK, Colocated, ColocatedAnswer
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 
@@ -60,7 +60,7 @@ def _want(record: RequestRecord) -> list[int]:
     return tokens[record.prompt_tokens :]
 
 
-def _submit(cluster: Colocated, records: list[RequestRecord]) -> list[Answer]:
+def _submit(cluster: Colocated, records: list[RequestRecord]) -> list[ColocatedAnswer]:
     answers = []
     for record in records:
         answer = cluster.submit(record, records[0].request if answers else None)

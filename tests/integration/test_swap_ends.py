@@ -3,11 +3,11 @@
 import random
 from collections import Counter
 
-from cluster.colocated import LINK, Answer, Colocated
 from decode_worker.scheduler.events import FromRouter, RouterLost
 from decode_worker.scheduler.request import Request, RequestState
 from engine.messages import Cancel, Finish
 from engine.types import FinishReason, RequestId
+from fakes.colocated import LINK, Colocated, ColocatedAnswer
 from tests.integration.crowd import PATIENCE_TURNS, prompt_of, record_of, small_cluster, wanted
 
 SEEDS = range(12)
@@ -30,7 +30,7 @@ class Restless:
             max_handoffs=pick((1, 2, 16)),
             max_batch=pick((2, 4, 32)),
         )
-        self.answers: list[Answer] = []
+        self.answers: list[ColocatedAnswer] = []
         mover = self.cluster._tier_movers[1]
         assert mover is not None
         self.held: list[object] = []

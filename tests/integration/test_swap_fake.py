@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.colocated import LINK, Colocated
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.request import RequestState
 from engine.kv.block_pool import BlockState
-from engine.kv.tier_io import Load, Store, Stored
+from engine.kv.tier_io import Store, Stored, TierLoad
 from engine.kv.tier_mover import TierMover
 from engine.messages import Cancel
 from engine.types import FinishReason
+from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (
     ASKED,
     CROWD,
@@ -67,7 +67,7 @@ def test_a_wrong_byte_in_a_copy_is_found_and_computed_again() -> None:
     mover, flipped = _mover(cluster), 0
     load = mover._load
 
-    def worn(command: Load):  # type: ignore[no-untyped-def]
+    def worn(command: TierLoad):  # type: ignore[no-untyped-def]
         nonlocal flipped
         for place in command.places[1:2]:
             mover._host.memory[place.index][3] ^= 1  # type: ignore[union-attr]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.colocated import Colocated
 from engine.config import TierConfig
 from engine.kv.disk_index import header_bytes
 from engine.kv.layout import KVLayout
-from engine.kv.tier_io import Slot
+from engine.kv.tier_io import TierSlot
+from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.crowd import record_of, tiering, wanted
 from tests.integration.fake_device import fake_device
@@ -85,7 +85,7 @@ def test_a_wrong_byte_in_a_tier_becomes_a_wrong_token() -> None:
     tiers, mover = cluster.prefill.kv.tiers, cluster._tier_movers[0]
     assert tiers is not None and mover is not None and len(tiers.host) >= 8
     for index in range(64):
-        mover._host.block(Slot(index))[5] ^= 1
+        mover._host.block(TierSlot(index))[5] ^= 1
     assert cluster.run([record_of("c", one, ANSWER)])[0].tokens != right
     cluster.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.model.cache import prepare

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from engine.model.cache import prepare
 from engine.plan import STAGES
 from engine.types import SamplingParams
@@ -18,7 +18,7 @@ from router.front.api import Finished, GenerateCall, Started
 from router.grpc.client import Client
 from telemetry.flight import Flight
 from telemetry.tracing import TracingConfig
-from tests.cluster.test_launchers import eventually
+from tests.cluster.processes.test_launchers import eventually
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster.leftovers import descendants, running
+from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
 from engine.model.cache import prepare
-from tests.cluster.test_launchers import eventually
+from tests.cluster.processes.test_launchers import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -171,9 +171,10 @@ def test_down_ends_a_frozen_supervisor_and_a_frozen_worker(shell: Shell) -> None
 
 LEAKY = """
 import sys
-from cluster import cli, serve
-from cluster.process_launcher import ProcessLauncher
-from cluster.spec import LaunchError
+from cluster.cli import __main__ as cli
+from cluster.cli import serve
+from cluster.processes.process_launcher import ProcessLauncher
+from cluster.processes.spec import LaunchError
 
 class Leaky(ProcessLauncher):
     def close(self):

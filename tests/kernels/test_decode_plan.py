@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kernels.decode_plan import (
-    NOTHING,
+    NO_WORK,
     DecodeGeometry,
     DecodePlan,
     SharedPrefix,
@@ -26,10 +26,10 @@ def _check(plan: DecodePlan, lengths: list[int], geometry: DecodeGeometry) -> No
     assert plan.ranges[0] == programs and plan.ranges[-1] == len(plan.items) <= geometry.max_items
     assert len(plan.ranges) == programs + 1 and plan.ranges == sorted(plan.ranges)
     for first, begin, end in zip(plan.items, plan.ranges, plan.ranges[1:], strict=False):
-        assert first != NOTHING or begin == end, "a program without a first item has a second one"
+        assert first != NO_WORK or begin == end, "a program without a first item has a second one"
     chunks: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     for item in plan.items:
-        if item == NOTHING:
+        if item == NO_WORK:
             continue
         assert item.owner == plan.rows[item.first] and 0 < item.size <= geometry.rows_per_item and item.begin < item.end
         assert geometry.tile % 64 or item.begin % geometry.tile == 0

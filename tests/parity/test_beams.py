@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.colocated import Colocated
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.model.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord
+from fakes.colocated import Colocated
 from tests.parity.reference import Reference
 
 pytestmark = pytest.mark.parity

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.colocated import Colocated
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.model.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client

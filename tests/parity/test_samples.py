@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from cluster.colocated import Answer, Colocated
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.model.cache import find_demo_model, prepare
 from engine.sampling import Draw, sample
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
+from fakes.colocated import Colocated, ColocatedAnswer
 from kernels.sampling import penalize, philox_uniform, probabilities
 from tests.parity.reference import Reference
 
@@ -71,7 +71,7 @@ def _cluster(model_dir: Path) -> Colocated:
     return Colocated(open_device(config), open_device(config))
 
 
-def _together(cluster: Colocated, records: list[RequestRecord]) -> list[Answer]:
+def _together(cluster: Colocated, records: list[RequestRecord]) -> list[ColocatedAnswer]:
     first = records[0].request
     return [cluster.submit(r, None if r.request == first else first) for r in records]
 
@@ -79,7 +79,7 @@ def _together(cluster: Colocated, records: list[RequestRecord]) -> list[Answer]:
 @pytest.fixture(scope="module", params=list(SAMPLINGS))
 def drawn(
     request: pytest.FixtureRequest, model_dir: Path, prompts: list[list[int]]
-) -> list[list[Answer]]:
+) -> list[list[ColocatedAnswer]]:
     """By prompt the samples, each prompt's forked from one another, all prompts at once."""
     cluster = _cluster(model_dir)
     sampling = SAMPLINGS[request.param]
@@ -92,7 +92,7 @@ def drawn(
     return answers
 
 
-def test_samples_are_single_requests_bit_for_bit(drawn: list[list[Answer]], model_dir: Path) -> None:
+def test_samples_are_single_requests_bit_for_bit(drawn: list[list[ColocatedAnswer]], model_dir: Path) -> None:
     """Guards the fork: shared blocks, a copied boundary and a prompt's last token computed again change no token."""
     cluster = _cluster(model_dir)
     for answers in drawn:
@@ -108,7 +108,7 @@ class _OurDraws(LogitsProcessor):  # type: ignore[misc]
     """Leaves of each row's logits only the answer's token. `distances`: where our sampler draws another one from them,
     how far its uniform number lies outside of what the answer's token has of the distribution."""
 
-    def __init__(self, answers: list[Answer]) -> None:
+    def __init__(self, answers: list[ColocatedAnswer]) -> None:
         self._answers = answers
         self.distances: list[float] = []
 
@@ -149,7 +149,7 @@ class _OurDraws(LogitsProcessor):  # type: ignore[misc]
         return max(low - uniform, uniform - float(ends[token]))
 
 
-def test_samples_are_what_transformers_generates(drawn: list[list[Answer]]) -> None:
+def test_samples_are_what_transformers_generates(drawn: list[list[ColocatedAnswer]]) -> None:
     """Guards logits and positions of every sample against an implementation that shares neither code nor cache."""
     torch.set_num_threads(2)
     model = Reference(find_demo_model()).model

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from engine.kv.block_pool import BlockState
 from engine.kv.tier_io import (
     DiskHung,
-    Drop,
-    Load,
     Loaded,
     OnDisk,
     Save,
@@ -23,7 +21,9 @@ from engine.kv.tier_io import (
     Store,
     Stored,
     TierCommand,
+    TierDrop,
     TierEvent,
+    TierLoad,
 )
 from engine.kv.tiers import Tiers
 from tests.sim.clock import Process, Violation
@@ -108,11 +108,11 @@ class SimTierMover:
             match command:
                 case Store():
                     self._store(command)
-                case Load():
+                case TierLoad():
                     self._load(command)
                 case Spill():
                     self._spill(command)
-                case Drop(segment):
+                case TierDrop(segment):
                     self._segments.pop(segment, None)
 
     def _later(self, event: TierEvent) -> None:
@@ -150,7 +150,7 @@ class SimTierMover:
 
         self._process.later(self._rng.uniform(*LATE_S[self._process.role]), end)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: TierLoad) -> None:
         self._say(f"loads into blocks {list(load.targets)}")
         generations = [self._memory.generations[target] for target in load.targets]
         on_disk = [count for count, place in enumerate(load.places) if isinstance(place, OnDisk)]

@@ -72,7 +72,7 @@ class Witness:
         if world.movers[process.pid].copying:
             self.note("killed while copying")
         if process.role == "decode":
-            scheduler = world.workers[process.pid]._scheduler
+            scheduler = world.workers[process.pid].scheduler
             if scheduler.batch.beams._live:
                 self.note("killed while searching")
             if scheduler.departures:
@@ -84,7 +84,7 @@ class Witness:
     def collect(self, process: Process) -> None:
         """What it has counted; to be called once for each life."""
         notes = self._world.notes
-        scheduler = self._world.workers[process.pid]._scheduler
+        scheduler = self._world.workers[process.pid].scheduler
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 notes[f"{name} dropped {why}"] += count
@@ -107,7 +107,7 @@ class Witness:
 
     def passes(self, process: Process) -> None:
         """The states that a worker is in now."""
-        notes, scheduler = self._world.notes, self._world.workers[process.pid]._scheduler
+        notes, scheduler = self._world.notes, self._world.workers[process.pid].scheduler
         if scheduler.kv.pool.counts()["quarantined"]:
             notes["blocks quarantined"] += 1
         if process.role == "prefill":

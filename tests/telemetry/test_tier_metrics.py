@@ -1,6 +1,6 @@
 """What is told of the tiers below the device: totals become counters, once."""
 
-from engine.kv.tier_io import Loaded, Slot, Spill, Spilled
+from engine.kv.tier_io import Loaded, Spill, Spilled, TierSlot
 from engine.kv.tiers import Tiers
 from engine.types import BlockId
 from telemetry.metrics import WorkerMetrics
@@ -22,7 +22,7 @@ def test_tier_figures() -> None:
     on_disk = next(name for name in names if name not in tiers.host)
     wanted = [names[-1], on_disk]
     places = tiers.pin(wanted)
-    assert isinstance(places[0], Slot) and not isinstance(places[1], Slot)
+    assert isinstance(places[0], TierSlot) and not isinstance(places[1], TierSlot)
     number = tiers.load(places, wanted, [BlockId(1), BlockId(2)])
     tiers.handle(Loaded(number, 2, 0.25, 0.5))
     for _ in range(2):

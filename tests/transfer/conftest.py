@@ -20,7 +20,7 @@ from tests.transfer.nccl.ends import Ends
 from tests.transfer.wire import WAYS, get, into, open_any, open_pool, put, whole
 from transfer.host.loopback import LoopbackHub
 from transfer.nccl.library import ONE_SIDED
-from transfer.transport import Completion, Move, Outcome, Span, Ticket, Transport
+from transfer.transport import BlockSlice, Completion, Move, Outcome, Ticket, Transport
 
 ROOT = Path(__file__).parents[2]
 SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
@@ -47,7 +47,7 @@ class LocalPeer:
         self.completions: list[Completion] = []
 
     def connect(
-        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[BlockSlice, BlockSlice] | None = None
     ) -> None:
         """`spans` of each block are sent and received; all, if there are none."""
         every = whole(self.pool.layout)
@@ -126,7 +126,7 @@ class ProcessPeer:
         return found
 
     def connect(
-        self, peer: Incarnation, details: dict[str, object], spans: tuple[Span, Span] | None = None
+        self, peer: Incarnation, details: dict[str, object], spans: tuple[BlockSlice, BlockSlice] | None = None
     ) -> None:
         self._ask("connect", peer, details, [list(msgspec.structs.asdict(s).values()) for s in spans or ()])
 
@@ -177,7 +177,7 @@ class Rig:
         self.peers: list[Peer] = []
         self.ended: dict[Ticket, Completion] = {}
 
-    def peer(self, layout: KVLayout | None = None, span: Span | None = None) -> Peer:
+    def peer(self, layout: KVLayout | None = None, span: BlockSlice | None = None) -> Peer:
         """One more sending worker, connected in both directions; `span` of each of its blocks travels."""
         me = Incarnation(1000 + len(self.peers))
         layout = layout or self.layout
@@ -192,7 +192,7 @@ class Rig:
         peer.connect(RECEIVER, dict(self.transport.describe().details), (span, whole(self.layout)))
         return peer
 
-    def connect(self, peer: int, endpoint: Endpoint, span: Span | None = None) -> None:
+    def connect(self, peer: int, endpoint: Endpoint, span: BlockSlice | None = None) -> None:
         every = whole(self.layout)
         self.transport.connect(Incarnation(peer), endpoint, every, span or every)
 
@@ -206,7 +206,7 @@ class Rig:
         seq: int,
         sources: list[tuple[int, int]],
         targets: list[int],
-        span: Span | None = None,
+        span: BlockSlice | None = None,
     ) -> Ticket:
         """`sources` are (block, generation) pairs; no `targets` means scrap. What comes goes to `span` of each."""
         remote = tuple((BlockId(block), generation) for block, generation in sources)

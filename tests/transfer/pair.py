@@ -13,7 +13,6 @@ from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.wire import open_any
 from transfer.config import TransferConfig
 from transfer.digest import WP64, XXH3
-from transfer.handoff.algorithms import AS_STORED
 from transfer.handoff.commands import (
     Arrived,
     Broken,
@@ -30,7 +29,7 @@ from transfer.handoff.commands import (
     Sent,
     Settled,
 )
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import AS_STORED, Agreement
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
 from transfer.host.loopback import LoopbackHub

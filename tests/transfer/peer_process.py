@@ -11,7 +11,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.wire import open_any, open_pool, put, whole
-from transfer.transport import Move, Span
+from transfer.transport import BlockSlice, Move
 
 
 class Worker:
@@ -27,7 +27,7 @@ class Worker:
 
     def connect(self, peer: int, details: dict[str, Any], spans: list[list[int]]) -> None:
         endpoint = Endpoint(transport=self.kind, details=details)
-        sent, received = [Span(*span) for span in spans] or [whole(self.pool.layout)] * 2
+        sent, received = [BlockSlice(*span) for span in spans] or [whole(self.pool.layout)] * 2
         self.transport.connect(Incarnation(peer), endpoint, sent, received)
 
     def fill(self, seeds: list[tuple[BlockId, int]]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from transfer.transport import Completion, Outcome, Span, TransferError
+from transfer.transport import BlockSlice, Completion, Outcome, TransferError
 
 LATE_TURNS = 40
 
@@ -92,8 +92,8 @@ def test_a_slice_of_each_block_travels(rig: Any, pattern: Any, head: int) -> Non
     rig.poison()
     size = rig.layout.head_bytes
     slim = msgspec.structs.replace(rig.layout, kv_heads=3, total_heads=0)
-    of_theirs = Span((head + 1) * size, size, slim.block_bytes)
-    of_ours = Span(head * size, size, rig.layout.block_bytes)
+    of_theirs = BlockSlice((head + 1) * size, size, slim.block_bytes)
+    of_ours = BlockSlice(head * size, size, rig.layout.block_bytes)
     peer = rig.peer(slim, of_theirs)
     peer.fill({0: 1, 1: 2})
     peer.send(2**64 - 5, "r", 0, [0, 1])

@@ -12,7 +12,7 @@ from engine.messages import Handoff
 from engine.types import Incarnation, RequestId
 from kernels.reference_blocks import wp64 as reference_wp64
 from transfer.digest import binding, block_digest, combine, is_sampled
-from transfer.handoff.algorithms import ALGORITHMS, WP64, digest_shape
+from transfer.handoff.negotiation import ALGORITHMS, WP64, digest_shape
 
 LAYOUT = KVLayout(kv_heads=2, layers=3, block_size=4, head_dim=8)
 H = Handoff(RequestId("r"), 1, 1, Incarnation(2**64 - 1), Incarnation(3))

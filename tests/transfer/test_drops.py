@@ -4,7 +4,6 @@ from collections import Counter
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.colocated import DECODE, PREFILL, Colocated
 from decode_worker.scheduler.events import FromPeer
 from engine.kv.layout import KVLayout
 from engine.messages import (
@@ -18,6 +17,7 @@ from engine.messages import (
     Stop,
 )
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+from fakes.colocated import DECODE, PREFILL, Colocated
 from prefill_worker.config import PrefillConfig
 from telemetry.labels import HANDOFF_DROPS
 from telemetry.metrics import WorkerMetrics
@@ -25,8 +25,8 @@ from tests.integration.fake_device import fake_device
 from transfer.handoff.commands import ExpectedBlock, OutgoingBlock, Rows
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
-from transfer.host.loopback import Fault as WireFault
 from transfer.host.loopback import FaultKind
+from transfer.host.loopback import ScriptedFault as WireFault
 
 H = Handoff(RequestId("r"), 1, 0, DECODE, PREFILL)
 GONE = Handoff(RequestId("gone"), 1, 0, DECODE, PREFILL)

@@ -21,7 +21,7 @@ from transfer.handoff.commands import (
     Unreachable,
 )
 from transfer.handoff.negotiation import Agreement
-from transfer.host.loopback import Fault, FaultKind
+from transfer.host.loopback import FaultKind, ScriptedFault
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_stop_in_the_middle(make_pair: Callable[..., Pair], kind: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(FaultKind.CORRUPT, flip=(5,)),
-        Fault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)),
-        Fault(FaultKind.SWAP),
+        ScriptedFault(FaultKind.CORRUPT, flip=(5,)),
+        ScriptedFault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)),
+        ScriptedFault(FaultKind.SWAP),
     ],
     ids=["first bytes", "last byte", "blocks swapped"],
 )
-def test_wrong_bytes_are_caught(make_pair: Callable[..., Pair], fault: Fault) -> None:
+def test_wrong_bytes_are_caught(make_pair: Callable[..., Pair], fault: ScriptedFault) -> None:
     """Guards against a wrong answer with status OK. That the fault took effect is proven without digests."""
     pair = make_pair()
     pair.hub.faults.append(fault)
@@ -121,7 +121,7 @@ def test_a_sample_catches_what_is_in_it_and_nothing_else(make_pair: Callable[...
     caught, passed = 0, 0
     for attempt in range(24):
         pair = make_pair(digest_share=0.5)
-        fault = Fault(FaultKind.CORRUPT)
+        fault = ScriptedFault(FaultKind.CORRUPT)
         pair.hub.faults.append(fault)
         name = Handoff(RequestId("r"), 1, attempt, DECODE, PREFILL)
         pair.start(1, handoff=name)
@@ -137,7 +137,7 @@ def test_a_sample_catches_what_is_in_it_and_nothing_else(make_pair: Callable[...
 
 def test_bytes_behind_the_valid_rows_do_not_count(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
-    pair.hub.faults.append(Fault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)))
+    pair.hub.faults.append(ScriptedFault(FaultKind.CORRUPT, flip=(LAYOUT.block_bytes - 1,)))
     pair.start(1, last_tokens=3)
     pair.offer(0)
     pair.until(lambda: Arrived(H) in pair.told)
@@ -147,7 +147,7 @@ def test_bytes_behind_the_valid_rows_do_not_count(make_pair: Callable[..., Pair]
 @pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.STALL])
 def test_a_slow_chunk_holds_up_no_other(make_pair: Callable[..., Pair], kind: FaultKind) -> None:
     pair = make_pair()
-    fault = Fault(kind, seq=0, polls=50)
+    fault = ScriptedFault(kind, seq=0, polls=50)
     pair.hub.faults.append(fault)
     pair.start(2)
     pair.offer(0)
@@ -164,7 +164,7 @@ def test_the_fence_of_a_chunk_that_never_comes(
 ) -> None:
     """Guards against target blocks that are never given back, and against bytes that come after the fence."""
     pair = make_pair()
-    pair.hub.faults.append(Fault(kind, seq=1))
+    pair.hub.faults.append(ScriptedFault(kind, seq=1))
     pair.start(2)
     pair.offer(0)
     pair.offer(1)
@@ -179,7 +179,7 @@ def test_the_fence_of_a_chunk_that_never_comes(
 
 def test_a_scripted_failure_breaks_the_attempt(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
-    pair.hub.faults.append(Fault(FaultKind.FAIL, seq=0))
+    pair.hub.faults.append(ScriptedFault(FaultKind.FAIL, seq=0))
     pair.start(1)
     pair.offer(0)
     pair.until(lambda: bool(pair.told))

@@ -17,7 +17,7 @@ from transfer.gpu.device import flat, words_of
 from transfer.host.loopback import LoopbackHub
 from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport
-from transfer.transport import Landing, Span, Transport
+from transfer.transport import BlockSlice, Landing, Transport
 
 WAYS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl")
 ON_DEVICE = ("cuda_ipc", "nccl")
@@ -26,14 +26,14 @@ GPU_VARIABLE = "HEADRACE_TEST_SHARE_GPU"
 Pool = PagedKV | DeviceKV
 
 
-def whole(layout: KVLayout) -> Span:
-    return Span(0, layout.block_bytes, layout.block_bytes)
+def whole(layout: KVLayout) -> BlockSlice:
+    return BlockSlice(0, layout.block_bytes, layout.block_bytes)
 
 
 class Into:
     """A landing in blocks of a pool, or in `span` of each; `order` are the blocks that are said to be there."""
 
-    def __init__(self, pool: PagedKV, targets: Sequence[int], span: Span | None = None) -> None:
+    def __init__(self, pool: PagedKV, targets: Sequence[int], span: BlockSlice | None = None) -> None:
         self.order: list[int] = []
         self._pool = pool
         self._targets = targets
@@ -54,7 +54,7 @@ class IntoDevice:
     wrong = 0
 
     def __init__(
-        self, transport: Transport, pool: Pool, targets: Sequence[int], span: Span | None = None
+        self, transport: Transport, pool: Pool, targets: Sequence[int], span: BlockSlice | None = None
     ) -> None:
         assert transport.device is not None
         self.order: list[int] = []
@@ -75,7 +75,7 @@ class IntoDevice:
 
 
 def into(
-    transport: Transport, pool: Pool, targets: Sequence[int], span: Span | None = None
+    transport: Transport, pool: Pool, targets: Sequence[int], span: BlockSlice | None = None
 ) -> Landing | IntoDevice:
     if transport.device is not None:
         return IntoDevice(transport, pool, targets, span)

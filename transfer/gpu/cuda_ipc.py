@@ -25,10 +25,10 @@ from transfer.gpu.scatter import Copy, Scatter
 from transfer.gpu.wakeup import Wakeup
 from transfer.host.peer_file import map_peer_file
 from transfer.transport import (
+    BlockSlice,
     Completion,
     Move,
     Outcome,
-    Span,
     StaleBlockError,
     Ticket,
     TransferError,
@@ -55,7 +55,7 @@ class CudaIpcDetails(msgspec.Struct, frozen=True):
 class _Mapping:
     """A peer's pool, of which `span` of each block is read."""
 
-    def __init__(self, details: CudaIpcDetails, span: Span, device: Device) -> None:
+    def __init__(self, details: CudaIpcDetails, span: BlockSlice, device: Device) -> None:
         size = header_bytes(details.blocks)
         self._map = map_peer_file(details.pid, details.fd, details.device, details.inode, size)
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=details.blocks)
@@ -132,7 +132,7 @@ class CudaIpcTransport:
         )
         return Endpoint(transport=self.name, details=msgspec.to_builtins(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         try:
             details = msgspec.convert(endpoint.details, CudaIpcDetails)
         except msgspec.ValidationError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.block_shape import BlockShape
 from kernels.pool import KVPool
-from transfer.transport import KVMemory, Span, TransferError
+from transfer.transport import BlockSlice, KVMemory, TransferError
 
 
 class Event(Protocol):
@@ -110,7 +110,7 @@ class Device(Protocol):
         """Names a communicator to be made. Raises TransferError."""
 
 
-def words_of(memory: Tensor, span: Span) -> Tensor:
+def words_of(memory: Tensor, span: BlockSlice) -> Tensor:
     """`span` of each block of `memory`, uint8 `[blocks, block_bytes]`: int64 `[blocks, span.nbytes / 8]`, the same
     memory. Raises TransferError where these are not whole 64-bit words."""
     if span.offset % 8 or span.nbytes % 16 or memory.shape[1] % 8:

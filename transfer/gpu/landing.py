@@ -16,9 +16,9 @@ from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from transfer.digest import Tally, binding, combine, is_sampled
 from transfer.gpu.device import Device, DeviceMemory, words_of
-from transfer.handoff.algorithms import digest_shape
 from transfer.handoff.commands import IncomingBlock, Rows
-from transfer.transport import Span
+from transfer.handoff.negotiation import digest_shape
+from transfer.transport import BlockSlice
 
 
 class DeviceLanding(Protocol):
@@ -72,7 +72,7 @@ class DeviceInPlace:
         self._verifier = verifier
         self._shape = digest_shape(layout)
         self._heads = layout.kv_heads
-        every = Span(0, layout.block_bytes, layout.block_bytes)
+        every = BlockSlice(0, layout.block_bytes, layout.block_bytes)
         self._pool = words_of(memory.memory, every).unflatten(1, (self._heads, -1))
         self._pending: list[tuple[Sequence[IncomingBlock], Tensor]] = []
 

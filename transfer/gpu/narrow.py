@@ -12,8 +12,8 @@ from engine.kv.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
 from transfer.gpu.landing import DeviceConverted, held_heads, planes, store, unsigned
-from transfer.handoff.algorithms import digest_shape
 from transfer.handoff.commands import IncomingBlock
+from transfer.handoff.negotiation import digest_shape
 
 BLOCKS_PER_DIGEST = 32
 """Converted at a time to make digests of what will be sent."""

@@ -12,9 +12,8 @@ from transfer.gpu.landing import (
     unsigned,
 )
 from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of, warm_up
-from transfer.handoff.algorithms import AS_STORED, WP64, digest_shape
 from transfer.handoff.commands import PostRecv, PostSend
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import AS_STORED, WP64, Agreement, digest_shape
 from transfer.route import Checked, Route
 from transfer.transport import KVMemory, Transport
 

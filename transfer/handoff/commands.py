@@ -1,7 +1,7 @@
 """What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
 
 Plain records, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover` carries out those of
-`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving`
+`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `worker.streams`
 hears of those who read from this worker are `ReaderEvent`s.
 """
 
@@ -21,11 +21,11 @@ from transfer.handoff.negotiation import Agreement
 from transfer.transport import Move
 
 
-class Item(msgspec.Struct, frozen=True):
+class HandoffRecord(msgspec.Struct, frozen=True):
     """Base: small immutable records that live in one process."""
 
 
-class OutgoingBlock(Item, frozen=True):
+class OutgoingBlock(HandoffRecord, frozen=True):
     """A finished source block: the sender keeps it pinned until its handoff is settled."""
 
     source: BlockId
@@ -35,7 +35,7 @@ class OutgoingBlock(Item, frozen=True):
     identity: bytes
 
 
-class Rows(Item, frozen=True):
+class Rows(HandoffRecord, frozen=True):
     """`count` rows of a sender's block, from row `first` on: they go to rows `at ..` of the block `target`."""
 
     first: int
@@ -44,7 +44,7 @@ class Rows(Item, frozen=True):
     count: int
 
 
-class ExpectedBlock(Item, frozen=True):
+class ExpectedBlock(HandoffRecord, frozen=True):
     """What block `index` of the sequence, as the sender cuts it, must be, how many valid tokens it holds, and where its
     rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
 
@@ -53,7 +53,7 @@ class ExpectedBlock(Item, frozen=True):
     tokens: int
 
 
-class IncomingBlock(Item, frozen=True):
+class IncomingBlock(HandoffRecord, frozen=True):
     """An offered block that matches an expected one, with the digest its valid bytes must have."""
 
     rows: tuple[Rows, ...]
@@ -66,43 +66,43 @@ class IncomingBlock(Item, frozen=True):
 # ---- to the transfer thread
 
 
-class Connect(Item, frozen=True):
+class Connect(HandoffRecord, frozen=True):
     peer: Incarnation
     endpoint: Endpoint
     agreement: Agreement
 
 
-class Disconnect(Item, frozen=True):
+class Disconnect(HandoffRecord, frozen=True):
     """Forget a peer; whatever is outstanding with it ends as failed."""
 
     peer: Incarnation
 
 
-class PostSend(Item, frozen=True):
+class PostSend(HandoffRecord, frozen=True):
     peer: Incarnation
     move: Move
     blocks: tuple[OutgoingBlock, ...]
 
 
-class PostRecv(Item, frozen=True):
+class PostRecv(HandoffRecord, frozen=True):
     peer: Incarnation
     move: Move
     blocks: tuple[IncomingBlock, ...]
 
 
-class PostScrap(Item, frozen=True):
+class PostScrap(HandoffRecord, frozen=True):
     """Bytes that nobody wants may be on their way: let them land nowhere."""
 
     peer: Incarnation
     move: Move
 
 
-class CancelRecv(Item, frozen=True):
+class CancelRecv(HandoffRecord, frozen=True):
     handoff: Handoff
     seq: int
 
 
-class CancelSend(Item, frozen=True):
+class CancelSend(HandoffRecord, frozen=True):
     """The receiver reads no more: do not wait for it to take the bytes. `Sent` follows, as cancelled."""
 
     handoff: Handoff
@@ -115,33 +115,33 @@ MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRe
 # ---- to the scheduler and its shell
 
 
-class Emit(Item, frozen=True):
+class Emit(HandoffRecord, frozen=True):
     """Say this to the peer."""
 
     peer: Incarnation
     record: DecodeToPrefill | PrefillToDecode
 
 
-class Settled(Item, frozen=True):
+class Settled(HandoffRecord, frozen=True):
     """Sender: nobody reads a source block of this handoff any more; every one of them may be unpinned."""
 
     handoff: Handoff
 
 
-class Arrived(Item, frozen=True):
+class Arrived(HandoffRecord, frozen=True):
     """Receiver: every expected block has landed and is verified; the handoff is over on this side."""
 
     handoff: Handoff
 
 
-class Broken(Item, frozen=True):
+class Broken(HandoffRecord, frozen=True):
     """Either side: this attempt cannot succeed. Sender: report it and `close`. Receiver: `stop`, then try anew."""
 
     handoff: Handoff
     why: str
 
 
-class Fenced(Item, frozen=True):
+class Fenced(HandoffRecord, frozen=True):
     """Receiver: after `stop`, nothing writes to a target block any more: all may be freed.
 
     `landed` are the indices whose blocks did land and were verified: a new attempt may keep them.
@@ -157,7 +157,7 @@ Command = MoverCommand | Emit | Settled | Arrived | Broken | Fenced
 # ---- from the transfer thread
 
 
-class Posted(Item, frozen=True):
+class Posted(HandoffRecord, frozen=True):
     """The source blocks are digested and their send is posted: they can be offered."""
 
     handoff: Handoff
@@ -165,7 +165,7 @@ class Posted(Item, frozen=True):
     digests: tuple[int, ...]
 
 
-class Sent(Item, frozen=True):
+class Sent(HandoffRecord, frozen=True):
     """A send has ended; with `error` set it failed, or could not be posted at all (then no `Posted` came before)."""
 
     handoff: Handoff
@@ -174,7 +174,7 @@ class Sent(Item, frozen=True):
     seconds: float
 
 
-class Received(Item, frozen=True):
+class Received(HandoffRecord, frozen=True):
     """A receive has ended: nothing of it touches local memory any more. `error` is empty if it landed verified."""
 
     handoff: Handoff
@@ -184,14 +184,14 @@ class Received(Item, frozen=True):
     nbytes: int
 
 
-class Unreachable(Item, frozen=True):
+class Unreachable(HandoffRecord, frozen=True):
     """A `Connect` failed, or the way that it made has broken: nothing can be read from `peer` until the next one."""
 
     peer: Incarnation
     error: str
 
 
-class MoverDied(Item, frozen=True):
+class MoverDied(HandoffRecord, frozen=True):
     """The transfer thread met an error it does not know and has ended; the worker must exit."""
 
     error: str
@@ -203,14 +203,14 @@ MoverEvent = Posted | Sent | Received | Unreachable | MoverDied
 # ---- from those who read: decode workers that ask this worker for KV
 
 
-class FromReader(Item, frozen=True):
+class FromReader(HandoffRecord, frozen=True):
     """A reader said something."""
 
     peer: Incarnation
     message: StartPrefill | Landed | Stop
 
 
-class ReaderUp(Item, frozen=True):
+class ReaderUp(HandoffRecord, frozen=True):
     """A reader has said hello. `reads_remotely`: it reads our memory itself (`transfer.transport`)."""
 
     peer: Incarnation
@@ -219,13 +219,13 @@ class ReaderUp(Item, frozen=True):
     """The handoffs it still reads for: it has nothing to do with any other."""
 
 
-class ReaderLost(Item, frozen=True):
+class ReaderLost(HandoffRecord, frozen=True):
     """The stream to a reader is gone; the process may still live, and read."""
 
     peer: Incarnation
 
 
-class ReaderDead(Item, frozen=True):
+class ReaderDead(HandoffRecord, frozen=True):
     """Proof that the process behind `peer` has ended: it reads nothing any more."""
 
     peer: Incarnation
@@ -237,7 +237,7 @@ ReaderEvent = FromReader | ReaderUp | ReaderLost | ReaderDead
 # ---- from whoever runs the worker
 
 
-class Leave(Item, frozen=True):
+class Leave(HandoffRecord, frozen=True):
     """Take nothing new, finish or hand over what is held, serve all reads, and end: at the latest after `grace_s`."""
 
     grace_s: float

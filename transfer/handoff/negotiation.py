@@ -6,11 +6,19 @@ the receiver (`transfer.host.landing`). Of both shares of blocks that shall have
 travel in 8 bits only where both ask for the same and store more. Both sides come to the same result.
 """
 
+from typing import Final
+
 import msgspec
 
 from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Hello
-from transfer.handoff.algorithms import ALGORITHMS, AS_STORED, WIRES, WP64, XXH3, digest_shape
+from kernels.block_shape import BlockShape
+
+XXH3, WP64 = "xxh3-64", "wp64"
+ALGORITHMS = (XXH3, WP64)
+AS_STORED: Final = "as_stored"
+WIRES = (AS_STORED, "int8", "fp8")
+"""How blocks may travel: as they are stored, or in 8 bits."""
 
 WIRED = ("nccl", "tcp")
 """The transports on which blocks travel; on the others the receiver reads them where they lie."""
@@ -74,6 +82,11 @@ def unit(sender: KVLayout, receiver: KVLayout, wire: str = AS_STORED) -> KVLayou
     hold. Raises ValueError if there are none, or they cannot be in that form."""
     common = sender.restricted(common_heads(sender, receiver))
     return common if wire == AS_STORED else msgspec.structs.replace(common, dtype=wire)
+
+
+def digest_shape(layout: KVLayout) -> BlockShape:
+    """A head's slice as `wp64` sees it. Raises ValueError where it is not whole 64-bit words."""
+    return BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
 
 
 def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from engine.kv.layout import KVLayout
+from transfer.digest import block_rows
 from transfer.handoff.commands import IncomingBlock
 from transfer.host.narrow import convert
-from transfer.rows import block_rows
 from transfer.transport import KVMemory
 
 Check = Callable[[memoryview, IncomingBlock], bool]

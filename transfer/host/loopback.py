@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
-from transfer.host.pull import Puller, Source
+from transfer.host.pull import PeerPool, Puller
 from transfer.transport import (
+    BlockSlice,
     Completion,
     KVMemory,
     Landing,
     Move,
     Outcome,
-    Span,
     Ticket,
     TransferError,
 )
@@ -34,7 +34,7 @@ class FaultKind(Enum):
     SWAP = "swap"  # the first two blocks change places
 
 
-class Fault(msgspec.Struct):
+class ScriptedFault(msgspec.Struct):
     """Applied to the next receive of chunk `seq` (None: any), `times` times. `applied` proves that it took effect."""
 
     kind: FaultKind
@@ -46,9 +46,9 @@ class Fault(msgspec.Struct):
 
 
 class _Pool:
-    """A neighbour's pool, of which `span` of each block is read. Fulfils `transfer.host.pull.Source`."""
+    """A neighbour's pool, of which `span` of each block is read. Fulfils `transfer.host.pull.PeerPool`."""
 
-    def __init__(self, memory: KVMemory, span: Span) -> None:
+    def __init__(self, memory: KVMemory, span: BlockSlice) -> None:
         self._memory = memory
         self._span = span
 
@@ -65,7 +65,7 @@ class _Pool:
 class _Corrupting:
     """Another source, with bytes of one of its blocks inverted."""
 
-    def __init__(self, source: Source, block: BlockId, flip: tuple[int, ...]) -> None:
+    def __init__(self, source: PeerPool, block: BlockId, flip: tuple[int, ...]) -> None:
         self._source = source
         self._block = block
         self._flip = flip
@@ -87,10 +87,10 @@ class LoopbackHub:
 
     def __init__(self) -> None:
         self.pools: dict[Incarnation, KVMemory] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[ScriptedFault] = []
         self.released = 0
 
-    def take_fault(self, move: Move) -> Fault | None:
+    def take_fault(self, move: Move) -> ScriptedFault | None:
         """The first fault that fits a receive and is not used up."""
         for fault in self.faults:
             if fault.applied < fault.times and fault.seq in (None, move.seq):
@@ -111,10 +111,10 @@ class _Held:
     def __init__(
         self,
         peer: Incarnation,
-        source: Source,
+        source: PeerPool,
         move: Move,
         landing: Landing | None,
-        fault: Fault,
+        fault: ScriptedFault,
         released: int,
     ) -> None:
         self.peer = peer
@@ -145,7 +145,7 @@ class LoopbackTransport:
     def describe(self) -> Endpoint:
         return Endpoint(transport=self.name, details={"incarnation": self._incarnation})
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         memory = self._hub.pools.get(endpoint.details.get("incarnation", peer))
         if memory is None or memory.block_bytes != received.block_bytes:
             raise TransferError(f"no fitting pool of {peer} in this process")
@@ -159,7 +159,7 @@ class LoopbackTransport:
         return ticket
 
     def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
-        source: Source | None = self._peers.get(peer)
+        source: PeerPool | None = self._peers.get(peer)
         if source is None:
             raise TransferError(f"{peer} is not connected")
         ticket = self._puller.ticket()

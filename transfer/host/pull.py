@@ -27,7 +27,7 @@ BLOCKS_PER_RUN = 32
 """So that a poll ends soon, and a cancel that waits in the queue behind it is heard."""
 
 
-class Source(Protocol):
+class PeerPool(Protocol):
     """A peer's pool, as it can be read from here."""
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
@@ -40,7 +40,7 @@ class _Pull:
     __slots__ = ("done", "landing", "move", "peer", "source", "ticket")
 
     def __init__(
-        self, ticket: Ticket, peer: Incarnation, source: Source, move: Move, landing: Landing
+        self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing
     ) -> None:
         self.ticket = ticket
         self.peer = peer
@@ -64,7 +64,7 @@ class Puller:
         return Ticket(self._last_ticket)
 
     def pull(
-        self, ticket: Ticket, peer: Incarnation, source: Source, move: Move, landing: Landing | None
+        self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing | None
     ) -> None:
         """Queue a receive. A scrap receive is done at once: a wire that carries nothing has nothing to drain."""
         if landing is None:
@@ -126,7 +126,7 @@ class Puller:
             pull.done += 1
 
     @staticmethod
-    def _expect(source: Source, block: BlockId, generation: int) -> None:
+    def _expect(source: PeerPool, block: BlockId, generation: int) -> None:
         now = source.generation(block)
         if now != generation:
             raise StaleBlockError(f"block {block} is at generation {now}, {generation} was offered")

@@ -16,12 +16,12 @@ from engine.types import BlockId, Incarnation
 from transfer.host.peer_file import map_peer_file
 from transfer.host.pull import Puller
 from transfer.transport import (
+    BlockSlice,
     Completion,
     KVMemory,
     Landing,
     Move,
     Outcome,
-    Span,
     Ticket,
     TransferError,
 )
@@ -39,9 +39,9 @@ class ShmDetails(msgspec.Struct, frozen=True):
 
 
 class _Mapping:
-    """A peer's whole pool, read-only, of which `span` of each block is read. Fulfils `transfer.host.pull.Source`."""
+    """A peer's whole pool, read-only, of which `span` of each block is read. Fulfils `transfer.host.pull.PeerPool`."""
 
-    def __init__(self, details: ShmDetails, span: Span) -> None:
+    def __init__(self, details: ShmDetails, span: BlockSlice) -> None:
         header = header_bytes(details.blocks)
         size = header + details.blocks * details.block_bytes
         self._map = map_peer_file(details.pid, details.fd, details.device, details.inode, size)
@@ -88,7 +88,7 @@ class ShmTransport:
         )
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         try:
             details = msgspec.convert(endpoint.details, ShmDetails)
         except msgspec.ValidationError as error:

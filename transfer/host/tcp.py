@@ -26,13 +26,13 @@ from transfer.bell import Bell
 from transfer.host.door import TOKEN_BYTES, Door, greeting, tune
 from transfer.host.link import InLink, OutLink, header
 from transfer.transport import (
+    BlockSlice,
     Completion,
     KVMemory,
     Landing,
     Move,
     Outcome,
     Packed,
-    Span,
     Ticket,
     TransferError,
 )
@@ -64,8 +64,8 @@ class _Peer:
         family: int,
         address: tuple[str, int],
         greeting: bytes,
-        sent: Span,
-        received: Span,
+        sent: BlockSlice,
+        received: BlockSlice,
         stall_s: float,
     ) -> None:
         self.sent = sent
@@ -114,7 +114,7 @@ class TcpTransport:
         )
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
         wait for a name server where the endpoint names no plain address."""
         try:

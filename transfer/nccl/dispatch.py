@@ -9,25 +9,24 @@ from transfer.config import NcclConfig
 from transfer.gpu.device import Device, DeviceMemory, settle
 from transfer.gpu.scatter import Copy, Scatter, Slots
 from transfer.nccl.communicator import Communicator, Stage
-from transfer.nccl.lane import Deed, Job, Lane
+from transfer.nccl.lane import Lane, Operation, OperationKind
 from transfer.nccl.library import NcclError, NcclLibrary
 from transfer.nccl.packing import Packing, blocks_within, piece_blocks, slot_blocks
-from transfer.nccl.pair import Chunk, Piece
-from transfer.nccl.peer import Peer
-from transfer.nccl.posted import Posted
+from transfer.nccl.pair import Chunk, ChunkPiece
+from transfer.nccl.peer import NcclPeer, PostedChunk
 from transfer.nccl.ring import SLOTS, Ring
 from transfer.nccl.wire import Go, Grant
-from transfer.transport import Span, Ticket, TransferError
+from transfer.transport import BlockSlice, Ticket, TransferError
 
 WARM_WORDS = 2
 
 log = logging.getLogger(__name__)
 
-Guard = Callable[[Peer, Callable[[Peer, float], bool | None], float], bool]
+Guard = Callable[[NcclPeer, Callable[[NcclPeer, float], bool | None], float], bool]
 """Calls for a peer; what goes wrong costs that peer. True if the call said so."""
 
 
-class Dispatch:
+class PieceDispatcher:
     """`rest` is called when a piece of a chunk has ended, `warmed` when a communicator is warm."""
 
     # Mutable state: whose operation is in the lane, and those that leaders have called for and wait for it.
@@ -38,9 +37,9 @@ class Dispatch:
         config: NcclConfig,
         device: Device,
         library: NcclLibrary,
-        posted: Mapping[Ticket, Posted],
+        posted: Mapping[Ticket, PostedChunk],
         rest: Callable[[Chunk], None],
-        warmed: Callable[[Peer, float], None],
+        warmed: Callable[[NcclPeer, float], None],
     ) -> None:
         self._config = config
         self._device = device
@@ -48,8 +47,8 @@ class Dispatch:
         self._rest = rest
         self._warmed = warmed
         self._lane = Lane(device, library)
-        self._current: tuple[Peer, Piece | None] | None = None
-        self._called: deque[tuple[Peer, Go]] = deque()
+        self._current: tuple[NcclPeer, ChunkPiece | None] | None = None
+        self._called: deque[tuple[NcclPeer, Go]] = deque()
         self._scatter = Scatter(device)
         self.packing = Packing(memory, config, device, posted, rest)
         self._incoming = Slots(device, 2)
@@ -60,7 +59,7 @@ class Dispatch:
         """Changes with every operation that begins or ends."""
 
     @property
-    def busy(self) -> Peer | None:
+    def busy(self) -> NcclPeer | None:
         """Whose operation is in the lane."""
         return self._current[0] if self._current is not None else None
 
@@ -68,21 +67,21 @@ class Dispatch:
     def is_waiting(self) -> bool:
         return not self._lane.is_free or bool(self._scatter) or self.packing.is_busy
 
-    def reserve(self, sent: Span, received: Span) -> int:
+    def reserve(self, sent: BlockSlice, received: BlockSlice) -> int:
         """Make slots for pieces of a new peer's blocks; returns what all slots take, in bytes."""
         most = self._config.piece_bytes
         outgoing = self.packing.reserve(blocks_within(most, sent) * sent.nbytes // 8)
         self._incoming.reserve(blocks_within(most, received) * received.nbytes // 8)
         return outgoing + self._incoming.nbytes
 
-    def call(self, peer: Peer, go: Go) -> None:
+    def call(self, peer: NcclPeer, go: Go) -> None:
         """The peer's leader has launched an operation: so must this end."""
         self._called.append((peer, go))
 
-    def granted(self, peer: Peer, grant: Grant) -> None:
+    def granted(self, peer: NcclPeer, grant: Grant) -> None:
         """The peer, which follows, has room for what this end has said that it puts. Raises TransferError."""
         job = self._lane.job
-        mine = self.busy is peer and job is not None and job.deed is Deed.PUT and job.at < 0
+        mine = self.busy is peer and job is not None and job.deed is OperationKind.PUT and job.at < 0
         communicator = peer.communicator
         if not mine or communicator is None or communicator.epoch != grant.epoch:
             raise TransferError(f"{grant} is for nothing that this end does")
@@ -90,10 +89,10 @@ class Dispatch:
             raise TransferError(f"{grant} names no slot")
         self._lane.granted(grant.slot)
 
-    def is_called_by(self, peer: Peer) -> bool:
+    def is_called_by(self, peer: NcclPeer) -> bool:
         return any(other is peer for other, _ in self._called)
 
-    def step(self, now: float, peers: Mapping[Incarnation, Peer], guarded: Guard) -> None:
+    def step(self, now: float, peers: Mapping[Incarnation, NcclPeer], guarded: Guard) -> None:
         """Collect what has ended, launch what is next, and pack what comes after it."""
         if self._current is not None:
             guarded(self._current[0], self._collect, now)
@@ -123,7 +122,7 @@ class Dispatch:
             assert self._lane.job is not None and self._lane.job.packed is not None
             settle(self._lane.job.packed)
 
-    def abort(self, peer: Peer, communicator: Communicator, now: float) -> None:
+    def abort(self, peer: NcclPeer, communicator: Communicator, now: float) -> None:
         """End a communicator, with the operation that is under way on it, if any. Raises NcclError."""
         self._called = deque((other, go) for other, go in self._called if other is not peer)
         self.packing.fence(peer)
@@ -152,7 +151,7 @@ class Dispatch:
 
     # ---- launching
 
-    def _launch_next(self, now: float, peers: Mapping[Incarnation, Peer], guarded: Guard) -> bool:
+    def _launch_next(self, now: float, peers: Mapping[Incarnation, NcclPeer], guarded: Guard) -> bool:
         """False where there is nothing to launch now."""
         if self._called:
             peer, go = self._called[0]
@@ -162,7 +161,7 @@ class Dispatch:
             return True
         return any(guarded(peer, self._lead, now) for peer in sorted(peers.values(), key=_last_use))
 
-    def _lead(self, peer: Peer, now: float) -> bool:
+    def _lead(self, peer: NcclPeer, now: float) -> bool:
         """Launch an operation with a follower, if there is one. Raises TransferError."""
         communicator = peer.communicator
         if communicator is None or not peer.pair.leads:
@@ -184,7 +183,7 @@ class Dispatch:
         self._launch(peer, communicator, piece, now, slot)
         return True
 
-    def _follow(self, peer: Peer, now: float) -> None:
+    def _follow(self, peer: NcclPeer, now: float) -> None:
         """Launch what the leader has launched. Raises TransferError."""
         _, go = self._called.popleft()
         communicator = peer.communicator
@@ -204,9 +203,9 @@ class Dispatch:
 
     def _launch(
         self,
-        peer: Peer,
+        peer: NcclPeer,
         communicator: Communicator,
-        piece: Piece | None,
+        piece: ChunkPiece | None,
         now: float,
         slot: int = -1,
     ) -> None:
@@ -214,20 +213,20 @@ class Dispatch:
         self._current = (peer, piece)
         comm, other = communicator.comm, 1 - communicator.rank
         if piece is None:
-            warm = Job(Deed.WARM, comm, other, self._warm, 0, self._config.join_s, communicator.puts)
+            warm = Operation(OperationKind.WARM, comm, other, self._warm, 0, self._config.join_s, communicator.puts)
             self._lane.launch(warm, now)
             return
         communicator.used_s = now
         nbytes = piece.count * peer.span(piece.sends).nbytes
         ring, packed = communicator.puts, None
         if piece.sends:
-            deed = Deed.SEND if ring is None else Deed.PUT
+            deed = OperationKind.SEND if ring is None else OperationKind.PUT
             words, packed = self.packing.pack(peer, piece, ring)
         elif ring is None:
-            deed, words = Deed.RECEIVE, self._incoming.take(nbytes // 8)
+            deed, words = OperationKind.RECEIVE, self._incoming.take(nbytes // 8)
         else:
-            deed, words = Deed.TAKE, ring.incoming(slot)
-        job = Job(deed, comm, other, words, nbytes, self._config.limit_s, ring, slot)
+            deed, words = OperationKind.TAKE, ring.incoming(slot)
+        job = Operation(deed, comm, other, words, nbytes, self._config.limit_s, ring, slot)
         job.packed = packed
         if piece.chunk is not None:
             piece.chunk.launched += piece.count
@@ -236,7 +235,7 @@ class Dispatch:
 
     # ---- collecting
 
-    def _collect(self, peer: Peer, now: float) -> None:
+    def _collect(self, peer: NcclPeer, now: float) -> None:
         """The lane's operation, once it has ended. Raises NcclError."""
         job = self._lane.poll(now)
         if job is None:
@@ -254,7 +253,7 @@ class Dispatch:
         else:
             self._received(peer, piece, job)
 
-    def _received(self, peer: Peer, piece: Piece, job: Job) -> None:
+    def _received(self, peer: NcclPeer, piece: ChunkPiece, job: Operation) -> None:
         chunk, slot = piece.chunk, job.slot
 
         def over() -> None:
@@ -279,7 +278,7 @@ class Dispatch:
         chunk.busy -= 1
         self._rest(chunk)
 
-    def _may_receive(self, peer: Peer) -> bool:
+    def _may_receive(self, peer: NcclPeer) -> bool:
         ring = peer.communicator.puts if peer.communicator is not None else None
         return ring.has_free if ring is not None else self._incoming.has_free
 
@@ -293,5 +292,5 @@ class Dispatch:
                 log.error("a ring of %d bytes is not freed: %s", ring.nbytes, error)
 
 
-def _last_use(peer: Peer) -> float:
+def _last_use(peer: NcclPeer) -> float:
     return peer.communicator.used_s if peer.communicator is not None else 0.0

@@ -20,7 +20,7 @@ DRAIN_S = 1.0
 WORD_BYTES = 8
 
 
-class Deed(Enum):
+class OperationKind(Enum):
     SEND = "send"
     RECEIVE = "receive"
     WARM = "warm up"
@@ -28,7 +28,7 @@ class Deed(Enum):
     TAKE = "put of the peer"
 
 
-class Job:
+class Operation:
     """One operation. `slot` int64 words is what it sends, or fills; `packed` is when it has left the pool. With a ring,
     `at` is the receiver's slot, -1 while it was not granted, and `number` what its flag will say."""
 
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(
         self,
-        deed: Deed,
+        deed: OperationKind,
         comm: Comm,
         peer_rank: int,
         slot: Tensor,
@@ -72,7 +72,7 @@ class Lane:
         self._library = library
         self._device = device
         self._stream = device.stream()
-        self.job: Job | None = None
+        self.job: Operation | None = None
         self._drain: Event | None = None
         self._drain_until_s = 0.0
 
@@ -80,44 +80,44 @@ class Lane:
     def is_free(self) -> bool:
         return self.job is None and self._drain is None
 
-    def launch(self, job: Job, now: float) -> None:
+    def launch(self, job: Operation, now: float) -> None:
         """Raises NcclError."""
         assert self.is_free, "two operations at once"
         job.began_s = now
         self.job = job
         if job.packed is not None:
             self._stream.wait(job.packed)
-        if job.deed is Deed.PUT and job.at < 0:
+        if job.deed is OperationKind.PUT and job.at < 0:
             return  # `granted` goes on
         self._begin(job)
 
     def granted(self, slot: int) -> None:
         """The put under way may land there. Raises NcclError."""
-        assert self.job is not None and self.job.deed is Deed.PUT
+        assert self.job is not None and self.job.deed is OperationKind.PUT
         self.job.at = slot
         self._begin(self.job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Operation) -> None:
         address, stream = job.slot.data_ptr(), self._stream.handle
         with self._stream.use():
             match job.deed:
-                case Deed.SEND:
+                case OperationKind.SEND:
                     self._library.send(job.comm, address, job.nbytes, job.rank, stream)
-                case Deed.RECEIVE:
+                case OperationKind.RECEIVE:
                     self._library.recv(job.comm, address, job.nbytes, job.rank, stream)
-                case Deed.PUT:
+                case OperationKind.PUT:
                     assert job.ring is not None
                     job.ring.send(job.comm, job.slot, job.nbytes, job.at, job.rank, stream)
-                case Deed.TAKE:
+                case OperationKind.TAKE:
                     pass
-                case Deed.WARM if job.ring is not None:
+                case OperationKind.WARM if job.ring is not None:
                     job.ring.warm(job.comm, job.rank, stream)
-                case Deed.WARM:
+                case OperationKind.WARM:
                     self._library.exchange(
                         job.comm, address, address + WORD_BYTES, WORD_BYTES, job.rank, stream
                     )
 
-    def poll(self, now: float) -> Job | None:
+    def poll(self, now: float) -> Operation | None:
         """The job, when it has ended well. Raises NcclError when it failed or takes too long: abort it."""
         if self._drain is not None:
             self._check_drained(now)
@@ -125,11 +125,11 @@ class Lane:
         if job is None:
             return None
         settled = self._library.async_state(job.comm)
-        if job.deed is Deed.TAKE:
+        if job.deed is OperationKind.TAKE:
             if self._is_flagged(job):
                 self.job = None
                 return job
-        elif job.deed is not Deed.PUT or job.at >= 0:
+        elif job.deed is not OperationKind.PUT or job.at >= 0:
             if job.enqueued is None and settled:
                 job.enqueued = self._stream.record()
             if job.enqueued is not None and job.enqueued.done():
@@ -139,7 +139,7 @@ class Lane:
             raise LateError(f"the peer did not take part in a {job.deed.value} for {job.limit_s:g} s")
         return None
 
-    def abort(self, abort: Callable[[], None], now: float) -> Job | None:
+    def abort(self, abort: Callable[[], None], now: float) -> Operation | None:
         """`abort` ends the communicator of the job under way, if any: nothing is launched before its kernels have
         ended. Returns the job."""
         job, self.job = self.job, None
@@ -149,7 +149,7 @@ class Lane:
             self._drain_until_s = now + DRAIN_S
         return job
 
-    def _is_flagged(self, job: Job) -> bool:
+    def _is_flagged(self, job: Operation) -> bool:
         """Look at the flag of a slot; the look itself takes until a later call. Never waits."""
         assert job.ring is not None
         if job.peek is None:

@@ -15,9 +15,9 @@ from transfer.bell import Bell
 from transfer.gpu.pulse import Pulse
 from transfer.host.door import TOKEN_BYTES, Door, greeting
 from transfer.nccl.library import dotted
-from transfer.nccl.peer import Dial, NcclDetails, Peer, connected
+from transfer.nccl.peer import Dial, NcclDetails, NcclPeer, connected
 from transfer.nccl.wire import Said, Welcome, Wire
-from transfer.transport import Span, TransferError
+from transfer.transport import BlockSlice, TransferError
 
 
 class Meeting:
@@ -30,9 +30,9 @@ class Meeting:
         host: str,
         stall_s: float,
         limit_s: float,
-        peers: Mapping[Incarnation, Peer],
-        heard: Callable[[Peer, Said], None],
-        lose: Callable[[Peer, str], None],
+        peers: Mapping[Incarnation, NcclPeer],
+        heard: Callable[[NcclPeer, Said], None],
+        lose: Callable[[NcclPeer, str], None],
         can_put: Callable[[], bool],
     ) -> None:
         self._incarnation = incarnation
@@ -78,7 +78,7 @@ class Meeting:
             self._host, self._door.port, self._token.hex(), block_bytes, version, gpu
         )
 
-    def check(self, endpoint: Endpoint, received: Span, version: int) -> NcclDetails:
+    def check(self, endpoint: Endpoint, received: BlockSlice, version: int) -> NcclDetails:
         """Raises TransferError for an endpoint that cannot be met."""
         try:
             details = msgspec.convert(endpoint.details, NcclDetails)
@@ -93,7 +93,7 @@ class Meeting:
             raise TransferError(f"NCCL {dotted(details.version)} there, {dotted(version)} here: they must be equal")
         return details
 
-    def begin(self, peer: Incarnation, details: NcclDetails, sent: Span, received: Span) -> Peer:
+    def begin(self, peer: Incarnation, details: NcclDetails, sent: BlockSlice, received: BlockSlice) -> NcclPeer:
         """Raises TransferError where its host has no address."""
         dial = None
         if self._incarnation < peer:
@@ -102,7 +102,7 @@ class Meeting:
                 dial = Dial(details, hello, time.monotonic(), self._limit_s)
             except OSError as error:
                 raise TransferError(f"not an nccl endpoint: {error}") from error
-        return Peer(peer, sent, received, dial, self._stall_s)
+        return NcclPeer(peer, sent, received, dial, self._stall_s)
 
     def poll(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -128,7 +128,7 @@ class Meeting:
             if peer.wire is not None and peer.wire.wants_write:
                 self._write(peer, peer.wire)
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: NcclPeer) -> None:
         wire, peer.wire, peer.is_met = peer.wire, None, False
         if wire is not None:
             # What was said last may tell the peer more than the end of the socket does.
@@ -155,12 +155,12 @@ class Meeting:
         peer.meet()
         return True
 
-    def _watch(self, peer: Peer, wire: Wire) -> None:
+    def _watch(self, peer: NcclPeer, wire: Wire) -> None:
         peer.wire = wire
         events = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.register(wire.sock, events, lambda: self._turn(peer, wire))
 
-    def _turn(self, peer: Peer, wire: Wire) -> None:
+    def _turn(self, peer: NcclPeer, wire: Wire) -> None:
         if peer.wire is not wire:
             return
         try:
@@ -177,7 +177,7 @@ class Meeting:
         if peer.wire is wire:
             self._write(peer, wire)
 
-    def _write(self, peer: Peer, wire: Wire) -> None:
+    def _write(self, peer: NcclPeer, wire: Wire) -> None:
         try:
             wire.write()
         except OSError as error:
@@ -187,7 +187,7 @@ class Meeting:
         if self._selector.get_key(wire.sock).events != events:
             self._selector.modify(wire.sock, events, self._selector.get_key(wire.sock).data)
 
-    def _broken(self, peer: Peer, wire: Wire, why: str) -> None:
+    def _broken(self, peer: NcclPeer, wire: Wire, why: str) -> None:
         if peer.wire is not wire:
             return
         if peer.dial is not None and not peer.is_met:

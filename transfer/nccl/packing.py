@@ -15,11 +15,10 @@ from transfer.config import NcclConfig
 from transfer.gpu.device import Device, DeviceMemory, Event, flat, settle, words_of
 from transfer.gpu.scatter import Slots
 from transfer.nccl.communicator import Stage
-from transfer.nccl.pair import Chunk, Piece
-from transfer.nccl.peer import Peer
-from transfer.nccl.posted import Posted
+from transfer.nccl.pair import Chunk, ChunkPiece
+from transfer.nccl.peer import NcclPeer, PostedChunk
 from transfer.nccl.ring import Ring
-from transfer.transport import Span, Ticket
+from transfer.transport import BlockSlice, Ticket
 
 OUTGOING_SLOTS = 2
 
@@ -27,7 +26,7 @@ OUTGOING_SLOTS = 2
 class Packed(msgspec.Struct, frozen=True):
     """Blocks `first .. first + count - 1` of a chunk are in `slot`, of a ring if there is one, once `event` is done."""
 
-    peer: Peer
+    peer: NcclPeer
     chunk: Chunk
     first: int
     count: int
@@ -35,7 +34,7 @@ class Packed(msgspec.Struct, frozen=True):
     ring: Ring | None
     event: Event
 
-    def begins(self, piece: Piece) -> bool:
+    def begins(self, piece: ChunkPiece) -> bool:
         """Has it all that the piece needs, from its first block on?"""
         return (self.chunk, self.first) == (piece.chunk, piece.first) and piece.count <= self.count
 
@@ -51,7 +50,7 @@ class Packing:
         memory: DeviceMemory,
         config: NcclConfig,
         device: Device,
-        posted: Mapping[Ticket, Posted],
+        posted: Mapping[Ticket, PostedChunk],
         rest: Callable[[Chunk], None],
     ) -> None:
         self._memory = memory
@@ -80,7 +79,7 @@ class Packing:
         """Is something being read ahead?"""
         return self._ahead is not None and not self._ahead.event.done()
 
-    def pack(self, peer: Peer, piece: Piece, ring: Ring | None) -> tuple[Tensor, Event | None]:
+    def pack(self, peer: NcclPeer, piece: ChunkPiece, ring: Ring | None) -> tuple[Tensor, Event | None]:
         """A slot for a piece that is launched now, and when all of it is there. What is of no chunk any more is sent as
         whatever the slot has."""
         if piece.chunk is None:
@@ -94,7 +93,7 @@ class Packing:
             ahead = self._packed(peer, piece, piece.chunk, ring)
         return ahead.slot, ahead.event
 
-    def look_ahead(self, peers: Sequence[Peer], called: Sequence[Peer]) -> None:
+    def look_ahead(self, peers: Sequence[NcclPeer], called: Sequence[NcclPeer]) -> None:
         """Something is on the wire: pack what will be next, if that can be told. `called`: whose leaders wait for
         it."""
         found = _foreseen(self._config, called) or _foreseen(self._config, peers)
@@ -112,7 +111,7 @@ class Packing:
         if self._ahead is not None and self._ahead.chunk.verdict is not None:
             self._give_up(self._ahead)
 
-    def fence(self, of: Chunk | Peer) -> None:
+    def fence(self, of: Chunk | NcclPeer) -> None:
         """What was packed ahead of a chunk, or for a peer, is forgotten, and the pool is not read for it any more when
         this returns. It waits for copies under way, if any."""
         ahead = self._ahead
@@ -143,7 +142,7 @@ class Packing:
     def _slot(self, nbytes: int, ring: Ring | None) -> Tensor:
         return self._slots.take(nbytes // 8) if ring is None else ring.take_outgoing()
 
-    def _packed(self, peer: Peer, piece: Piece, chunk: Chunk, ring: Ring | None) -> Packed:
+    def _packed(self, peer: NcclPeer, piece: ChunkPiece, chunk: Chunk, ring: Ring | None) -> Packed:
         posted = self._posted[chunk.ticket]
         slot = self._slot(piece.count * peer.sent.nbytes, ring)
         with self._stream.use():
@@ -158,9 +157,9 @@ class Packing:
         return Packed(peer, chunk, piece.first, piece.count, slot, ring, event)
 
 
-def _foreseen(config: NcclConfig, peers: Sequence[Peer]) -> tuple[Peer, Piece] | None:
+def _foreseen(config: NcclConfig, peers: Sequence[NcclPeer]) -> tuple[NcclPeer, ChunkPiece] | None:
     """The send that will be launched next, as far as can be told: rather one that the other end surely waits for."""
-    found: list[tuple[bool, float, tuple[Peer, Piece]]] = []
+    found: list[tuple[bool, float, tuple[NcclPeer, ChunkPiece]]] = []
     for peer in peers:
         communicator = peer.communicator
         if communicator is None or communicator.stage is not Stage.WARM:
@@ -172,17 +171,17 @@ def _foreseen(config: NcclConfig, peers: Sequence[Peer]) -> tuple[Peer, Piece] |
     return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 
-def piece_blocks(config: NcclConfig, peer: Peer, ring: Ring | None, sends: bool) -> int:
+def piece_blocks(config: NcclConfig, peer: NcclPeer, ring: Ring | None, sends: bool) -> int:
     """How many blocks a piece has at most."""
     most_bytes = config.piece_bytes if ring is None else ring.slot_bytes
     return blocks_within(most_bytes, peer.span(sends))
 
 
-def blocks_within(most_bytes: int, span: Span) -> int:
+def blocks_within(most_bytes: int, span: BlockSlice) -> int:
     """One at least."""
     return max(1, most_bytes // span.nbytes)
 
 
-def slot_blocks(slot: Tensor, count: int, span: Span) -> Tensor:
+def slot_blocks(slot: Tensor, count: int, span: BlockSlice) -> Tensor:
     """int64 `[count, words]`: the blocks of a piece in its slot."""
     return slot[: count * span.nbytes // 8].view(count, -1)

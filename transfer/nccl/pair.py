@@ -42,7 +42,7 @@ class Chunk:
         return self.busy == 0 and (self.verdict is not None or self.launched == self.blocks)
 
 
-class Piece:
+class ChunkPiece:
     """Blocks `first .. first + count - 1` of a chunk, or of one that is gone (`chunk` is None)."""
 
     __slots__ = ("chunk", "count", "first", "number", "sends")
@@ -139,7 +139,7 @@ class Pair:
             line.peer_ready[said.number] = said.key
         return None
 
-    def next_piece(self, most: dict[bool, int], may_receive: bool) -> Piece | None:
+    def next_piece(self, most: dict[bool, int], may_receive: bool) -> ChunkPiece | None:
         """Leader: what to launch now, `most[sends]` blocks at most; the directions take turns. Raises TransferError if
         the two ends mean different chunks."""
         for sends in (not self._served, self._served):
@@ -156,10 +156,10 @@ class Pair:
                     raise TransferError("the peer's next chunk is not the one that is due")
                 self._served = sends
                 count = min(most[sends], chunk.blocks - chunk.launched)
-                return Piece(sends, chunk.number, chunk, chunk.launched, count)
+                return ChunkPiece(sends, chunk.number, chunk, chunk.launched, count)
         return None
 
-    def next_send(self, most: int) -> Piece | None:
+    def next_send(self, most: int) -> ChunkPiece | None:
         """What this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer is
         ready for, a follower only what comes first."""
         line = self._lines[True]
@@ -168,10 +168,10 @@ class Pair:
                 if self.leads and line.peer_ready.get(chunk.number) != chunk.key:
                     return None
                 count = min(most, chunk.blocks - chunk.launched)
-                return Piece(True, chunk.number, chunk, chunk.launched, count)
+                return ChunkPiece(True, chunk.number, chunk, chunk.launched, count)
         return None
 
-    def piece(self, go: Go, block_bytes: int) -> Piece:
+    def piece(self, go: Go, block_bytes: int) -> ChunkPiece:
         """Follower: what the leader has launched. Raises TransferError if it cannot be."""
         sends = not go.leader_sends
         count, rest = divmod(go.nbytes, block_bytes)
@@ -181,7 +181,7 @@ class Pair:
         )
         if rest or not count or not fits or go.number >= self._lines[sends].posted:
             raise TransferError(f"{go} does not fit {chunk}")
-        return Piece(sends, go.number, chunk, go.first, count)
+        return ChunkPiece(sends, go.number, chunk, go.first, count)
 
     @property
     def is_wanted(self) -> bool:

@@ -12,11 +12,13 @@ import socket
 import msgspec
 
 from engine.types import Incarnation
+from transfer.gpu.landing import DeviceLanding
+from transfer.gpu.narrow import DevicePacked
 from transfer.host.door import tune
 from transfer.nccl.communicator import Communicator
-from transfer.nccl.pair import Pair
+from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.wire import Said, Wire
-from transfer.transport import Span
+from transfer.transport import BlockSlice, Move
 from transfer.watchdog import Watchdog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
@@ -69,14 +71,14 @@ def connected(sock: socket.socket) -> None:
         raise OSError(failed, os.strerror(failed))
 
 
-class Peer:
+class NcclPeer:
     # Mutable state: the socket, the communicator, the chunks, and why it was lost.
 
     def __init__(
         self,
         incarnation: Incarnation,
-        sent: Span,
-        received: Span,
+        sent: BlockSlice,
+        received: BlockSlice,
         dial: Dial | None,
         stall_s: float,
     ) -> None:
@@ -100,9 +102,9 @@ class Peer:
 
     def __repr__(self) -> str:
         state = self.lost or ("met" if self.is_met else "not met")
-        return f"Peer({self.incarnation:x}, {state}, {self.communicator!r}, {self.pair!r})"
+        return f"NcclPeer({self.incarnation:x}, {state}, {self.communicator!r}, {self.pair!r})"
 
-    def span(self, sends: bool) -> Span:
+    def span(self, sends: bool) -> BlockSlice:
         """What travels of each block that goes there, or comes from there."""
         return self.sent if sends else self.received
 
@@ -120,3 +122,13 @@ class Peer:
         self.is_met = True
         unsaid, self._unsaid = self._unsaid, []
         self.say(*unsaid)
+
+
+class PostedChunk(msgspec.Struct, frozen=True):
+    """A chunk, with what it takes to carry it out: a `landing` for a receive, `packed` for a send in 8 bits."""
+
+    peer: NcclPeer
+    chunk: Chunk
+    move: Move
+    landing: DeviceLanding | None
+    packed: DevicePacked | None

@@ -5,7 +5,7 @@ slot to slot, and is scattered into the receiver's pool by the receiver's own ke
 can be cancelled at any time, and a peer that dies or freezes in the middle can spoil a slot and nothing else.
 
 The parts: `pair` and `wire` settle what goes next, `packing`, `dispatch` and `lane` carry it
-out, `room` says which pairs have a communicator (`communicator`, `library`), `meeting` and
+out, `budget` says which pairs have a communicator (`communicator`, `library`), `meeting` and
 `peer` are how two ends find and hear each other. Communicators are made when two workers meet, as long as there is
 room, and warmed up (the first operation of a pair takes most of a second); afterwards when they are needed. Every wait
 has a limit: the loss of the socket, an error of the library or a limit that has passed costs the pair, whose receives
@@ -26,15 +26,14 @@ from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.narrow import DevicePacked
 from transfer.gpu.pulse import Pulse
 from transfer.host.link import chunk_key
-from transfer.nccl.dispatch import Dispatch
+from transfer.nccl.budget import CommunicatorBudget, NcclReport
+from transfer.nccl.dispatch import PieceDispatcher
 from transfer.nccl.library import NcclLibrary
 from transfer.nccl.meeting import Meeting
 from transfer.nccl.pair import Chunk, Pair
-from transfer.nccl.peer import Peer
-from transfer.nccl.posted import Posted
-from transfer.nccl.room import NcclReport, Room
+from transfer.nccl.peer import NcclPeer, PostedChunk
 from transfer.nccl.wire import Go, Gone, Grant, Ready, Said
-from transfer.transport import Completion, Move, Outcome, Span, Ticket, TransferError
+from transfer.transport import BlockSlice, Completion, Move, Outcome, Ticket, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +61,12 @@ class NcclTransport:
         self._memory = memory
         self._share_gpu = config.share_gpu != "no"
         self._version = library.version
-        self._peers: dict[Incarnation, Peer] = {}
-        self._posted: dict[Ticket, Posted] = {}
+        self._peers: dict[Incarnation, NcclPeer] = {}
+        self._posted: dict[Ticket, PostedChunk] = {}
         self._completions: list[Completion] = []
         self._last_ticket = 0
-        self._room = Room(config, device, library, self._peers, self.report)
-        self._dispatch = Dispatch(
+        self._room = CommunicatorBudget(config, device, library, self._peers, self.report)
+        self._dispatch = PieceDispatcher(
             memory, config, device, library, self._posted, self._rest, self._room.warmed
         )
         self._meeting = Meeting(
@@ -97,7 +96,7 @@ class NcclTransport:
         details = self._meeting.details(self._memory.block_bytes, self._version, self.device.name)
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
-    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: Span, received: Span) -> None:
+    def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Begin to meet `peer`, and to make a communicator if there is room; forgets what there was with it. Allocates
         the slots for its pieces."""
         details = self._meeting.check(endpoint, received, self._version)
@@ -175,14 +174,14 @@ class NcclTransport:
 
     # ---- what happens with a peer
 
-    def _tend(self, peer: Peer, now: float) -> None:
+    def _tend(self, peer: NcclPeer, now: float) -> None:
         """Raises TransferError when it is to be given up."""
         self._room.tend(peer, self._dispatch, now)
         due = any(not chunk.sends for chunk in peer.pair.chunks)
         if peer.watchdog.is_stuck(peer.progress if due else None, now):
             raise TransferError("nothing came although some was due")
 
-    def _heard(self, peer: Peer, said: Said) -> None:
+    def _heard(self, peer: NcclPeer, said: Said) -> None:
         """Raises TransferError for what makes no sense."""
         self._progress = -1  # more may follow soon
         match said:
@@ -198,7 +197,7 @@ class NcclTransport:
                 self._room.heard(peer, said, self._dispatch, time.monotonic())
 
     def _guarded(
-        self, peer: Peer, act: Callable[[Peer, float], bool | None], now: float
+        self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float
     ) -> bool:
         """Whatever goes wrong with one peer costs that peer, and nobody else."""
         try:
@@ -208,7 +207,7 @@ class NcclTransport:
             self._lose(peer, str(error))
             return False
 
-    def _lose(self, peer: Peer, why: str, outcome: Outcome = Outcome.LOST) -> None:
+    def _lose(self, peer: NcclPeer, why: str, outcome: Outcome = Outcome.LOST) -> None:
         """The way to a peer is broken: abort what is under way with it, fail what is posted."""
         if not peer.lost and outcome is Outcome.LOST:
             log.warning("the way to %x is lost: %s", peer.incarnation, why)
@@ -228,7 +227,7 @@ class NcclTransport:
 
     def _post(
         self,
-        peer: Peer,
+        peer: NcclPeer,
         move: Move,
         blocks: int,
         sends: bool,
@@ -238,7 +237,7 @@ class NcclTransport:
         ticket = self._ticket()
         key = chunk_key(move, blocks, peer.span(sends).nbytes)
         chunk, said = peer.pair.post(sends, ticket, key, blocks)
-        self._posted[ticket] = Posted(peer, chunk, move, landing, packed)
+        self._posted[ticket] = PostedChunk(peer, chunk, move, landing, packed)
         peer.say(*said)
         self._rest(chunk)
         self._meeting.ring()
@@ -262,7 +261,7 @@ class NcclTransport:
         self._progress = self._dispatch.progress
         self._pulse.set(waiting, now, afresh=afresh)
 
-    def _known(self, peer: Incarnation) -> Peer:
+    def _known(self, peer: Incarnation) -> NcclPeer:
         found = self._peers.get(peer)
         if found is None:
             raise TransferError(f"{peer} is not connected")

@@ -26,7 +26,7 @@ class Welcome(_Said, frozen=True):
     puts: bool = False
 
 
-class Build(_Said, frozen=True):
+class BuildCommunicator(_Said, frozen=True):
     """Leader: join communicator number `epoch`, as rank 1; with a ring of such slots, if any."""
 
     epoch: int
@@ -34,25 +34,25 @@ class Build(_Said, frozen=True):
     slot_bytes: int = 0
 
 
-class Joined(_Said, frozen=True):
+class CommunicatorJoined(_Said, frozen=True):
     """Follower: it has joined."""
 
     epoch: int
 
 
-class Spare(_Said, frozen=True):
+class RequestDrop(_Said, frozen=True):
     """Follower: it needs room; drop the communicator, if it is idle."""
 
     epoch: int
 
 
-class Drop(_Said, frozen=True):
+class DropCommunicator(_Said, frozen=True):
     """Leader: no operation will come on it any more."""
 
     epoch: int
 
 
-class Dropped(_Said, frozen=True):
+class CommunicatorDropped(_Said, frozen=True):
     """Follower: its part is gone."""
 
     epoch: int
@@ -93,7 +93,18 @@ class Grant(_Said, frozen=True):
     slot: int
 
 
-Said = Welcome | Build | Joined | Spare | Drop | Dropped | Ready | Gone | Go | Grant
+Said = (
+    Welcome
+    | BuildCommunicator
+    | CommunicatorJoined
+    | RequestDrop
+    | DropCommunicator
+    | CommunicatorDropped
+    | Ready
+    | Gone
+    | Go
+    | Grant
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)

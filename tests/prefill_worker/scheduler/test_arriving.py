@@ -7,10 +7,11 @@ import pytest
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tier_cost import TierCost
-from engine.kv.tier_io import Load, Loaded
+from engine.kv.tier_io import Loaded, TierLoad
 from engine.kv.tiers import Tiers
+from engine.types import Incarnation
 from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
-from transfer.handoff.sender import KVSender
+from transfer.handoff.commands import ReaderUp
 
 
 def _computed(bench: Bench) -> int:
@@ -98,14 +99,13 @@ class TieredBench(Bench):
         scheduler.__init__(
             scheduler._config,
             kv,
-            KVSender(),
             fingerprint="m",
             vocab=50_000,
             context_tokens=8192,
             stop_ids=frozenset(),
         )
-        scheduler._peers[7] = True
-        self.loads: list[Load] = []
+        scheduler.handle(ReaderUp(Incarnation(7), True), 0.0)
+        self.loads: list[TierLoad] = []
         self.start("old", _prompt(160, 17, 1))
         self.run()
         self.start("new", _prompt(0, 384, 2))
@@ -114,7 +114,7 @@ class TieredBench(Bench):
 
     def step(self) -> Any:
         plan = super().step()
-        self.loads += [c for c in self.tiers.take_commands() if isinstance(c, Load)]
+        self.loads += [c for c in self.tiers.take_commands() if isinstance(c, TierLoad)]
         return plan
 
     def loaded(self, seconds: float = 0.001) -> None:

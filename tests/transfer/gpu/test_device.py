@@ -16,10 +16,9 @@ from transfer.config import TransferConfig
 from transfer.digest import Tally
 from transfer.gpu.device import flat, words_of
 from transfer.gpu.pulse import Pulse
-from transfer.handoff.algorithms import WP64, digest_shape
-from transfer.handoff.negotiation import Agreement
+from transfer.handoff.negotiation import WP64, Agreement, digest_shape
 from transfer.registry import open_route, open_transport, open_transports
-from transfer.transport import Span, TransferError
+from transfer.transport import BlockSlice, TransferError
 
 LAYOUT = KVLayout(kv_heads=3, layers=2, block_size=4, head_dim=8, dtype="float16")
 CONFIG = config_for(ConfigKey("copy_blocks", 0, 0, 0, "int64", 90))
@@ -34,7 +33,7 @@ def pool(blocks: int) -> torch.Tensor:
 def test_the_kernel_packs_a_range_of_heads(heads: range) -> None:
     """Guards against a slice that the kernel reads from another place than the transports mean."""
     size = LAYOUT.head_bytes
-    span = Span(heads.start * size, len(heads) * size, LAYOUT.block_bytes)
+    span = BlockSlice(heads.start * size, len(heads) * size, LAYOUT.block_bytes)
     memory = pool(6)
     source, shape = flat(words_of(memory, span))
     slot = torch.full((2, span.nbytes // 8), -1, dtype=torch.int64, device=DEVICE)
@@ -46,7 +45,7 @@ def test_the_kernel_packs_a_range_of_heads(heads: range) -> None:
 
 
 def test_the_kernel_digests_what_lands_as_the_fake_does() -> None:
-    whole = Span(0, LAYOUT.block_bytes, LAYOUT.block_bytes)
+    whole = BlockSlice(0, LAYOUT.block_bytes, LAYOUT.block_bytes)
     there = words_of(pool(4), whole).unflatten(1, (3, -1))
     ours, theirs = (torch.zeros_like(there) for _ in range(2))
     shape = digest_shape(LAYOUT)
@@ -59,7 +58,7 @@ def test_the_kernel_digests_what_lands_as_the_fake_does() -> None:
 
 def test_what_is_not_whole_words_is_refused() -> None:
     with pytest.raises(TransferError, match="64-bit"):
-        words_of(pool(2), Span(4, 64, LAYOUT.block_bytes))
+        words_of(pool(2), BlockSlice(4, 64, LAYOUT.block_bytes))
 
 
 def test_peers_cost_no_streams(ends: Ends) -> None:

@@ -15,6 +15,7 @@ from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer import fake_device
 from tests.transfer.pair import DECODE, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS
+from transfer.digest import block_rows
 from transfer.gpu import cuda_ipc
 from transfer.handoff.commands import (
     Arrived,
@@ -30,8 +31,7 @@ from transfer.handoff.migration import HandoffError
 from transfer.handoff.negotiation import unit
 from transfer.handoff.receiver import KVReceiver
 from transfer.host import link, pull
-from transfer.host.loopback import Fault, FaultKind
-from transfer.rows import block_rows
+from transfer.host.loopback import FaultKind, ScriptedFault
 
 BASE = {"layers": 2, "head_dim": 4}
 POISON = 0xA5
@@ -164,7 +164,7 @@ def test_any_sizes_prefixes_chunks_and_failures(data: st.DataObject) -> None:
         case.handoff = name
         if attempt < 3 and data.draw(st.booleans(), label="a fault"):
             kinds = (FaultKind.CORRUPT, FaultKind.FAIL, FaultKind.DROP)
-            fault = Fault(data.draw(st.sampled_from(kinds)), seq=data.draw(st.integers(0, 2)))
+            fault = ScriptedFault(data.draw(st.sampled_from(kinds)), seq=data.draw(st.integers(0, 2)))
             pair.hub.faults[:] = [fault]
         case.begin()
         indices = sorted(case.outgoing)
@@ -194,7 +194,7 @@ def test_a_wrong_block_is_never_scattered() -> None:
     """Guards against bytes that are stored first and checked afterwards, where they need not be."""
     pair = Pair("loopback", layouts=(layout(4), layout(8)))
     case = Sequences(pair, tokens=16, have=0)
-    fault = Fault(FaultKind.CORRUPT, flip=(3,))
+    fault = ScriptedFault(FaultKind.CORRUPT, flip=(3,))
     pair.hub.faults.append(fault)
     case.begin()
     case.offer(0, 1)
@@ -211,7 +211,7 @@ def test_nothing_is_scattered_behind_the_fence(kind: FaultKind) -> None:
     """Guards the bug family of the fence where a block reaches its target by way of a buffer."""
     pair = Pair("loopback", layouts=(layout(4), layout(8)))
     case = Sequences(pair, tokens=16, have=0)
-    fault = Fault(kind, seq=0)
+    fault = ScriptedFault(kind, seq=0)
     pair.hub.faults.append(fault)
     case.begin()
     case.offer(0, 1)

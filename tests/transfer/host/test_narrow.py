@@ -16,7 +16,6 @@ from tests.transfer.pair import BLOCKS, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS
 from transfer.config import TransferConfig
 from transfer.gpu import narrow as device_narrow
-from transfer.handoff.algorithms import AS_STORED
 from transfer.handoff.commands import (
     Arrived,
     Broken,
@@ -26,7 +25,7 @@ from transfer.handoff.commands import (
     Settled,
 )
 from transfer.handoff.conversion import rows_by_block
-from transfer.handoff.negotiation import WIRED, NegotiationError, negotiate, unit
+from transfer.handoff.negotiation import AS_STORED, WIRED, NegotiationError, negotiate, unit
 from transfer.host.narrow import convert
 
 WORST = {"int8": 0.5 / 127, "fp8": 16 / 448}

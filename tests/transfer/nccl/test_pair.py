@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer.nccl.pair import Chunk, Pair, Piece
+from transfer.nccl.pair import Chunk, ChunkPiece, Pair
 from transfer.nccl.wire import Go, Gone, Ready, Said
 from transfer.transport import Outcome, Ticket
 
@@ -88,7 +88,7 @@ class World:
             self._launch(leader, piece)
             self.say(False, [Go(1, piece.sends, piece.number, piece.first, piece.count)])
 
-    def _launch(self, side: Side, piece: Piece) -> None:
+    def _launch(self, side: Side, piece: ChunkPiece) -> None:
         if piece.chunk is not None:
             assert piece.chunk.verdict is None, "a chunk that is gone is launched"
             piece.chunk.launched += piece.count

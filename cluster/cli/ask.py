@@ -1,0 +1,67 @@
+"""Asking a running server and showing the answer as it comes."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import closing
+
+import msgspec
+
+from engine.types import SamplingParams
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
+from router.grpc.client import Client
+
+
+class ClientAnswer(msgspec.Struct, frozen=True):
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finished: Finished
+
+
+def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> ClientAnswer:
+    """Stream one answer: `show` gets every new piece of text. Raises ApiError."""
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    prompt_tokens = 0
+    with closing(client.generate(call)) as events:
+        for event in events:
+            match event:
+                case Started():
+                    prompt_tokens = event.prompt_tokens
+                case Delta():
+                    pieces.append(event.text)
+                    token_ids.extend(event.token_ids)
+                    if event.text:
+                        show(event.text)
+                case Finished():
+                    return ClientAnswer("".join(pieces), tuple(token_ids), prompt_tokens, event)
+    raise ApiError("INTERNAL", "the stream ended without a result")
+
+
+def stream_answer(arguments: argparse.Namespace) -> int:
+    """`headrace generate`: the answer on standard output, figures (if asked for) on standard error."""
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    chat = [ChatMessage("user", text)]
+    if arguments.system:
+        chat.insert(0, ChatMessage("system", arguments.system))
+    call = GenerateCall(
+        prompt=text if arguments.raw else chat,
+        max_tokens=arguments.max_tokens,
+        seed=arguments.seed,
+        sampling=SamplingParams(temperature=arguments.temperature),
+    )
+    with Client(arguments.server) as client:
+        answer = ask(client, call, lambda piece: print(piece, end="", flush=True))
+    print()
+    if arguments.stats:
+        print(figures_line(answer.finished), file=sys.stderr)
+    return 0
+
+
+def figures_line(end: Finished) -> str:
+    return (
+        f"{end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
+        f"{end.output_tokens} output tokens, {end.reason.value}; "
+        f"first token {end.ttft_s * 1e3:.0f} ms, then {end.itl_mean_s * 1e3:.1f} ms each"
+    )

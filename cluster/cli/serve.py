@@ -1,0 +1,188 @@
+"""`headrace up`: one supervisor of a name on a host, in the foreground or detached; the second finds the first."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster.admin import AdminServer, Status
+from cluster.admin_client import AdminClient
+from cluster.cli.progress import Bars
+from cluster.config import ClusterConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.signals import Interrupted, check, on_hangup
+from cluster.processes.spec import LaunchError, child_environment
+from cluster.resolve import Resolved
+from cluster.rundir import RunDir
+from telemetry import logs
+
+ASK_AGAIN_S = 0.1
+
+
+def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
+    """Be the supervisor until interrupted, or until `headrace down`; if there is one already, say where it serves.
+    Raises LaunchError, ModelError, OSError, ConfigError."""
+    config = resolved.config
+    rundir = RunDir(config, environ)
+    if rundir.is_held:
+        return _runs_already(rundir, config)
+    logs.configure("supervisor", config.log_level, config.log_json)
+    with rundir.hold(), Bars() as bars:
+        cluster = Cluster(config, make_launcher(config.launcher, config.ray), progress=bars.report)
+        admin = AdminServer(
+            cluster, rundir, resolved.settings, config.launcher, lambda: _interrupt(os.getpid())
+        )
+        admin.start()
+        try:
+            with cluster:
+                addresses = cluster.start()
+                admin.ready(addresses)
+                bars.close()
+                print_ready(admin.status())
+                print(
+                    "\nCtrl-C, or `headrace down`, stops everything. "
+                    "SIGHUP replaces every worker in turn, and drops no request.",
+                    flush=True,
+                )
+                try:
+                    with on_hangup(cluster.roll):
+                        cluster.watch()
+                except Interrupted:
+                    print("stopping", flush=True)
+        except Interrupted:
+            if not admin.down.is_set():
+                raise
+        except LaunchError as error:
+            if admin.down.is_set():
+                rundir.tell_fault(str(error))
+            raise
+        finally:
+            admin.stop()
+    return 0
+
+
+def detach(resolved: Resolved, environ: Mapping[str, str], arguments: Sequence[str]) -> int:
+    """Start a supervisor that outlives this process, with the same arguments, and return when it serves. Its output
+    goes to NAME.log beside its socket. Raises as `serve` does."""
+    config = resolved.config
+    rundir = RunDir(config, environ)
+    if rundir.is_held:
+        return _runs_already(rundir, config)
+    rundir.make()
+    output = rundir.folder / f"{config.name}.log"
+    with output.open("wb") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cluster.cli", *_attached(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environ, "PYTHONPATH": child_environment(1, environ)["PYTHONPATH"]},
+            start_new_session=True,
+        )
+    try:
+        status = _wait_running(rundir, config, supervisor, output)
+    except BaseException:
+        if supervisor.poll() is None:
+            _interrupt(supervisor.pid)
+            supervisor.wait()
+        raise
+    print_ready(status)
+    print(f"\nIts log is {output}. `headrace down` stops everything.", flush=True)
+    return 0
+
+
+def print_ready(status: Status) -> None:
+    workers = ", ".join(p.name for p in status.processes if p.kind != "router")
+    print(f"headrace is ready: {workers}")
+    print(f"  gRPC  {status.grpc}")
+    if status.http:
+        print(f"  HTTP  {_url(status.http)}")
+    print("\nTry, in another terminal:")
+    print(f"  {_command()} generate --server {status.grpc} 'Why is the sky blue?'")
+    if status.http:
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True}
+        )
+        print(
+            f"  curl -N {_url(status.http)}/v1/chat/completions "
+            f"-H 'content-type: application/json' -d '{body}'"
+        )
+
+
+def _runs_already(rundir: RunDir, config: ClusterConfig) -> int:
+    status = _wait_running(rundir, config, None, None)
+    print(f"The cluster {config.name!r} runs already, under process {status.pid}.")
+    for kind, wanted in (("prefill", config.prefill_workers), ("decode", config.decode_workers)):
+        count = sum(p.kind == kind for p in status.processes)
+        if count != wanted:
+            print(
+                f"It has {count} {kind} worker(s), not {wanted}: "
+                f"`headrace scale {kind}={wanted}` changes that."
+            )
+    print_ready(status)
+    return 0
+
+
+def _wait_running(
+    rundir: RunDir,
+    config: ClusterConfig,
+    supervisor: "subprocess.Popen[bytes] | None",
+    output: Path | None,
+) -> Status:
+    """Until it serves. Raises LaunchError with what it said last if it ends before."""
+    deadline_s = time.monotonic() + config.start_timeout_s + ASK_AGAIN_S
+    with AdminClient(rundir) as client, Bars() as bars:
+        while True:
+            try:
+                status = client.status()
+            except LaunchError as error:
+                why = str(error)
+            else:
+                if status.state == "running":
+                    return status
+                why = f"the cluster {config.name!r} is {status.state}"
+                up = sum(p.state == "up" for p in status.processes)
+                bars.report("processes", up, len(status.processes))
+            check()
+            if supervisor is not None and supervisor.poll() is not None:
+                raise LaunchError(_last_line(output) or f"it ended with {supervisor.returncode}")
+            if supervisor is None and not rundir.is_held:
+                raise LaunchError(f"the cluster {config.name!r} has just ended")
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"not ready in {config.start_timeout_s:.0f} s: {why}")
+            time.sleep(ASK_AGAIN_S)
+
+
+def _last_line(output: Path | None) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines() if output is not None else []
+    return lines[-1].removeprefix("headrace: ") if lines else ""
+
+
+def _attached(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if word not in ("-d", "--detach")]
+
+
+def _interrupt(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
+def _url(address: str) -> str:
+    return address if address.startswith("http") else f"http://{address}"
+
+
+def _command() -> str:
+    """How this command was called, so that the printed line works from the same folder."""
+    called = Path(sys.argv[0])
+    if called.name != "headrace":
+        return "headrace"
+    directory = os.environ.get("PATH", "").split(os.pathsep)
+    if str(called.parent.absolute()) in directory:
+        return "headrace"
+    try:
+        return str(called.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(called)

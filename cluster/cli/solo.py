@@ -1,0 +1,41 @@
+"""`headrace worker`: one worker in the foreground of this process, without launcher or router."""
+
+import os
+
+import msgspec
+
+from cluster.config import ClusterConfig
+from cluster.processes.launch import prepare_model, specs
+from cluster.processes.signals import Interrupted
+from cluster.processes.spec import LaunchError, environment_of
+
+
+def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
+    """Serve until interrupted, then leave: what runs is finished, or moved, for up to `stop_grace_s`.
+
+    Raises LaunchError when the worker cannot start or its engine dies."""
+    model_dir = prepare_model(config)
+    spec = next(spec for spec in specs(config, model_dir) if spec.kind == role)
+    spec = msgspec.structs.replace(spec, name=name, port=port)
+    # Before torch is imported, which `hosting` leaves to the moment it builds the worker.
+    os.environ.update(environment_of(spec, os.environ))
+    from cluster.processes.hosting import Hosted, one_line
+
+    try:
+        hosted = Hosted(spec)
+        try:
+            up = hosted.start()
+            print(f"{name} is ready: gRPC {up.address}\nCtrl-C stops it.", flush=True)
+            try:
+                hosted.wait()
+            except Interrupted:
+                print("leaving", flush=True)
+                hosted.leave(config.stop_grace_s)
+                hosted.wait()
+        finally:
+            hosted.stop(config.stop_grace_s)
+    except Interrupted:
+        print("stopping", flush=True)
+    except Exception as error:
+        raise LaunchError(f"{name}: {one_line(error)}") from error
+    return 0

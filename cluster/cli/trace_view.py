@@ -1,0 +1,49 @@
+"""`headrace trace`: the timelines of a request, process by process. Each counts from its own first event."""
+
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.admin import Flights
+from telemetry.flight import Flight, FlightEvent
+
+PREFIXES = ("chatcmpl-", "cmpl-")
+"""What the HTTP front writes before a request's id."""
+
+
+def request_of(text: str) -> str:
+    for prefix in PREFIXES:
+        text = text.removeprefix(prefix)
+    return text
+
+
+def print_trace(told: Flights, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    for flight in told.flights:
+        console.print(f"{flight.request} on {flight.worker}, from {_clock(flight)}", style="bold")
+        for event in flight.events:
+            console.print(f"  {event.at_s * 1e3:10.1f} ms  {_line(event)}", markup=False, soft_wrap=True)
+        if flight.left_out:
+            console.print(f"  ({flight.left_out} events in the middle were not kept)")
+    for name, why in told.silent.items():
+        console.print(f"{name} could not be asked: {why}", style="red", markup=False)
+
+
+def print_latest(told: Flights, console: Console | None = None) -> None:
+    """The requests that the router heard of last, the newest first."""
+    console = console or Console(highlight=False)
+    table = Table("request", "began", "last event")
+    for flight in told.flights:
+        if flight.worker == "router":
+            table.add_row(flight.request, _clock(flight), _line(flight.events[-1])[:100])
+    console.print(table)
+
+
+def _clock(flight: Flight) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(flight.began_unix_s))
+
+
+def _line(event: FlightEvent) -> str:
+    facts = "  ".join(f"{name}={value}" for name, value in event.facts.items())
+    return f"{event.what:24} {facts}".rstrip()

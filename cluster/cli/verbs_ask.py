@@ -1,0 +1,48 @@
+"""Verbs that ask a model: generate, chat, bench."""
+
+import argparse
+from typing import Any
+
+from cluster.cli.numbers import seed, token_count
+from cluster.resolve import add_flags
+
+
+def add(verbs: Any) -> None:
+    generate = verbs.add_parser("generate", help="ask a running cluster; the answer streams")
+    generate.add_argument("prompt", help="what to ask; - reads standard input")
+    _add_flags(generate)
+    generate.add_argument("--raw", action="store_true", help="continue the text, without a chat")
+    generate.set_defaults(verb=_generate)
+
+    chat = verbs.add_parser("chat", help="talk with a running cluster; /help lists commands")
+    _add_flags(chat)
+    chat.set_defaults(verb=_chat)
+
+    verbs.add_parser("bench", help="load a running cluster and measure it", add_help=False)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    server = "where it serves gRPC (default: the cluster of that name on this host, or the configured address)"
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help=server)
+    add_flags(parser, only=("name",))
+    parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
+    parser.add_argument("--max-tokens", type=token_count, default=None, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=seed, default=None, metavar="N")
+    parser.add_argument("--stats", action="store_true", help="figures on standard error")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from cluster.cli.ask import stream_answer
+    from cluster.cli.find import served_at
+
+    arguments.server = arguments.server or served_at(arguments, "grpc")
+    return stream_answer(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from cluster.cli.chat import run_chat
+    from cluster.cli.find import served_at
+
+    arguments.server = arguments.server or served_at(arguments, "grpc")
+    return run_chat(arguments)

@@ -1,0 +1,53 @@
+"""Verbs that start something: up, demo, worker."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from cluster.cli.numbers import port
+from cluster.resolve import FLAGS, add_flags, resolve, settled
+
+
+def add(verbs: Any) -> None:
+    up = verbs.add_parser("up", help="start a cluster and serve until Ctrl-C; or tell that it runs")
+    add_flags(up)
+    up.add_argument(
+        "-d", "--detach", action="store_true", help="return when it is ready; it serves on"
+    )
+    up.set_defaults(verb=_up)
+
+    demo = verbs.add_parser("demo", help="start a cluster, ask it four questions, show the figures")
+    add_flags(demo)
+    demo.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="figures as JSON")
+    demo.set_defaults(verb=_demo)
+
+    worker = verbs.add_parser("worker", help="one worker alone, in the foreground")
+    worker.add_argument("role", choices=("prefill", "decode"))
+    worker.add_argument("--name", default="", help="its stable name (default: its role and -0)")
+    worker.add_argument("--port", type=port, default=0, help="gRPC port (default: a free one)")
+    add_flags(worker, only=[key for _, key, _, _ in FLAGS if key != "name"])
+    worker.set_defaults(verb=_worker)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from cluster.cli import serve
+
+    resolved = settled(resolve(arguments, os.environ))
+    if arguments.detach:
+        return serve.detach(resolved, os.environ, arguments.given)
+    return serve.serve(resolved, os.environ)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from cluster.cli.demo import run_demo
+
+    return run_demo(settled(resolve(arguments, os.environ)), arguments.json_file)
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from cluster.cli.solo import run_worker
+
+    name = arguments.name or f"{arguments.role}-0"
+    config = settled(resolve(arguments, os.environ)).config
+    return run_worker(config, arguments.role, name, arguments.port)

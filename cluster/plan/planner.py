@@ -1,0 +1,220 @@
+"""Capacity on paper: what a token, a request and a pool of KV blocks take, from sizes alone. Pure integers.
+
+A token's KV is 2 x layers x KV heads x (head size x bytes of a value + bytes of its scales): the 2 is one key and one
+value. Under tensor parallelism every rank holds its own KV heads of every block. A request takes whole blocks; what its
+last one does not use is its *tail*. A pool is what memory leaves after weights, workspace and a reserve:
+
+    KV = memory - reserve - weights - workspace
+    requests = floor(floor(KV / block bytes) x (1 - tail share) / blocks of a request)
+
+The byte order inside a block is `engine.kv.layout`'s, and so are the sizes, which a test compares.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import msgspec
+
+from engine.kv.layout import DTYPE_BYTES, KV_DTYPES
+from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES
+
+
+class KVFormat(msgspec.Struct, frozen=True):
+    """How a pool stores a value. `scale_bytes`: beside each head's key, and each head's value, of each token."""
+
+    value_bytes: int
+    scale_bytes: int = 0
+
+
+KV_FORMATS = {
+    name: KVFormat(DTYPE_BYTES.get(name, 1), scale) for name, scale in KV_DTYPES.items()
+}
+"""8-bit values have a 32-bit scale for each token and head, keys and values apart."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a model its KV depends on; `model` where all of its sizes are known."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context_tokens: int = 0
+    """The longest; 0 where unknown."""
+    stored: str = "bfloat16"
+    """How its weights are kept (`engine.model.opening.stored_dtype`)."""
+    model: ModelConfig | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of KV memory, in bytes; `rank_` ones on each rank."""
+
+    kv_heads_per_rank: int
+    token_bytes: int
+    """Of the model: every head once, however often ranks repeat it."""
+    rank_token_bytes: int
+    block_size: int
+    rank_block_bytes: int
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of `tokens` tokens."""
+
+    tokens: int
+    token_bytes: int
+    """Of its tokens, all ranks together, every head once."""
+    blocks: int
+    rank_block_bytes: int
+    """What its blocks take on each rank."""
+    tail_tokens: int
+    rank_tail_bytes: int
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's memory, in bytes, and what fits in. `weights`, `workspace` are None where they are not known."""
+
+    name: str
+    memory_bytes: int | None
+    reserve_bytes: int
+    weights_bytes: int | None
+    workspace_bytes: int | None
+    kv_bytes: int
+    """In whole blocks."""
+    blocks: int
+    tokens: int
+    tail_share: float
+    tail_bytes: int
+    """Lost to the assumed tails of requests whose lengths are mixed."""
+    missing_bytes: int
+    """By how much weights, workspace and reserve alone exceed the memory, or one block does."""
+    requests: int
+    """Of full length, at once."""
+
+
+class Waste(msgspec.Struct, frozen=True, kw_only=True):
+    """A mix of lengths in contiguous reservations, and in blocks. Bytes of all ranks, every head once."""
+
+    live_tokens: int
+    reserved_tokens: int
+    reserved_waste: float
+    """The share of what is reserved that holds no token."""
+    paged_tokens: int
+    paged_waste: float
+    live_bytes: int
+    reserved_bytes: int
+    paged_bytes: int
+
+
+def kv_heads_per_rank(kv_heads: int, ranks: int) -> int:
+    """Heads are dealt out where they divide evenly; ranks that outnumber them in whole multiples share one head each;
+    otherwise every rank keeps all of them."""
+    if kv_heads % ranks == 0:
+        return kv_heads // ranks
+    return 1 if ranks % kv_heads == 0 else kv_heads
+
+
+def rank_shape(model: ModelConfig, ranks: int) -> ModelConfig:
+    """The model as one of `ranks` sees it: heads, intermediate and vocabulary split, padded where they do not divide;
+    norms and the residual stream whole (Megatron-LM, arXiv 1909.08053)."""
+    kv_heads = kv_heads_per_rank(model.kv_heads, ranks)
+    heads = -(-model.heads // ranks)
+    return msgspec.structs.replace(
+        model,
+        heads=-(-heads // kv_heads) * kv_heads,
+        kv_heads=kv_heads,
+        intermediate=-(-model.intermediate // ranks),
+        vocab=-(-model.vocab // ranks),
+    )
+
+
+def parameters(model: ModelConfig) -> int:
+    """How many weights a model of this shape has, by its family's table."""
+    family = FAMILIES[model.family]
+    once = sum(math.prod(w.shape(model)) for w in family.weights if w.present(model))
+    layer = sum(math.prod(w.shape(model)) for w in family.layer_weights if w.present(model))
+    return once + model.layers * layer
+
+
+def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
+    """On each rank: the weights, and the rotary tables, one cosine and one sine per position and pair."""
+    values = parameters(rank_shape(model, ranks)) + model.context_tokens * model.head_dim
+    return values * DTYPE_BYTES[dtype]
+
+
+def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> Tokens:
+    """Sizes of a token and of a block. Raises KeyError for a format that is not in `KV_FORMATS`."""
+    form = KV_FORMATS[kv_dtype]
+    head_bytes = 2 * shape.layers * (shape.head_dim * form.value_bytes + form.scale_bytes)
+    held = kv_heads_per_rank(shape.kv_heads, ranks)
+    return Tokens(
+        kv_heads_per_rank=held,
+        token_bytes=shape.kv_heads * head_bytes,
+        rank_token_bytes=held * head_bytes,
+        block_size=block_size,
+        rank_block_bytes=held * head_bytes * block_size,
+    )
+
+
+def request(sizes: Tokens, tokens: int) -> Request:
+    blocks = -(-tokens // sizes.block_size)
+    tail = blocks * sizes.block_size - tokens
+    return Request(
+        tokens=tokens,
+        token_bytes=tokens * sizes.token_bytes,
+        blocks=blocks,
+        rank_block_bytes=blocks * sizes.rank_block_bytes,
+        tail_tokens=tail,
+        rank_tail_bytes=tail * sizes.rank_token_bytes,
+    )
+
+
+def pool_of(
+    name: str,
+    sizes: Tokens,
+    blocks_per_request: int,
+    *,
+    kv_bytes: int | None = None,
+    memory_bytes: int | None = None,
+    reserve_bytes: int = 0,
+    weights: int | None = None,
+    workspace: int | None = None,
+    tail_share: Fraction = Fraction(0),
+) -> Pool:
+    """The pool that `kv_bytes` makes or, without them, that `memory_bytes` leave. One of the two is given."""
+    if kv_bytes is None:
+        assert memory_bytes is not None
+        kv_bytes = memory_bytes - reserve_bytes - (weights or 0) - (workspace or 0)
+    blocks = max(0, kv_bytes // sizes.rank_block_bytes)
+    lost = math.ceil(blocks * tail_share)
+    return Pool(
+        name=name,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        weights_bytes=weights,
+        workspace_bytes=workspace,
+        kv_bytes=blocks * sizes.rank_block_bytes,
+        blocks=blocks,
+        tokens=blocks * sizes.block_size,
+        tail_share=float(tail_share),
+        tail_bytes=lost * sizes.rank_block_bytes,
+        missing_bytes=0 if blocks else sizes.rank_block_bytes - kv_bytes,
+        requests=(blocks - lost) // blocks_per_request,
+    )
+
+
+def waste(sizes: Tokens, lengths: Sequence[int], reserved: int) -> Waste:
+    """Requests of these lengths, each with `reserved` tokens set aside; and in blocks."""
+    live, slots = sum(lengths), reserved * len(lengths)
+    paged = sum(request(sizes, length).blocks for length in lengths) * sizes.block_size
+    return Waste(
+        live_tokens=live,
+        reserved_tokens=slots,
+        reserved_waste=1 - live / slots,
+        paged_tokens=paged,
+        paged_waste=1 - live / paged,
+        live_bytes=live * sizes.token_bytes,
+        reserved_bytes=slots * sizes.token_bytes,
+        paged_bytes=paged * sizes.token_bytes,
+    )

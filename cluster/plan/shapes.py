@@ -1,0 +1,161 @@
+"""Where a plan's model comes from: a file, a prepared model, or the published shapes below."""
+
+import difflib
+from pathlib import Path
+
+import msgspec
+
+from cluster.config import ConfigError
+from cluster.plan.planner import Shape
+from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
+from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
+from engine.model.opening import stored_dtype
+
+_SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _published(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocab: int,
+    context_tokens: int,
+    *,
+    head_dim: int = 128,
+    tied: bool = False,
+    qkv_bias: bool = False,
+    family: Family = LLAMA,
+) -> ModelConfig:
+    return ModelConfig(
+        family=family.name,
+        qk_norm=family.qk_norm,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        context_tokens=context_tokens,
+        norm_eps=1e-5,
+        tied=tied,
+        qkv_bias=qkv_bias,
+    )
+
+
+_LLAMA_8B = _published(32, 4096, 32, 8, 14336, 128256, 131072)
+_LLAMA_70B = _published(80, 8192, 64, 8, 28672, 128256, 131072)
+_QWEN25_7B = _published(28, 3584, 28, 4, 18944, 152064, 32768, qkv_bias=True)
+_QWEN25_32B = _published(64, 5120, 40, 8, 27648, 152064, 32768, qkv_bias=True)
+
+PUBLISHED: dict[str, ModelConfig] = {
+    "llama-2-7b": _published(32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": _published(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": _published(80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama-3-8b": msgspec.structs.replace(_LLAMA_8B, context_tokens=8192),
+    "llama-3-70b": msgspec.structs.replace(_LLAMA_70B, context_tokens=8192),
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-70b": _LLAMA_70B,
+    "llama-3.1-405b": _published(126, 16384, 128, 8, 53248, 128256, 131072),
+    "llama-3.2-1b": _published(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tied=True),
+    "llama-3.2-3b": _published(28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
+    "llama-3.3-70b": _LLAMA_70B,
+    "mistral-7b-v0.3": _published(32, 4096, 32, 8, 14336, 32768, 32768),
+    "qwen2.5-0.5b": _published(
+        24, 896, 14, 2, 4864, 151936, 32768, head_dim=64, tied=True, qkv_bias=True
+    ),
+    "qwen2.5-1.5b": _published(28, 1536, 12, 2, 8960, 151936, 32768, tied=True, qkv_bias=True),
+    "qwen2.5-7b": _QWEN25_7B,
+    "qwen2.5-14b": _published(48, 5120, 40, 8, 13824, 152064, 32768, qkv_bias=True),
+    "qwen2.5-32b": _QWEN25_32B,
+    "qwen2.5-72b": _published(80, 8192, 64, 8, 29568, 152064, 32768, qkv_bias=True),
+    "qwen3-8b": _published(36, 4096, 32, 8, 12288, 151936, 40960, family=QWEN3),
+    "qwen3-32b": _published(64, 5120, 64, 8, 25600, 151936, 40960, family=QWEN3),
+    "deepseek-r1-distill-qwen-7b": msgspec.structs.replace(_QWEN25_7B, context_tokens=131072),
+    "deepseek-r1-distill-qwen-32b": msgspec.structs.replace(_QWEN25_32B, context_tokens=131072),
+    "deepseek-r1-distill-llama-8b": _LLAMA_8B,
+    "deepseek-r1-distill-llama-70b": _LLAMA_70B,
+    "smollm2-135m": _published(30, 576, 9, 3, 1536, 49152, 8192, head_dim=64, tied=True),
+    "smollm2-1.7b": _published(24, 2048, 32, 32, 8192, 49152, 8192, head_dim=64, tied=True),
+}
+"""Sizes as in the `config.json` that each model's publisher put on Hugging Face; a test holds them against the
+published numbers of parameters."""
+
+
+def find_shape(named: str) -> Shape:
+    """The shape of a file, a directory or a published model; "" is the demo model.
+
+    Raises ModelError for a file that cannot be used, ConfigError for a name that nothing is known of.
+    """
+    path = Path(named).expanduser()
+    if not named or path.exists():
+        return _read(path if named else _demo())
+    name = named.rpartition("/")[2].lower().removesuffix("-instruct")
+    if name in PUBLISHED:
+        return shape_of(msgspec.structs.replace(PUBLISHED[name], name=name))
+    if path.suffix in (".gguf", ".json") or named.startswith((".", "/", "~")):
+        raise ModelError(path, "no such file or directory")
+    close = difflib.get_close_matches(name, PUBLISHED, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(PUBLISHED))}"
+    raise ConfigError(f"flag --model: neither a path nor a known shape: {named!r}; {hint}")
+
+
+def is_local(named: str) -> bool:
+    """Is it a model that this engine could be given, as far as its path says?"""
+    return not named or Path(named).expanduser().exists()
+
+
+def shape_of(model: ModelConfig, stored: str = "bfloat16") -> Shape:
+    """`stored`: how its weights are kept; published models in 16 bits."""
+    return Shape(
+        stored=stored,
+        name=model.name or "model",
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        context_tokens=model.context_tokens,
+        model=model,
+    )
+
+
+def _demo() -> Path:
+    from engine.model.cache import find_demo_model
+
+    return find_demo_model()
+
+
+def _read(path: Path) -> Shape:
+    """Of a GGUF file, a prepared model, a Hugging Face directory, or the config.json of either."""
+    if path.suffix == ".gguf":
+        from engine.model.gguf_model import GGUFModel
+
+        return shape_of(GGUFModel(path).config, stored_dtype(path))
+    file = path / CONFIG_FILE if path.is_dir() else path
+    from engine.model.hf_model import read_json, said_dtype
+
+    raw = read_json(file)
+    if "num_hidden_layers" not in raw:
+        prepared = ModelConfig.load(file.parent)
+        return shape_of(prepared, prepared.dtype)
+    model, said = _hugging_face(file, raw), said_dtype(raw)
+    return shape_of(model) if said is None else shape_of(model, said)
+
+
+def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:
+    """Its sizes, also of a family that this engine does not run: a plan needs no more. Raises ModelError."""
+    from engine.model.hf_model import model_config
+
+    for key in ("kv_lora_rank", *_EXPERTS):
+        if raw.get(key):
+            why = "latent attention" if key == "kv_lora_rank" else "a mixture of experts"
+            raise ModelError(file, f"{key}: {why} is not planned for; give the sizes by flags")
+    # None of these changes a size, and all may be of a kind that cannot be run.
+    sizes = {k: v for k, v in raw.items() if k not in _SIZELESS}
+    kind = raw.get("model_type")
+    family = next((known for known in FAMILIES.values() if known.hugging_face == kind), LLAMA)
+    config = model_config(file, family, sizes, file.resolve().parent.name)
+    biased = kind == "qwen2"
+    return msgspec.structs.replace(config, qkv_bias=True, output_bias=False) if biased else config

@@ -1,0 +1,85 @@
+"""Ray actors: shells of a few lines around what `cluster.processes.hosting` builds. The only classes Ray sees."""
+
+from cluster.processes.hosting import Hosted, moved, one_line
+from cluster.processes.spec import ChildReady, ChildSpec
+from engine.messages import PeerAddress
+from router.core.escalation import Verdict
+
+
+class HostActor:
+    """Hosts one worker or router. `wait` blocks one of its threads; the other calls use the rest."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self._spec = spec
+        self._hosted: Hosted | None = None
+
+    def start(self) -> ChildReady | str:
+        """Where it is reached, or why it could not start: in words, since any error type may be
+        unknown to the caller's process."""
+        try:
+            if not self._spec.host:
+                import ray
+
+                self._spec = moved(self._spec, ray.util.get_node_ip_address())
+            self._hosted = Hosted(self._spec)
+            return self._hosted.start()
+        except Exception as error:
+            return one_line(error)
+
+    def node(self) -> str:
+        """The id of the Ray node that this is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def wait(self) -> str:
+        """Block until it ends; why it failed, or nothing."""
+        try:
+            self._host.wait()
+        except Exception as error:
+            return one_line(error)
+        return ""
+
+    def leave(self, grace_s: float) -> None:
+        self._host.leave(grace_s)
+
+    def ask(self, what: str, argument: str) -> bytes | str:
+        """The answer as JSON, or in words why there is none."""
+        try:
+            return self._host.ask(what, argument)
+        except Exception as error:
+            return one_line(error)
+
+    def stop(self, grace_s: float) -> None:
+        if self._hosted is not None:
+            self._hosted.stop(grace_s)
+
+    @property
+    def _host(self) -> Hosted:
+        if self._hosted is None:
+            raise RuntimeError(f"{self._spec.name} was not started")
+        return self._hosted
+
+
+class PrefillActor(HostActor):
+    """A prefill worker."""
+
+
+class DecodeActor(HostActor):
+    """A decode worker."""
+
+
+class RouterActor(HostActor):
+    """The router."""
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        self._host.set_workers(prefill, decode)
+
+    def ready(self) -> bool:
+        return self._host.ready()
+
+    def condemned(self) -> list[Verdict]:
+        return self._host.condemned()
+
+
+ACTORS = {"prefill": PrefillActor, "decode": DecodeActor, "router": RouterActor}

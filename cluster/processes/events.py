@@ -1,0 +1,119 @@
+"""What can happen to a cluster's processes, and what its supervisor wants done about it."""
+
+from dataclasses import dataclass
+
+from cluster.processes.spec import ChildReady, Kind
+from engine.messages import PeerAddress
+from engine.types import Incarnation
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A process that was asked for is reached at this address."""
+
+    ready: ChildReady
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """A process has ended, or could not start. `left`: because it was asked to."""
+
+    name: str
+    why: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWanted:
+    """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
+
+    names: tuple[str, ...]
+    grace_s: float
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A pool (`kind`) is to have `count` workers. New ones take the lowest free numbers; the highest leave."""
+
+    kind: Kind
+    count: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """The router has given up a life of a worker. Said again until its process has ended."""
+
+    name: str
+    incarnation: Incarnation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProbed:
+    """The router was looked at; `answered`: it owes no answer from before."""
+
+    name: str
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time has passed."""
+
+
+Event = Up | ProcessEnded | Accused | RouterProbed | LeaveWanted | Resize | TimePassed
+
+
+# commands
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """End this process by its pid, whatever state it is in; answered by ProcessEnded."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a process for this slot; answered by Up or ProcessEnded."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Tell this worker; answered by ProcessEnded."""
+
+    name: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the router that these are all its workers."""
+
+    prefill: tuple[PeerAddress, ...]
+    decode: tuple[PeerAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndCluster:
+    """End the cluster, for this reason."""
+
+    reason: str
+
+
+Command = Discard | KillProcess | Launch | AskToLeave | Announce | EndCluster

@@ -1,0 +1,129 @@
+"""Builds the worker or router that a spec names, inside the process that a launcher made for it."""
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource
+from decode_worker.config import DecodeConfig
+from engine.messages import PeerAddress
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from router.core.escalation import Verdict
+from telemetry import logs, tracing
+from transfer.liveness import host_id
+
+_CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
+
+
+QUESTIONS = ("flights", "overview")
+"""What a process may be asked while it runs: methods of the hosted class that take one text and return what msgspec can
+write. `flights` of a request, or of the latest ones (every process); `overview` (the router)."""
+
+
+class Hosted:
+    """The one thing that runs in a child process, a worker open when this is made; both launchers' shells only call it.
+
+    `stop` and `wait` may be called from different threads, as the hosted classes allow.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self._spec = spec
+        logs.configure(spec.name, spec.log_level, spec.log_json)
+        tracing.configure(spec.tracing, spec.name)
+        module, _, attribute = spec.factory.partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+        config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
+        self._server: Any = (
+            factory(config, spec.model_dir)
+            if spec.kind == "router"
+            else factory(spec.name, config, spec.host, spec.port)
+        )
+
+    def start(self) -> ChildReady:
+        """Start it and return where it is reached. Raises whatever stops it from starting."""
+        up = self._server.start()
+        if self._spec.kind == "router":
+            return ChildReady(
+                name=self._spec.name,
+                pid=os.getpid(),
+                address=up.grpc,
+                http=up.http,
+                host=host_id(),
+            )
+        return ChildReady(
+            name=up.name,
+            pid=os.getpid(),
+            address=up.address,
+            incarnation=up.incarnation,
+            host=host_id(),
+        )
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        self._router("set_workers").set_workers(prefill, decode)
+
+    def ready(self) -> bool:
+        return bool(self._router("ready").ready())
+
+    def condemned(self) -> list[Verdict]:
+        return list(self._router("condemned").condemned())
+
+    def ask(self, what: str, argument: str) -> bytes:
+        """The answer to one of QUESTIONS, as JSON. Raises LaunchError for a question that it does not know."""
+        method = getattr(self._server, what, None) if what in QUESTIONS else None
+        if method is None:
+            raise LaunchError(f"{self._spec.name} cannot be asked for {what!r}")
+        return msgspec.json.encode(method(argument))
+
+    def leave(self, grace_s: float) -> None:
+        """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""
+        self._server.leave(grace_s)
+
+    def wait(self) -> None:
+        """Block until stopped, or left. Raises if the engine died."""
+        try:
+            self._server.wait()
+        finally:
+            tracing.shut()
+
+    def stop(self, grace_s: float) -> None:
+        self._server.stop(grace_s)
+        tracing.shut()
+
+    def _router(self, verb: str) -> Any:
+        if self._spec.kind != "router":
+            raise LaunchError(f"{self._spec.name} is no router: it has no {verb}")
+        return self._server
+
+
+def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:
+    """The folder of the model on this host, converted unless the cache has it. `report` hears of weights in bytes.
+    Raises engine's ModelError."""
+    from engine.model.cache import prepare
+
+    cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
+    return str(prepare(source.model or None, cache_dir, source.dtype, report))
+
+
+def moved(spec: ChildSpec, host: str) -> ChildSpec:
+    """The spec of a process that landed on this host: at its address, with its copy of the model."""
+    spec = msgspec.structs.replace(spec, host=host)
+    if spec.source is None:
+        return spec
+    model_dir = prepared(spec.source)
+    config: Any = dict(spec.config)
+    if "engine" in config:
+        config["engine"] = {**config["engine"], "model_dir": model_dir}
+    return msgspec.structs.replace(spec, config=config, model_dir=model_dir)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line for a person: its last line, with the type where the text alone says little."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError | LaunchError | ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

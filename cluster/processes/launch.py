@@ -1,0 +1,353 @@
+"""A cluster's life: prepare the model, start workers and router, watch them, stop everything.
+
+The order is the same for every launcher. Workers and router start at the same time, and the router
+learns its workers once they are up. While the cluster is watched, whoever dies is replaced as
+`cluster.processes.supervisor` decides, the router on the ports that it had; a death during the start ends the
+cluster with the reason.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from cluster.config import ClusterConfig
+from cluster.processes.events import (
+    Accused,
+    Announce,
+    AskToLeave,
+    Command,
+    Discard,
+    EndCluster,
+    Event,
+    KillProcess,
+    Launch,
+    LeaveWanted,
+    ProcessEnded,
+    Resize,
+    RouterProbed,
+    TimePassed,
+    Up,
+)
+from cluster.processes.orders import Orders
+from cluster.processes.prepare import Addresses, make_launcher, model_source, prepare_model, specs
+from cluster.processes.signals import check, shielded
+from cluster.processes.slots import SlotState, SlotView
+from cluster.processes.spec import (
+    FACTORIES,
+    Child,
+    ChildReady,
+    ChildSpec,
+    Kind,
+    Launcher,
+    LaunchError,
+)
+from cluster.processes.supervisor import Supervisor
+from engine.messages import PeerAddress
+
+__all__ = ["Addresses", "Cluster", "make_launcher", "prepare_model", "specs"]
+
+POLL_S = 0.05
+WATCH_S = 0.1
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, of how much."""
+
+log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """One router and its workers, started together and stopped together. Use it as a context manager."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        launcher: Launcher,
+        factories: Mapping[str, str] = FACTORIES,
+        model_dir: str = "",
+        progress: Progress | None = None,
+    ) -> None:
+        """`model_dir`, when given, is a prepared model; otherwise `start` prepares `config.model`. `progress` hears how
+        the start goes, from whichever thread does the work."""
+        self._config = config
+        self._launcher = launcher
+        self._factories = factories
+        self._model_dir = model_dir
+        # Mutable state, owned by the thread that starts, watches and stops in turn.
+        self._children: dict[str, Child] = {}
+        self._ready: dict[str, ChildReady] = {}
+        self._specs: dict[str, ChildSpec] = {}
+        self._supervisor: Supervisor | None = None
+        self._opened = False
+        self._orders = Orders()
+        self._progress = progress or (lambda what, done, total: None)
+
+    @property
+    def workers(self) -> dict[str, ChildReady]:
+        """The latest process of every worker by name, dead or alive. May be read from any thread."""
+        return {name: up for name, up in self._ready.items() if self._specs[name].kind != "router"}
+
+    @property
+    def router(self) -> ChildReady:
+        """The latest process of the router, dead or alive. May be read from any thread."""
+        return next(up for name, up in self._ready.items() if self._specs[name].kind == "router")
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Addresses:
+        """Block until the router can serve. Raises LaunchError, or ModelError about the model."""
+        with shielded():
+            return self._start()
+
+    def _start(self) -> Addresses:
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        with ThreadPoolExecutor(1, thread_name_prefix="prepare") as pool:
+            prepared = pool.submit(
+                lambda: self._model_dir or prepare_model(self._config, self._progress)
+            )
+            self._opened = True
+            self._launcher.open()
+            model_dir = prepared.result()
+        check()
+        source = None if self._model_dir else model_source(self._config)
+        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories, source)}
+        for name, spec in self._specs.items():
+            self._children[name] = self._launcher.launch(spec)
+        self._ready = self._wait_started(deadline_s)
+        *workers, router = self._children.values()
+        self._supervisor = Supervisor(
+            self._config.restart,
+            self._config.start_timeout_s,
+            {name: (spec.kind, self._ready[name]) for name, spec in self._specs.items()},
+        )
+        self._progress("router meets workers", 0, 1)
+        self._carry_out([self._supervisor.announcement()])
+        while not router.ready():
+            check()
+            self._raise_failure()
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"the router saw no full set of workers in {self._config.start_timeout_s:.0f} s"
+                )
+            time.sleep(POLL_S)
+        self._progress("router meets workers", 1, 1)
+        front = self._ready[router.spec.name]
+        return Addresses(
+            grpc=front.address,
+            http=front.http,
+            workers=tuple(self._ready[worker.spec.name] for worker in workers),
+        )
+
+    def watch(self, stop: threading.Event | None = None) -> None:
+        """Block until `stop` is set, replacing whoever dies. Raises LaunchError when one dies too often."""
+        stop = stop or threading.Event()
+        supervisor = self._supervisor
+        if supervisor is None:
+            raise RuntimeError("the cluster has not been started")
+        self._orders.open()
+        why = "nobody watches the cluster any more"
+        try:
+            while not stop.wait(WATCH_S):
+                with shielded():
+                    for event in self._news(supervisor):
+                        self._carry_out(supervisor.handle(event, time.monotonic()))
+                    if supervisor.is_steady:
+                        self._orders.carried_out()
+        except LaunchError as error:
+            why = str(error)
+            raise
+        finally:
+            self._orders.close(why)
+
+    def roll(self, timeout_s: float | None = None) -> None:
+        """Replace every worker, one after the other, while the cluster serves; requests are finished or moved. Blocks
+        while another thread watches. Raises LaunchError if that takes over `timeout_s`, or the watch ends before."""
+        self._leave(tuple(self.workers), again=True, timeout_s=timeout_s)
+
+    def drain(self, name: str, timeout_s: float | None = None, again: bool = False) -> None:
+        """Take one worker away for good, as `roll` does; with `again`, replace it. Raises LaunchError also where there
+        is none of that name."""
+        if name not in {slot.name for slot in self.slots() if slot.kind != "router"}:
+            raise LaunchError(f"there is no worker {name}")
+        self._leave((name,), again=again, timeout_s=timeout_s)
+
+    def scale(self, kind: Kind, count: int, timeout_s: float | None = None) -> None:
+        """Give a pool `count` workers, at least one, and block until it has them, as `roll` does. Who leaves is
+        drained. Raises LaunchError."""
+        if kind == "router" or count < 1:
+            raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
+        order = Resize(kind, count, self._config.leave_grace_s)
+        self._orders.give(order, f"{kind}={count}", timeout_s)
+
+    def _leave(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
+        order = LeaveWanted(names, self._config.leave_grace_s, again)
+        self._orders.give(order, f"{', '.join(names)} to leave", timeout_s)
+
+    def slots(self) -> list[SlotView]:
+        """Every process that there is to be, and how it is with it. From any thread; empty before the start."""
+        return [] if self._supervisor is None else self._supervisor.view()
+
+    def processes(self) -> dict[str, ChildReady]:
+        """The latest process of every slot by name, dead or alive. From any thread."""
+        return dict(self._ready)
+
+    def ask(self, name: str, what: str, argument: str = "") -> bytes:
+        """Put a question to one process (`cluster.processes.hosting.QUESTIONS`); the answer as JSON. From any thread.
+        Raises LaunchError if there is no such process, or it does not answer."""
+        child = self._children.get(name)
+        if child is None:
+            raise LaunchError(f"{name}: there is no such process now")
+        return child.ask(what, argument)
+
+    def stop(self) -> None:
+        """Stop the router, then the workers, then the launcher. Safe to repeat. Raises LaunchError if
+        something of it is left."""
+        with shielded():
+            self._stop()
+
+    def _stop(self) -> None:
+        children, self._children = list(self._children.values()), {}
+        opened, self._opened = self._opened, False
+        grace_s = self._config.stop_grace_s
+        try:
+            routers = [child for child in children if child.spec.kind == "router"]
+            workers = [child for child in children if child.spec.kind != "router"]
+            for group in (routers, workers):
+                _stop_all(group, grace_s)
+        finally:
+            if opened:
+                self._launcher.close()
+
+    def _wait_started(self, deadline_s: float) -> dict[str, ChildReady]:
+        """The first failure ends the wait, whoever else is still starting."""
+        ready: dict[str, ChildReady] = {}
+        waiting = dict(self._children)
+        while waiting:
+            self._progress("processes", len(ready), len(self._children))
+            for name, child in list(waiting.items()):
+                up = child.started_within(POLL_S)
+                if up is not None:
+                    ready[name] = up
+                    del waiting[name]
+            check()
+            self._raise_failure()
+            if waiting and time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"{', '.join(waiting)}: not started in {self._config.start_timeout_s:.0f} s"
+                )
+        self._progress("processes", len(ready), len(ready))
+        return ready
+
+    def _raise_failure(self) -> None:
+        for name, child in self._children.items():
+            reason = child.failure()
+            if reason is not None:
+                raise LaunchError(f"{name}: {reason}")
+
+    def _news(self, supervisor: Supervisor) -> list[Event]:
+        """What has been ordered, and has happened to the processes, since the last look."""
+        news: list[Event] = [*self._orders.take()]
+        for name, child in list(self._children.items()):
+            why = child.failure()
+            if why is None and supervisor.state(name) is SlotState.STARTING:
+                try:
+                    up = child.started_within(0.0)
+                except LaunchError as error:
+                    why = str(error).removeprefix(f"{name}: ")
+                else:
+                    if up is not None:
+                        self._ready = {**self._ready, name: up}
+                        news.append(Up(up))
+            if why is not None:
+                news.append(ProcessEnded(name, why, child.left()))
+            elif self._specs[name].kind == "router" and supervisor.state(name) is SlotState.UP:
+                verdicts = child.condemned()
+                news.append(RouterProbed(name, verdicts is not None))
+                news += [Accused(v.name, v.incarnation, v.why) for v in verdicts or ()]
+        return [*news, TimePassed()]
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        """Do what the supervisor decided. Raises LaunchError where it gave up."""
+        for command in commands:
+            match command:
+                case Discard(name):
+                    child = self._children.pop(name, None)
+                    why = None if child is None else child.failure()
+                    log.warning("%s is gone%s", name, f": {why}" if why else "")
+                    if child is not None:
+                        child.stop(0.0)
+                    if self._supervisor is not None and name not in self._supervisor:
+                        self._ready = {n: up for n, up in self._ready.items() if n != name}
+                case AskToLeave(name, grace_s):
+                    log.info("%s is asked to leave", name)
+                    self._ask_to_leave(name, grace_s)
+                case KillProcess(name, why):
+                    log.error("%s is killed: %s", name, why)
+                    self._children[name].kill()
+                case Launch(name):
+                    self._launch_again(name)
+                case Announce(prefill, decode):
+                    self._tell_router(list(prefill), list(decode))
+                case EndCluster(reason):
+                    raise LaunchError(reason)
+
+    def _launch_again(self, name: str) -> None:
+        spec = self._specs.get(name) or self._another(name)
+        self._specs = {**self._specs, name: spec}
+        try:
+            self._children[name] = self._launcher.launch(_again(spec, self._ready.get(name)))
+        except LaunchError as error:
+            self._has_ended(name, error)
+
+    def _another(self, name: str) -> ChildSpec:
+        """The spec of a worker that its pool has not had before: that of any other, under its own name."""
+        assert self._supervisor is not None
+        kind = self._supervisor.kind(name)
+        like = next(spec for spec in self._specs.values() if spec.kind == kind)
+        return msgspec.structs.replace(like, name=name)
+
+    def _ask_to_leave(self, name: str, grace_s: float) -> None:
+        try:
+            self._children[name].leave(grace_s)
+        except LaunchError as error:  # it has died; that it has is seen by the next look
+            log.info("%s: %s", name, error)
+
+    def _tell_router(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        """One that cannot be told is as good as dead."""
+        name = self.router.name
+        try:
+            self._children[name].set_workers(prefill, decode)
+        except LaunchError as error:
+            self._has_ended(name, error)
+
+    def _has_ended(self, name: str, error: LaunchError) -> None:
+        assert self._supervisor is not None
+        why = str(error).removeprefix(f"{name}: ")
+        self._carry_out(self._supervisor.handle(ProcessEnded(name, why), time.monotonic()))
+
+
+def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:
+    """The same once more: of a router, on the ports that it had, where its clients look for it."""
+    if spec.kind != "router" or was is None:
+        return spec
+    ports = {"grpc_port": _port(was.address)}
+    if was.http:
+        ports["http_port"] = _port(was.http)
+    return msgspec.structs.replace(spec, config={**spec.config, **ports})
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _stop_all(children: list[Child], grace_s: float) -> None:
+    if children:
+        with ThreadPoolExecutor(len(children), thread_name_prefix="stop") as pool:
+            list(pool.map(lambda child: child.stop(grace_s), children))

@@ -1,0 +1,63 @@
+"""Which node of a Ray cluster a process goes to: the decision, without Ray.
+
+Workers go to the nodes whose label names their pool, each to the one that has fewest of ours. The router goes to the
+node on which `headrace up` runs, where its clients look for it, also after it was replaced.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cluster.processes.spec import Kind
+
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray gives it to every node itself."""
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which Ray the actors run on, when the launcher is `ray`."""
+
+    address: str = "local"
+    """`local`: one of our own on this machine, gone at the end; `auto`: the one that this machine is a node of; or the
+    HOST:PORT of its head. The last two only ever take what they started away again."""
+    pool_label: str = "pool"
+    """Prefill workers go to the nodes with the label `pool=prefill`, decode workers to those with `pool=decode`; empty:
+    to any node. A Ray of our own has no labels."""
+    gpus_per_worker: float = 1.0
+    """What a worker with `engine.device = "cuda"` asks of a Ray cluster, which then shows it no other GPU: 0.5 puts two
+    on one; 0 asks for none and shows all, as it is with `cuda:N` and on a Ray of our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A live node. `is_leaving`: Ray drains it, and places nothing new there."""
+
+    id: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    is_leaving: bool = False
+
+
+def gpus(kind: Kind, device: str, config: RayConfig) -> float:
+    """What a process on a Ray cluster asks of its node; `device` is its engine's."""
+    return config.gpus_per_worker if kind != "router" and device == "cuda" else 0.0
+
+
+def selector(
+    kind: Kind, config: RayConfig, nodes: Iterable[ClusterNode], ours: Mapping[str, int], here: str
+) -> dict[str, str]:
+    """The labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's id.
+
+    Names one node if any will do now; else only the pool, and Ray waits until such a node joins."""
+    if kind == "router":
+        return {NODE_ID_LABEL: here}
+    wanted: dict[str, str] = {config.pool_label: kind} if config.pool_label else {}
+    fit = [
+        node
+        for node in nodes
+        if not node.is_leaving and all(node.labels.get(k) == v for k, v in wanted.items())
+    ]
+    if not fit:
+        return wanted
+    best = min(fit, key=lambda node: (ours.get(node.id, 0), node.id))
+    return {**wanted, NODE_ID_LABEL: best.id}

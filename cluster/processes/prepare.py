@@ -1,0 +1,94 @@
+"""Before a cluster starts: its launcher, its model, and the specs of its processes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from cluster.config import ClusterConfig, with_model_dir
+from cluster.defaults import model_dtype
+from cluster.processes.hosting import prepared
+from cluster.processes.placement import RayConfig
+from cluster.processes.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a running cluster is reached. `http` is empty without an HTTP front."""
+
+    grpc: str
+    http: str
+    workers: tuple[ChildReady, ...]
+
+
+def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
+    """The launcher of that name; Ray is imported only if it is asked for."""
+    if name == "process":
+        from cluster.processes.process_launcher import ProcessLauncher
+
+        return ProcessLauncher()
+    if ray is not None and ray.address != "local":
+        from cluster.processes.ray_cluster import RayClusterLauncher
+
+        return RayClusterLauncher(ray)
+    from cluster.processes.ray_launcher import RayLauncher
+
+    return RayLauncher()
+
+
+def model_source(config: ClusterConfig) -> ModelSource:
+    """The model as the configuration names it. Raises as `model_dtype` does."""
+    return ModelSource(model=config.model, cache_dir=config.cache_dir, dtype=model_dtype(config))
+
+
+def prepare_model(
+    config: ClusterConfig, progress: Callable[[str, int, int], None] | None = None
+) -> str:
+    """Convert the model unless the cache has it; the prepared folder. `progress` hears of weights in bytes. Raises
+    engine's ModelError, and ConfigError for pools that cannot share a model."""
+    report = None if progress is None else partial(progress, "weights")
+    return prepared(model_source(config), report)
+
+
+def specs(
+    config: ClusterConfig,
+    model_dir: str,
+    factories: Mapping[str, str] = FACTORIES,
+    source: ModelSource | None = None,
+) -> list[ChildSpec]:
+    """The processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
+    prefill = msgspec.structs.replace(
+        config.prefill, engine=with_model_dir(config.prefill.engine, model_dir)
+    )
+    decode = msgspec.structs.replace(
+        config.decode, engine=with_model_dir(config.decode.engine, model_dir)
+    )
+
+    def spec(kind: str, name: str, part: msgspec.Struct, threads: int) -> ChildSpec:
+        return msgspec.convert(
+            {
+                "kind": kind,
+                "name": name,
+                "factory": factories[kind],
+                "config": msgspec.to_builtins(part),
+                "host": config.worker_host,
+                "model_dir": model_dir,
+                "source": source,
+                "threads": threads,
+                "log_level": config.log_level,
+                "log_json": config.log_json,
+                "tracing": msgspec.to_builtins(config.tracing),
+            },
+            ChildSpec,
+        )
+
+    return [
+        *(
+            spec("prefill", f"prefill-{slot}", prefill, prefill.engine.threads)
+            for slot in range(config.prefill_workers)
+        ),
+        *(
+            spec("decode", f"decode-{slot}", decode, decode.engine.threads)
+            for slot in range(config.decode_workers)
+        ),
+        spec("router", "router", config.router, 1),
+    ]

@@ -1,0 +1,207 @@
+"""Workers and router as plain subprocesses: for machines without Ray, and for tests that kill things."""
+
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from cluster.processes.child import (
+    Ask,
+    ChildAnswer,
+    ChildLeave,
+    ChildStarted,
+    ChildStop,
+    Condemned,
+    Failed,
+    IsReady,
+    SetWorkers,
+    ToChild,
+    Told,
+    WhoIsCondemned,
+    decode_report,
+    encode_line,
+)
+from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, environment_of
+from engine.messages import PeerAddress
+from router.core.escalation import Verdict
+
+KILL_MARGIN_S = 2.0
+"""A child ends itself one second past its grace; a second later its parent kills it."""
+ANSWER_TIMEOUT_S = 10.0
+
+
+class ProcessChild:
+    """One subprocess, spoken to as `cluster.processes.child` describes."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self._failed = ""
+        self._started: queue.Queue[ChildReady | None] = queue.Queue()
+        self._answers: queue.Queue[bool] = queue.Queue()
+        self._numbers = itertools.count()
+        self._asked: dict[int, queue.SimpleQueue[Told]] = {}
+        self._sending = threading.Lock()
+        self._condemned: list[Verdict] | None = None
+        """None while it cannot be asked: before it is up, and while an answer is due."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cluster.processes.child", spec.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment_of(spec, os.environ)},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=spec.name, daemon=True)
+        self._reader.start()
+        self._send(encode_line(spec))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def started_within(self, timeout_s: float) -> ChildReady | None:
+        try:
+            ready = self._started.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if ready is None:
+            raise LaunchError(f"{self.spec.name}: {self.failure()}")
+        return ready
+
+    def failure(self) -> str | None:
+        status = self._process.poll()
+        if status is None:
+            return self._failed or None
+        # What it said last is still on its way through the pipe.
+        self._reader.join(1.0)
+        if self._failed:
+            return self._failed
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+    def left(self) -> bool:
+        return self._process.poll() == 0 and not self._failed
+
+    def leave(self, grace_s: float) -> None:
+        self._call(ChildLeave(grace_s))
+
+    def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
+        self._call(SetWorkers(prefill, decode))
+
+    def ready(self) -> bool:
+        self._call(IsReady())
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                return self._answers.get(timeout=0.2)
+            except queue.Empty:
+                reason = self.failure()
+            if reason is not None:
+                raise LaunchError(f"{self.spec.name}: {reason}")
+        raise LaunchError(f"{self.spec.name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
+
+    def condemned(self) -> list[Verdict] | None:
+        known = self._condemned
+        if known is None:
+            return None
+        self._condemned = None
+        self._send(encode_line(WhoIsCondemned()))
+        return known
+
+    def ask(self, what: str, argument: str) -> bytes:
+        number = next(self._numbers)
+        told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._asked[number] = told
+        try:
+            self._call(Ask(number, what, argument))
+            answer = told.get(timeout=ANSWER_TIMEOUT_S)
+        except queue.Empty:
+            late = f"{self.spec.name} did not answer in {ANSWER_TIMEOUT_S:.0f} s"
+            raise LaunchError(self.failure() or late) from None
+        finally:
+            del self._asked[number]
+        if answer.error:
+            raise LaunchError(answer.error)
+        return bytes(answer.answer)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def stop(self, grace_s: float) -> None:
+        self._send(encode_line(ChildStop(grace_s)))
+        try:
+            self._process.wait(grace_s + KILL_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                _close(pipe)
+
+    def _call(self, call: ToChild) -> None:
+        if not self._send(encode_line(call)):
+            raise LaunchError(f"{self.spec.name}: {self.failure() or 'closed its pipe'}")
+
+    def _send(self, line: bytes) -> bool:
+        """False when the child is gone, which `failure` explains."""
+        pipe = self._process.stdin
+        if pipe is None or pipe.closed:
+            return False
+        try:
+            with self._sending:
+                pipe.write(line)
+                pipe.flush()
+        except (BrokenPipeError, ValueError):  # gone, or closed by another thread meanwhile
+            return False
+        return True
+
+    def _read(self) -> None:
+        pipe = self._process.stdout
+        for line in pipe if pipe is not None else ():
+            report = decode_report(line)
+            if isinstance(report, ChildStarted):
+                self._condemned = []
+                self._started.put(report.ready)
+            elif isinstance(report, Failed):
+                self._failed = report.reason
+                self._started.put(None)
+            elif isinstance(report, ChildAnswer):
+                self._answers.put(report.ready)
+            elif isinstance(report, Condemned):
+                self._condemned = report.verdicts
+            elif isinstance(report, Told) and report.number in self._asked:
+                self._asked[report.number].put(report)
+        self._started.put(None)
+
+
+class ProcessLauncher:
+    """Starts every child as a subprocess of this process."""
+
+    def __init__(self) -> None:
+        self._children: list[ProcessChild] = []
+
+    def open(self) -> None:
+        """Nothing to start first."""
+
+    def launch(self, spec: ChildSpec) -> ProcessChild:
+        child = ProcessChild(spec)
+        self._children.append(child)
+        return child
+
+    def close(self) -> None:
+        left = [child.spec.name for child in self._children if child.failure() is None]
+        if left:
+            raise LaunchError(f"still running: {', '.join(left)}")
+
+
+def _close(pipe: object) -> None:
+    """Close a pipe whose other end may be gone: what was buffered for it no longer matters."""
+    try:
+        pipe.close()  # type: ignore[attr-defined]
+    except BrokenPipeError:
+        return

@@ -1,0 +1,305 @@
+"""Decides which process is started again, when, and when to give up. Pure: no clock, no process.
+
+A slot (`prefill-0`) outlives its processes; each new one draws a new incarnation.
+
+    STARTING --Up--> UP --ProcessEnded--> PAUSING --pause over--> STARTING
+    STARTING --ProcessEnded, or too slow--> PAUSING
+    UP --LeaveWanted--> LEAVING --ended by itself--> STARTING, or forgotten
+    any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
+    the same, and nobody else of its pool is up; or the router: the cluster ends
+
+The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
+been well for a window starts anew at once. When many die together, at most `at_once` workers start at a time: loading
+weights side by side is how a host that was short of memory loses them all again. A worker that the router has given
+up (`router.core.escalation`) is killed, and then has died like any other; so is a router that owes an answer for
+`router_hung_s`. Workers leave one at a time, and only while all others are up (or FAILED); who has left as it was
+asked to has not died, and is replaced without a pause. The router hears of an end before the replacement exists: the
+old port may soon be somebody else's. A router that is up again is told all workers: what it was told before died with
+it.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from cluster.processes.events import (
+    Accused,
+    Announce,
+    AskToLeave,
+    Command,
+    Discard,
+    EndCluster,
+    Event,
+    KillProcess,
+    Launch,
+    LeaveWanted,
+    ProcessEnded,
+    Resize,
+    RouterProbed,
+    TimePassed,
+    Up,
+)
+from cluster.processes.slots import Slot, SlotState, SlotView
+from cluster.processes.spec import ChildReady, Kind
+from engine.messages import PeerAddress
+
+
+class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How dead workers, and a dead router, are replaced."""
+
+    limit: int = 5
+    """Deaths of one process within `window_s` that are made good. With the next one it is left alone for as long again,
+    if another one of its pool is up; else the cluster ends. 0: the first one ends it."""
+    window_s: float = 300.0
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 15.0
+    at_once: int = 4
+    """Workers that may be starting again at the same time."""
+    router_hung_s: float = 30.0
+    """A router that answers nothing for this long is killed."""
+
+
+AWAY_S = 1.0
+"""The launcher looks many times a second. If this long has passed since the last time, it was itself that slept."""
+LEAVE_MARGIN_S = 5.0
+"""How much longer than its grace a leaving worker's process may live."""
+
+_DOWN = (SlotState.PAUSING, SlotState.FAILED)
+_SETTLED = (SlotState.UP, SlotState.FAILED)
+
+
+class Supervisor:
+    """Keeps the pools at their sizes, and one router before them.
+
+    Mutable state: the slots, who is still to leave, and the last look. Owner: the thread that watches the cluster."""
+
+    def __init__(
+        self,
+        config: RestartConfig,
+        start_timeout_s: float,
+        children: Mapping[str, tuple[Kind, ChildReady]],
+    ) -> None:
+        """`children` are up: kind (prefill, decode or router) and address by name."""
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._slots = {
+            name: Slot(kind, PeerAddress(name, ready.address, ready.incarnation), ready.incarnation)
+            for name, (kind, ready) in children.items()
+        }
+        self._to_leave: deque[tuple[str, float, bool]] = deque()
+        self._looked_s: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event in; returns what is to be done, in order."""
+        match event:
+            case Up(ready):
+                return self._up(ready)
+            case ProcessEnded(name, why, left):
+                return self._ended(name, why, now, left)
+            case LeaveWanted(names, grace_s, again):
+                self._to_leave.extend((name, grace_s, again) for name in names)
+                return []
+            case Resize():
+                return self._resize(event)
+            case Accused():
+                return self._accused(event)
+            case RouterProbed(name, answered):
+                return self._asked(name, answered, now)
+            case TimePassed():
+                self._looked_s = now
+                return self._tick(now)
+        raise TypeError(f"not an event: {event!r}")
+
+    @property
+    def is_steady(self) -> bool:
+        """Every worker is up, or has been given up for now, and none is to leave."""
+        return not self._to_leave and all(s.state in _SETTLED for s in self._slots.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def state(self, name: str) -> SlotState:
+        return self._slots[name].state
+
+    def kind(self, name: str) -> Kind:
+        return self._slots[name].kind
+
+    def pool(self, kind: Kind) -> list[str]:
+        """The workers of a kind that are to stay."""
+        leaving = {name for name, _, again in self._to_leave if not again}
+        return [
+            name
+            for name, slot in self._slots.items()
+            if slot.kind == kind and slot.again and name not in leaving
+        ]
+
+    def view(self) -> list[SlotView]:
+        """All slots, in the order in which they came. May be called from any thread."""
+        return [
+            SlotView(
+                name=name,
+                kind=slot.kind,
+                state=slot.state,
+                deaths=len(slot.deaths),
+                why=slot.why,
+            )
+            for name, slot in list(self._slots.items())
+        ]
+
+    def __repr__(self) -> str:
+        slots = (f"{name}={slot.state}({len(slot.deaths)})" for name, slot in self._slots.items())
+        return f"Supervisor({', '.join(slots)})"
+
+    def _up(self, ready: ChildReady) -> list[Command]:
+        slot = self._slots.get(ready.name)
+        if slot is None or slot.state is not SlotState.STARTING:
+            return []
+        slot.state = SlotState.UP
+        slot.address = PeerAddress(ready.name, ready.address, ready.incarnation)
+        slot.incarnation, slot.accused, slot.silent_since_s = ready.incarnation, "", None
+        return self._tell()
+
+    def _resize(self, event: Resize) -> list[Command]:
+        names = self.pool(event.kind)
+        for number in range(event.count + len(self._slots)):
+            name = f"{event.kind}-{number}"
+            if len(names) < event.count and name not in self._slots:
+                address = PeerAddress(name, "")
+                due_s = float("-inf")
+                self._slots[name] = Slot(
+                    event.kind, address, address.incarnation, SlotState.PAUSING, due_s
+                )
+                names.append(name)
+        surplus = sorted(names, key=_number)[event.count :]
+        self._to_leave.extend((name, event.grace_s, False) for name in reversed(surplus))
+        return []
+
+    def _accused(self, event: Accused) -> list[Command]:
+        """Kill the life that is meant, once, and no newer one."""
+        slot = self._slots.get(event.name)
+        alive = (SlotState.UP, SlotState.LEAVING)
+        if slot is None or slot.state not in alive or slot.incarnation != event.incarnation:
+            return []
+        if slot.accused:
+            return []
+        slot.accused = event.why
+        return [KillProcess(event.name, event.why)]
+
+    def _asked(self, name: str, answered: bool, now: float) -> list[Command]:
+        """Kill a router that says nothing, once. A launcher that slept itself begins to wait anew."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is not SlotState.UP or slot.accused:
+            return []
+        slept = self._looked_s is not None and now - self._looked_s > AWAY_S
+        if answered:
+            slot.silent_since_s = None
+        elif slot.silent_since_s is None or slept:
+            slot.silent_since_s = now
+        elif now - slot.silent_since_s >= self._config.router_hung_s:
+            slot.accused = f"no answer for {self._config.router_hung_s:.1f} s"
+            return [KillProcess(name, slot.accused)]
+        return []
+
+    def _ended(self, name: str, why: str, now: float, left: bool = False) -> list[Command]:
+        slot = self._slots.get(name)
+        if slot is None or slot.state in _DOWN:
+            return []
+        if slot.state is SlotState.LEAVING and (left or not slot.again):
+            return self._left(name, slot)
+        was_up = slot.state in (SlotState.UP, SlotState.LEAVING)
+        if was_up and slot.accused:
+            why = f"{why} ({slot.accused})"
+        slot.why = why
+        config = self._config
+        slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
+        deaths = len(slot.deaths)
+        if deaths > config.limit:
+            if config.limit and self._has_company(name, slot):
+                slot.state, slot.due_s = SlotState.FAILED, now + config.window_s
+                return [Discard(name), *(self._tell() if was_up else [])]
+            often = f" ({deaths} times in {config.window_s:.0f} s)" if deaths > 1 else ""
+            return [EndCluster(f"{name}: {why}{often}")]
+        pause_s = config.first_pause_s * 2.0 ** (deaths - 1)
+        slot.state, slot.due_s = SlotState.PAUSING, now + min(pause_s, config.longest_pause_s)
+        return [Discard(name), *(self._tell() if was_up else [])]
+
+    def _has_company(self, name: str, slot: Slot) -> bool:
+        """Whether another worker of its pool is up."""
+        return any(
+            other.kind == slot.kind and other.state is SlotState.UP
+            for others_name, other in self._slots.items()
+            if others_name != name
+        )
+
+    def _left(self, name: str, slot: Slot) -> list[Command]:
+        """That is no death. The replacement is started by the next tick."""
+        if slot.again:
+            slot.state, slot.due_s = SlotState.PAUSING, float("-inf")
+        else:
+            del self._slots[name]
+        return [Discard(name), *self._tell()]
+
+    def _next_to_leave(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        while self._to_leave:
+            name, grace_s, again = self._to_leave[0]
+            slot = self._slots.get(name)
+            if slot is not None and slot.state in _DOWN:
+                # Nothing of it runs: there is nobody to ask, nor to wait for.
+                if slot.state is SlotState.FAILED:
+                    slot.deaths, slot.due_s = [], float("-inf")
+                if not again:
+                    del self._slots[name]
+                    commands.append(Discard(name))
+            elif slot is not None:
+                if any(other.state not in _SETTLED for other in self._slots.values()):
+                    break
+                slot.state, slot.due_s = SlotState.LEAVING, now + grace_s + LEAVE_MARGIN_S
+                slot.again = again
+                commands.append(AskToLeave(name, grace_s))
+            self._to_leave.popleft()
+        return commands
+
+    def _tick(self, now: float) -> list[Command]:
+        commands = self._next_to_leave(now)
+        starting = sum(slot.state is SlotState.STARTING for slot in self._slots.values())
+        for name, slot in list(self._slots.items()):
+            if slot.state is SlotState.UP or now < slot.due_s:
+                continue
+            if slot.state is SlotState.STARTING:
+                commands += self._ended(name, f"not started in {self._start_timeout_s:.0f} s", now)
+            elif slot.state is SlotState.LEAVING:
+                commands += self._ended(name, "did not end when it was to leave", now)
+            elif slot.kind == "router" or starting < self._config.at_once:
+                starting += 1
+                slot.state, slot.due_s = SlotState.STARTING, now + self._start_timeout_s
+                commands.append(Launch(name))
+        return commands
+
+    def _tell(self) -> list[Command]:
+        """The router learns of a change; one that is not up will learn all when it is."""
+        routers = [slot for slot in self._slots.values() if slot.kind == "router"]
+        return [self.announcement()] if all(s.state is SlotState.UP for s in routers) else []
+
+    def announcement(self) -> Announce:
+        """The workers that can be reached; who is leaving still has requests to finish."""
+
+        def up(kind: str) -> tuple[PeerAddress, ...]:
+            slots = self._slots.values()
+            reached = (SlotState.UP, SlotState.LEAVING)
+            return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
+
+        return Announce(up("prefill"), up("decode"))
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        for slot in self._slots.values():
+            assert len(slot.deaths) <= self._config.limit + 1
+            assert slot.deaths == sorted(slot.deaths)
+            assert slot.state is not SlotState.FAILED or slot.kind != "router"
+        assert sum(slot.state is SlotState.LEAVING for slot in self._slots.values()) <= 1
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

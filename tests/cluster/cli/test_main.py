@@ -1,0 +1,158 @@
+"""The command's edges: signals, the demo's table, and clean-up that can be proven."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.cli import __main__ as cli
+from cluster.cli.ask import ClientAnswer
+from cluster.cli.demo_report import figures, table
+from cluster.processes.leftovers import descendants, running
+from cluster.processes.signals import Interrupted, interruptible
+from engine.messages import RequestStats
+from engine.types import FinishReason
+from router.front.api import Finished
+from telemetry.labels import STAGES
+
+STATS = RequestStats(
+    stages={stage: 0.001 * number for number, stage in enumerate(STAGES)},
+    migrated_blocks=15,
+    migrated_bytes=15 * 720 * 1024,
+    migration_s=0.0123,
+    transport="shm",
+    prefill_cached_tokens=17,
+    decode_cached_tokens=16,
+    prefill_worker="prefill-0",
+    decode_worker="decode-0",
+)
+ANSWER = ClientAnswer(
+    "Hi.",
+    (1, 2),
+    230,
+    Finished(
+        reason=FinishReason.STOP,
+        prompt_tokens=230,
+        output_tokens=2,
+        cached_tokens=17,
+        stats=STATS,
+        ttft_s=0.2,
+        itl_mean_s=0.05,
+        itl_p99_s=0.07,
+        e2e_s=0.5,
+    ),
+)
+
+
+def test_the_second_signal_does_not_cut_the_clean_up_short() -> None:
+    """Guards against an impatient Ctrl-C that leaves processes behind."""
+    before = signal.getsignal(signal.SIGTERM)
+    cleaned = False
+    with pytest.raises(Interrupted) as caught, interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned = True
+    assert cleaned
+    assert caught.value.status == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_table_shows_every_stage_and_fits_a_terminal() -> None:
+    """Guards against a stage that is measured but never shown, and a table cut off at 80 columns."""
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table(dict.fromkeys(("first", "same system", "follow-up", "alone"), ANSWER)))
+    text = console.export_text()
+    for stage in STAGES:
+        assert f"stage {stage}, ms" in text
+    assert "…" not in text and text.count("10.55") == 4 and text.count("12.3") == 4
+
+
+def test_figures_hold_what_the_table_shows() -> None:
+    data = figures(ANSWER)
+    assert data["stages_s"] == STATS.stages
+    assert (data["prefill_cached_tokens"], data["decode_cached_tokens"]) == (17, 16)
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str], free_port: int) -> None:
+    """Guards against a traceback for the commonest mistake: nothing is running."""
+    assert cli.main(["generate", "--server", f"127.0.0.1:{free_port}", "hi"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("headrace: UNAVAILABLE: ") and captured.err.count("\n") == 1
+
+
+def test_a_missing_model_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_RUN_DIR", str(tmp_path / "run"))
+    # `up` sets this process's log up; not for the tests behind this one.
+    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers[:])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    before = descendants()
+    status = cli.main(["up", "--launcher", "process", "--model", "/nowhere/model.gguf"])
+    assert status == 1
+    error = capsys.readouterr().err
+    assert "/nowhere/model.gguf" in error and error.count("\n") == 1
+    assert descendants() == before
+
+
+def test_a_process_left_behind_is_seen() -> None:
+    """Guards against a demo that proves nothing: its check must find a process that does run."""
+    before = descendants()
+    left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with left:
+        found = {pid: name for pid, name in descendants().items() if pid not in before}
+        assert left.pid in found and left.pid in running(found)
+        left.kill()
+    assert running(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["top", "--interval", "0"], "'0' is not a number of seconds above zero"),
+        (["top", "--interval", "nan"], "'nan' is not a number of seconds above zero"),
+        (["drain", "decode-0", "--timeout", "-1"], "'-1' is not a number of seconds"),
+        (["scale", "decode=2", "--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["scale", "decode=1", "decode=2"], "decode is given twice"),
+        (["scale", "decode=99999999999"], "decode: 99999999999 is more than 1024"),
+        (["up", "--decode", "99999999999"], "99999999999 is more than 1024"),
+        (["up", "--set", "prefill.engine.device=gpu"], "'gpu' is not cpu, cuda or cuda:N"),
+        (["worker", "decode", "--port", "70000"], "70000 does not lie in 0 to 65535"),
+        (["generate", "hi", "--seed", "-1"], "-1 does not lie in 0 to 18446744073709551615"),
+        (["generate", "hi", "--max-tokens", "0"], "0 does not lie in 1 to"),
+        (["chat", "--max-tokens", "many"], "'many' is not a whole number"),
+        (["bench", "--seed", "-1"], "-1 does not lie in 0 to"),
+        (["bench", "--json", "/nonexistent/x.json"], "there is no such folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_slip_is_told_at_once(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against numbers that wrap round, wait for ever, or start more processes than a host has."""
+    try:
+        status = cli.main(words)
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_told_in_plain_words(
+    free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a newcomer's first error being a gRPC library's."""
+    assert cli.main(["generate", "hi", "--server", f"127.0.0.1:{free_port}"]) == 1
+    assert capsys.readouterr().err == (
+        f"headrace: UNAVAILABLE: nobody answers at 127.0.0.1:{free_port}: Connection refused "
+        "(start a cluster with: headrace up)\n"
+    )

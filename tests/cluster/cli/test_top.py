@@ -1,0 +1,189 @@
+"""What `top`, `status` and `trace` show, from records made by hand."""
+
+from io import StringIO
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from cluster.admin import Flights, ProcessStatus, Status
+from cluster.cli.hints import hints
+from cluster.cli.status_view import duration, print_status
+from cluster.cli.top import frame
+from cluster.cli.trace_view import print_latest, print_trace, request_of
+from engine.messages import Load
+from router.journal import Recent
+from router.overview import Overview, WorkerView
+from telemetry.flight import FlightRecorder
+
+
+def load(**given: object) -> Load:
+    blocks = dict.fromkeys(("free", "cached", "active", "reserved", "quarantined"), 0)
+    blocks |= {state: given.pop(f"{state}") for state in list(blocks) if state in given}  # type: ignore[misc]
+    return Load(step=7, **{f"{state}_blocks": count for state, count in blocks.items()}, **given)  # type: ignore[arg-type]
+
+
+def view(name: str, role: str, load: Load) -> WorkerView:
+    return WorkerView(
+        name=name,
+        role=role,
+        address="h:1",
+        incarnation="0" * 16,
+        host="h",
+        pid=1,
+        metrics_address="",
+        block_size=16,
+        blocks=120,
+        age_s=0.25,
+        load=load,
+    )
+
+
+def process(name: str, state: str = "up", **given: object) -> ProcessStatus:
+    kind = name.partition("-")[0]
+    return ProcessStatus(name=name, kind=kind, state=state, **given)  # type: ignore[arg-type]
+
+
+STATUS = Status(
+    name="one",
+    state="running",
+    pid=11,
+    launcher="process",
+    model="the demo model",
+    up_s=3725.0,
+    grpc="127.0.0.1:50051",
+    processes=[
+        process("prefill-0", pid=12, address="h:1"),
+        process("decode-0", pid=13, deaths=2, why="killed by SIGKILL"),
+        process("decode-1", "failed", deaths=6, why="OSError: no [model] file"),
+        process("router", pid=14),
+    ],
+)
+OVERVIEW = Overview(
+    model="fake-model",
+    ready=True,
+    waiting=3,
+    open=9,
+    workers=[
+        view(
+            "prefill-0", "prefill", load(waiting_tokens=321, waiting_requests=4, s_per_token=0.004)
+        ),
+        view(
+            "decode-0",
+            "decode",
+            load(active=60, cached=20, quarantined=1, running_requests=8, s_per_token=0.0421),
+        ),
+    ],
+    recent=Recent(
+        outcomes={"stop": 5, "error": 1},
+        output_tokens=120,
+        ttft_p50_s=0.0912,
+        ttft_p99_s=0.4,
+        migrated_requests=4,
+        migrated_blocks=60,
+        migrated_bytes=60 << 20,
+        migration_s=0.06,
+    ),
+)
+
+
+def shown(what: RenderableType) -> list[str]:
+    console = Console(width=80, file=StringIO(), highlight=False)
+    console.print(what)
+    return text_of(console).splitlines()
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_a_frame_shows_pools_batches_blocks_migrations_and_latency() -> None:
+    """Guards against figures that are cut off at 80 columns, and a worker that is missing because it is down."""
+    lines = shown(frame(STATUS, OVERVIEW))
+    assert all(len(line) <= 80 for line in lines) and not any("…" in line for line in lines)
+    text = "\n".join(lines)
+    assert "headrace one  running 1 h 2 min" in text
+    assert "fake-model  ready  open 9, waiting for room 3" in text
+    assert "ended: 1 error, 5 stop  output 2.0 tokens/s" in text
+    assert "TTFT         91.2 ms median, 400.0 ms p99" in text
+    assert "inter-token  – median, – p99" in text
+    assert "60 blocks of 4 requests, 60 MiB in 60.0 ms (1,000 MiB/s)" in text
+    rows = {line.split()[0]: line.split() for line in lines if line[1:8] in ("prefill", "decode-")}
+    assert rows["prefill-0"] == [
+        *["prefill-0", "up", "0", "4", "321", "0/120", "··········", "250", "tok/s", "0.2s"]
+    ]
+    assert rows["decode-0"] == [
+        *["decode-0", "up", "8", "0", "61/120", "█████!░░··", "42.1", "ms", "0.2s"]
+    ]
+    assert rows["decode-1"][:2] == ["decode-1", "failed"]
+
+
+def test_what_is_there_is_seen_in_the_bar() -> None:
+    """Guards one quarantined block of a large pool, which rounds to nothing."""
+    lines = shown(frame(STATUS, OVERVIEW))
+    assert any("!" in line for line in lines if line.startswith(" decode-0"))
+
+
+def test_status_says_what_a_worker_died_of() -> None:
+    console = Console(width=120, file=StringIO())
+    print_status(STATUS, console)
+    text = text_of(console)
+    assert "one: running for 1 h 2 min, supervisor 11, process launcher, the demo model" in text
+    assert "decode-0 died last of: killed by SIGKILL" in text
+    assert "decode-1 died last of: OSError: no [model] file" in text
+
+
+def test_a_trace_is_told_process_by_process() -> None:
+    """Guards a timeline whose moments are another process's."""
+    router, decode = FlightRecorder("router"), FlightRecorder("decode-0")
+    router.note("ab12", "submitted", 100.0, prompt_tokens=36)
+    decode.note("ab12", "placed", 5.0)
+    router.note("ab12", "ended", 101.5, outcome="stop")
+    told = Flights(
+        flights=router.told("") + decode.told(""), silent={"prefill-0": "did not answer in 10 s"}
+    )
+    console = Console(width=100, file=StringIO())
+    print_trace(told, console)
+    print_latest(told, console)
+    text = text_of(console)
+    assert "ab12 on router" in text and "ab12 on decode-0" in text
+    assert "0.0 ms  submitted                prompt_tokens=36" in text
+    assert "1500.0 ms  ended                    outcome=stop" in text
+    assert "prefill-0 could not be asked: did not answer in 10 s" in text
+    assert request_of("chatcmpl-ab12") == request_of("cmpl-ab12") == request_of("ab12") == "ab12"
+
+
+def test_durations_read_well() -> None:
+    assert [duration(s) for s in (0.2, 59, 60, 3600, 90061)] == [
+        *["0 s", "59 s", "1 min", "1 h", "1 d 1 h"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recent", "expected"),
+    [
+        (Recent(), []),
+        (Recent(ttft_p50_s=0.5, itl_p50_s=0.05), []),
+        (
+            Recent(ttft_p50_s=0.51, stages={"prefill_queue": 0.3, "prefill_run": 0.2}),
+            ["prefill_queue: prompts wait for a prefill worker; add one"],
+        ),
+        (
+            Recent(ttft_p50_s=2.0, stages={"route": 1.5, "prefill_run": 0.2, "decode_run": 9.0}),
+            ["most of it route: requests stand in the router's line"],
+        ),
+        (Recent(itl_p50_s=0.051), ["with up to 8 requests in a batch: decode pressure"]),
+        (
+            Recent(ttft_p50_s=0.6, itl_p50_s=0.06, stages={"migrate": 0.5}),
+            ["most of it migrate", "decode pressure"],
+        ),
+    ],
+)
+def test_the_rule_of_thumb(recent: Recent, expected: list[str]) -> None:
+    """TTFT above 500 ms is the prefill side's (or what it waits for), 50 ms between tokens the decode side's."""
+    said = hints(msgspec.structs.replace(OVERVIEW, recent=recent))
+    assert len(said) == len(expected)
+    assert all(part in hint for part, hint in zip(expected, said, strict=True))
+    shown_text = "\n".join(shown(frame(STATUS, msgspec.structs.replace(OVERVIEW, recent=recent))))
+    assert shown_text.count("→") == len(expected)

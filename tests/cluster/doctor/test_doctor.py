@@ -1,0 +1,172 @@
+"""The doctor finds what it is made to find, and names the fix."""
+
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from cluster.config import ClusterConfig
+from cluster.doctor import host as doctor
+from cluster.doctor.check import Check
+from cluster.doctor.environment import collect
+from cluster.doctor.gpu import gpu_checks
+from cluster.doctor.host import examine, print_checks
+from cluster.resolve import Resolved, Setting
+from cluster.rundir import ProcessIdentity, RunDir
+from engine.config import EngineConfig, TierConfig
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+
+
+def config(folder: Path, **more: object) -> ClusterConfig:
+    given = {
+        "run_dir": str(folder / "run"),
+        "cache_dir": str(folder),
+        "router": RouterConfig(grpc_port=0, http_port=-1),
+    }
+    return ClusterConfig(**{**given, **more})  # type: ignore[arg-type]
+
+
+def found(config: ClusterConfig, **environ: str) -> dict[str, Check]:
+    return {check.name: check for check in examine(config, environ)}
+
+
+def test_this_host_is_fit(tmp_path: Path) -> None:
+    checks = found(config(tmp_path))
+    assert not [check for check in checks.values() if check.level == "fail"]
+    assert {"memory", "memfd", "shared memory", "file limit", "wall clock", "ray", "gpu"} <= checks.keys()
+    assert all(check.fix for check in checks.values() if check.level == "fail")
+
+
+def test_a_taken_port_is_found_and_its_flag_named(tmp_path: Path, free_port: int) -> None:
+    mine = config(tmp_path, router=RouterConfig(grpc_port=free_port, http_port=-1))
+    assert found(mine)["router.grpc_port"].level == "ok"
+    with socket.create_server(("127.0.0.1", free_port)):
+        check = found(mine)["router.grpc_port"]
+        assert check.level == "fail" and "--grpc-port 0" in check.fix
+        with RunDir(mine, {}).hold():
+            assert found(mine)["router.grpc_port"].level == "ok", "it is the running cluster's"
+
+
+def test_an_address_of_another_host_is_found(tmp_path: Path) -> None:
+    check = found(config(tmp_path, worker_host="203.0.113.7"))["worker_host"]
+    assert check.level == "fail" and "worker_host" in check.fix
+
+
+def test_pools_that_do_not_fit_are_found(tmp_path: Path) -> None:
+    huge = PrefillConfig(engine=EngineConfig(pool_bytes=1 << 50))
+    check = found(config(tmp_path, prefill=huge))["memory"]
+    assert check.level == "fail" and "pool_bytes" in check.fix
+
+
+def test_a_gpus_pool_is_not_the_hosts_memory(tmp_path: Path) -> None:
+    """Guards a large card in a small host, and the tier beside it, which is locked in the host's memory at start."""
+    huge = EngineConfig(device="cuda", pool_bytes=1 << 50)
+    assert found(config(tmp_path, prefill=PrefillConfig(engine=huge)))["memory"].level == "ok"
+    locked = PrefillConfig(engine=huge, tiers=TierConfig(host_bytes=1 << 50))
+    check = found(config(tmp_path, prefill=locked))["memory"]
+    assert check.level == "fail" and "tiers.host_bytes" in check.fix
+
+
+@contextmanager
+def file_limit(soft: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_few_files_are_found(tmp_path: Path) -> None:
+    with file_limit(512):
+        check = found(config(tmp_path))["file limit"]
+    assert check.level == "fail" and check.fix.startswith("ulimit -n")
+    with file_limit(2048):
+        assert found(config(tmp_path))["file limit"].level == "warn"
+
+
+def test_a_small_dev_shm_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the commonest container: 64 MiB of shared memory, in which Ray crawls."""
+    usage = type("Usage", (), {"free": 64 << 20})()
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    check = found(config(tmp_path))["shared memory"]
+    assert check.level == "warn" and "--shm-size" in check.fix and "64 MiB" in check.found
+
+
+def test_a_strangers_folder_and_leftovers_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o755)
+    assert found(config(tmp_path))["run_dir"].level == "fail"
+    folder.chmod(0o700)
+    assert found(config(tmp_path))["run_dir"].level == "ok"
+    with subprocess.Popen(["sleep", "60"]) as left:
+        one = ProcessIdentity.of("decode-0", left.pid)
+        assert one is not None
+        RunDir(config(tmp_path), {}).write([one])
+        check = found(config(tmp_path))["run_dir"]
+        left.kill()
+    assert check.level == "warn" and check.fix == "headrace down" and "decode-0" in check.found
+
+
+def test_rays_own_variables_are_found(tmp_path: Path) -> None:
+    check = found(config(tmp_path), RAY_ADDRESS="10.0.0.1:6379")["ray variables"]
+    assert check.level == "warn" and "RAY_ADDRESS" in check.found
+    unused = found(config(tmp_path, launcher="process"), RAY_ADDRESS="x")
+    assert "ray variables" not in unused and unused["ray"].level == "ok"
+
+
+def test_an_old_ray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "2.9.3")
+    check = found(config(tmp_path))["ray"]
+    assert check.level == "fail" and "ray>=2.50" in check.fix
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_found(tmp_path: Path) -> None:
+    """Guards a GPU host with the CPU build, which would serve, and slowly, from the CPU."""
+    assert [check.level for check in gpu_checks("", tmp_path / "none")] == ["ok"]
+    (check,) = gpu_checks("decode.engine.device is cuda", tmp_path / "none")
+    assert check.level == "fail" and check.found == "none, and decode.engine.device is cuda"
+    import torch
+
+    device = tmp_path / "nvidiactl"
+    device.touch()
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU that works")
+    (check,) = gpu_checks("", device)
+    assert check.level == "fail" and check.fix
+
+
+def test_what_is_printed_names_the_fix() -> None:
+    console = Console(file=StringIO(), width=60)
+    print_checks([Check("a", "ok", "fine"), Check("b", "fail", "[x] broken", "mend [y]")], console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.strip() for line in lines] == [
+        "ok   a: fine",
+        "fail b: [x] broken",
+        "→ mend [y]",
+        "2 checks: 1 failed, 0 warned",
+    ]
+
+
+def test_a_report_for_a_bug_keeps_secrets() -> None:
+    settings = (
+        Setting("router.namespace_key", "hush", "file x"),
+        Setting("log_level", "debug", "flag --log-level"),
+        Setting("name", "headrace", "default"),
+    )
+    environ = {"HEADRACE_ROUTER__NAMESPACE_KEY": "hush", "RAY_X": "1", "HOME": "/home/somebody"}
+    told = collect(Resolved(ClusterConfig(), settings), environ)
+    text = msgspec.json.encode(told).decode()
+    assert "hush" not in text and "somebody" not in text
+    assert told["variables"] == {"HEADRACE_ROUTER__NAMESPACE_KEY": "(set)", "RAY_X": "1"}
+    assert list(told["settings that are not defaults"]) == ["router.namespace_key", "log_level"]
+    assert told["packages"]["torch"][0].isdigit()

@@ -1,0 +1,206 @@
+"""Capacity on paper: the published worked numbers, to the byte."""
+
+from fractions import Fraction
+
+import msgspec
+import pytest
+
+from cluster.plan.planner import (
+    KV_FORMATS,
+    Shape,
+    kv_heads_per_rank,
+    parameters,
+    pool_of,
+    rank_shape,
+    request,
+    token_sizes,
+    waste,
+    weights_bytes,
+)
+from cluster.plan.shapes import PUBLISHED
+from engine.kv.layout import KVLayout
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+K = 1024
+
+
+def shape(layers: int, kv_heads: int, head_dim: int = 128) -> Shape:
+    return Shape(name="test", layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def request_bytes(layers: int, kv_heads: int, tokens: int, kv_dtype: str = "bfloat16") -> int:
+    return request(token_sizes(shape(layers, kv_heads), kv_dtype, 16), tokens).token_bytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "per_token"),
+    [
+        (32, 8, 128 * KIB),
+        (80, 8, 320 * KIB),
+        (80, 64, 2560 * KIB),
+        (80, 1, 40 * KIB),
+        (96, 96, 4608 * KIB),
+    ],
+)
+def test_bytes_per_token(layers: int, kv_heads: int, per_token: int) -> None:
+    """Guards the factors of the formula: two for key and value, every layer, KV heads instead of query heads."""
+    for kv_dtype in ("bfloat16", "float16"):
+        assert token_sizes(shape(layers, kv_heads), kv_dtype, 16).token_bytes == per_token
+    for kv_dtype in ("fp8", "int8"):
+        half = token_sizes(shape(layers, kv_heads), kv_dtype, 16).token_bytes
+        assert half * 2 * 128 == per_token * 132
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "tokens", "want"),
+    [
+        (32, 8, 4 * K, 512 * MIB),
+        (32, 8, 32 * K, 4 * GIB),
+        (80, 8, 4 * K, 1.25 * GIB),
+        (80, 8, 8 * K, 2.5 * GIB),
+        (80, 8, 32 * K, 10 * GIB),
+        (80, 8, 128 * K, 40 * GIB),
+        (80, 64, 4 * K, 10 * GIB),
+        (80, 1, 4 * K, 160 * MIB),
+        (96, 96, 4 * K, 18 * GIB),
+        (96, 96, 32 * K, 144 * GIB),
+        (32, 32, 1000, 524_288_000),
+    ],
+)
+def test_bytes_per_request(layers: int, kv_heads: int, tokens: int, want: float) -> None:
+    assert request_bytes(layers, kv_heads, tokens) == want
+    assert request_bytes(layers, kv_heads, tokens, "fp8") * 2 * 128 == want * 132
+
+
+def test_one_head_at_4k_is_published_as_0_16_gib() -> None:
+    assert round(request_bytes(80, 1, 4 * K) / GIB, 2) == 0.16
+
+
+def test_128_requests_of_4k() -> None:
+    assert 128 * request_bytes(80, 8, 4 * K) == 160 * GIB
+
+
+def test_scales_are_counted() -> None:
+    """Guards against an 8-bit cache that is said to be half as large and is not: a 32-bit scale for each head's key and
+    value of each token is 4 bytes beside 128."""
+    sizes = token_sizes(shape(80, 8), "int8", 16)
+    assert sizes.token_bytes == 160 * KIB + 2 * 80 * 8 * 4
+    assert sizes.token_bytes * 128 == 160 * KIB * 132
+
+
+def test_six_full_requests_on_two_ranks() -> None:
+    """80 layers of 8 KV heads on two ranks, 8 GiB of KV each, 4 % lost to tails: six requests of 8K tokens."""
+    sizes = token_sizes(shape(80, 8), "bfloat16", 16, ranks=2)
+    assert sizes.rank_token_bytes == 160 * KIB
+    blocks = request(sizes, 8 * K).blocks
+    pool = pool_of("rank", sizes, blocks, kv_bytes=8 * GIB, tail_share=Fraction(4, 100))
+    assert (pool.blocks, pool.requests) == (3276, 6)
+    assert 0.04 <= pool.tail_bytes / pool.kv_bytes < 0.0404
+    # A seventh is far away without the tail too, and 20 % of tail cost one.
+    assert pool_of("rank", sizes, blocks, kv_bytes=8 * GIB).requests == 6
+    lossy = pool_of("rank", sizes, blocks, kv_bytes=8 * GIB, tail_share=Fraction(1, 5))
+    assert lossy.requests == 5
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "held"), [(8, 2, 4), (8, 3, 8), (1, 4, 1), (8, 8, 1), (8, 16, 1), (8, 1, 8)]
+)
+def test_kv_heads_per_rank(heads: int, ranks: int, held: int) -> None:
+    """Guards against a head that no rank holds: where they do not divide, every rank keeps all."""
+    assert kv_heads_per_rank(heads, ranks) == held
+    sizes = token_sizes(shape(80, heads), "bfloat16", 16, ranks)
+    assert sizes.rank_token_bytes == held * 40 * KIB
+    assert sizes.token_bytes == heads * 40 * KIB
+
+
+def test_reserving_the_maximum_wastes_most_of_it() -> None:
+    sizes = token_sizes(shape(80, 8), "bfloat16", 16)
+    lost = waste(sizes, [600, 1250, 4000, 128], 8192)
+    assert sizes.token_bytes == 320 * KIB
+    assert f"{lost.reserved_waste:.1%}" == "81.8%"
+    assert (lost.reserved_bytes, lost.live_bytes) == (10 * GIB, 5978 * 320 * KIB)
+    assert lost.paged_tokens == 608 + 1264 + 4000 + 128
+    assert f"{lost.paged_waste:.2%}" == "0.37%"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "tail"), [(505, 32, 7), (1000, 63, 8), (4096, 256, 0)]
+)
+def test_the_tail_of_a_request(tokens: int, blocks: int, tail: int) -> None:
+    sizes = token_sizes(shape(32, 8), "bfloat16", 16)
+    one = request(sizes, tokens)
+    assert (one.blocks, one.tail_tokens) == (blocks, tail)
+    assert one.rank_block_bytes == one.token_bytes + one.rank_tail_bytes
+
+
+@pytest.mark.parametrize("dtype", list(KV_FORMATS))
+def test_blocks_are_those_of_the_engine(dtype: str) -> None:
+    """Guards against a second opinion on what a block takes."""
+    layout = KVLayout(kv_heads=3, layers=30, block_size=16, head_dim=64, dtype=dtype)
+    assert token_sizes(shape(30, 3, 64), dtype, 16).rank_block_bytes == layout.block_bytes
+
+
+def test_memory_is_shared_out_in_whole_blocks() -> None:
+    sizes = token_sizes(shape(32, 8), "bfloat16", 16)
+    parts = {"memory_bytes": 24 * GIB, "reserve_bytes": 2 * GIB, "weights": 15 * GIB}
+    pool = pool_of("GPU", sizes, 256, **parts, workspace=GIB + 1)
+    assert pool.blocks == 6 * GIB // sizes.rank_block_bytes - 1, "one byte short of the last block"
+    assert pool.kv_bytes == pool.blocks * sizes.rank_block_bytes
+    assert (pool.requests, pool.missing_bytes) == (11, 0)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    sizes = token_sizes(shape(32, 8), "bfloat16", 16)
+    pool = pool_of("GPU", sizes, 256, memory_bytes=8 * GIB, weights=15 * GIB)
+    assert (pool.blocks, pool.tokens, pool.requests) == (0, 0, 0)
+    assert pool.missing_bytes == 7 * GIB + sizes.rank_block_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-1.7b", 1_711_376_384),
+    ],
+)
+def test_published_shapes_have_the_published_number_of_parameters(
+    name: str, published: int
+) -> None:
+    """Guards against a size that was copied wrongly: one wrong figure moves the sum."""
+    assert parameters(PUBLISHED[name]) == published
+
+
+def test_weights_are_split_over_ranks() -> None:
+    """Guards against norms that vanish and KV heads that are split though they must be repeated."""
+    whole = PUBLISHED["llama-3.1-8b"]
+    norms = (2 * 32 + 1) * 4096
+    tables = whole.context_tokens * whole.head_dim
+    each = weights_bytes(whole, "bfloat16", 4) / 2 - norms - tables
+    assert each * 4 == parameters(whole) - norms
+    repeated = rank_shape(whole, 3)
+    assert (repeated.kv_heads, repeated.heads) == (8, 16)
+    assert parameters(repeated) > parameters(whole) / 3
+
+
+def test_a_longer_context_costs_its_rotary_tables() -> None:
+    short = PUBLISHED["llama-3-8b"]
+    long = msgspec.structs.replace(short, context_tokens=2 * short.context_tokens)
+    more = weights_bytes(long, "float32") - weights_bytes(short, "float32")
+    assert more == short.context_tokens * 128 * 4

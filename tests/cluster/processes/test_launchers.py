@@ -1,0 +1,199 @@
+"""Both launchers, with fakes hosted the way the real workers are: start, failure, stop, nothing left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.processes.launch import Cluster, make_launcher
+from cluster.processes.leftovers import descendants, running
+from cluster.processes.process_launcher import ProcessLauncher
+from cluster.processes.spec import LaunchError
+from cluster.processes.supervisor import RestartConfig
+from engine.config import EngineConfig
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+
+FAKES = {
+    "prefill": "tests.cluster.fakes:FakeWorker",
+    "decode": "tests.cluster.fakes:FakeWorker",
+    "router": "tests.cluster.fakes:FakeRouter",
+}
+LAUNCHERS = [
+    "process",
+    pytest.param("ray", marks=pytest.mark.ray),
+]
+CONFIG = ClusterConfig(
+    start_timeout_s=60.0,
+    stop_grace_s=1.0,
+    restart=RestartConfig(limit=0),
+    router=RouterConfig(grpc_port=0, http_port=-1),
+)
+
+
+def children() -> set[int]:
+    return set(descendants())
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def eventually(condition: Callable[[], bool], within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_start_and_stop_leave_nothing(name: str) -> None:
+    """Guards against orphans, against a router told of no workers, and against thread counts that
+    are set too late or differ between the launchers."""
+    before, segments = children(), set(os.listdir("/dev/shm"))
+    config = msgspec.structs.replace(
+        CONFIG, prefill=PrefillConfig(engine=EngineConfig(threads=3)), prefill_workers=2
+    )
+    cluster = Cluster(config, make_launcher(name), FAKES, model_dir="x")
+    with cluster:
+        addresses = cluster.start()
+        host, port = addresses.grpc.split(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+        assert {up.name: up.address for up in addresses.workers} == {
+            "prefill-0": "127.0.0.1:3",
+            "prefill-1": "127.0.0.1:3",
+            "decode-0": "127.0.0.1:1",
+        }
+        pids = {up.pid for up in addresses.workers}
+        assert len(pids) == 3 and os.getpid() not in pids
+    cluster.stop()
+    assert all(gone(pid) for pid in pids)
+    assert eventually(lambda: children() <= before, within_s=3.0), children() - before
+    assert set(os.listdir("/dev/shm")) == segments
+
+
+def start_and_watch(cluster: Cluster) -> None:
+    cluster.start()
+    cluster.watch()
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_failures_end_the_cluster_with_one_line(name: str) -> None:
+    """Guards against a start that hangs on the healthy rest, and against a death nobody notices."""
+    before = children()
+    launcher = make_launcher(name)
+    broken = {**FAKES, "decode": "tests.cluster.fakes:FailingWorker"}
+    with (
+        Cluster(CONFIG, launcher, broken, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=r"^decode-0: no such model file: /nowhere$"),
+    ):
+        cluster.start()
+    killed = {**FAKES, "decode": "tests.cluster.fakes:KilledWorker"}
+    with (
+        Cluster(CONFIG, launcher, killed, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"),
+    ):
+        start_and_watch(cluster)
+    assert eventually(lambda: children() <= before, within_s=3.0), children() - before
+
+
+def test_a_dead_engine_ends_the_cluster() -> None:
+    """Guards against a process that lives on, and looks well, after its engine thread died."""
+    dying = {**FAKES, "prefill": "tests.cluster.fakes:DyingWorker"}
+    with (
+        Cluster(CONFIG, ProcessLauncher(), dying, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"),
+    ):
+        start_and_watch(cluster)
+
+
+def test_a_port_in_use_is_told_plainly(free_port: int) -> None:
+    """Guards against a traceback, or a cluster half started, where one line would do."""
+    before = children()
+    config = msgspec.structs.replace(CONFIG, router=RouterConfig(grpc_port=free_port))
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        Cluster(config, ProcessLauncher(), FAKES, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=rf"^router: port {free_port} is in use$"),
+    ):
+        cluster.start()
+    assert children() <= before
+
+
+def test_a_stubborn_child_is_killed_and_a_slow_one_given_up() -> None:
+    """Guards against a stop, or a start, that waits for ever."""
+    before = children()
+    stubborn = {**FAKES, "decode": "tests.cluster.fakes:StubbornWorker"}
+    cluster = Cluster(CONFIG, ProcessLauncher(), stubborn, model_dir="x")
+    cluster.start()
+    began_s = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - began_s < 5.0
+    slow = {**FAKES, "decode": "tests.cluster.fakes:SlowWorker"}
+    config = msgspec.structs.replace(CONFIG, start_timeout_s=2.0)
+    with (
+        Cluster(config, ProcessLauncher(), slow, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match="decode-0: not started in 2 s"),
+    ):
+        cluster.start()
+    assert children() <= before
+
+
+# As the kernel cuts their names.
+RAY_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
+
+PARENT = """
+import sys, time
+from cluster.config import ClusterConfig
+from cluster.processes.launch import Cluster, make_launcher
+from router.config import RouterConfig
+from tests.cluster.processes.test_launchers import CONFIG, FAKES
+cluster = Cluster(CONFIG, make_launcher(sys.argv[1]), FAKES, model_dir="x")
+print("pids", *[up.pid for up in cluster.start().workers], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_killed_parent_leaves_no_orphan(name: str) -> None:
+    """Guards against workers that hold memory and ports after their parent was killed outright."""
+    # A killed parent cannot remove Ray's folder; the test does, and keeps its path short for Ray.
+    with tempfile.TemporaryDirectory() as folder:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TMPDIR": folder},
+        )
+        with parent:
+            assert parent.stdout is not None
+            # Ray prints what its workers print on the same standard output.
+            told = next(line for line in parent.stdout if line.startswith("pids"))
+            pids = [int(word) for word in told.split()[1:]]
+            assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+            below = descendants(parent.pid)
+            parent.send_signal(signal.SIGKILL)
+        # Ray's two agents first try, for up to a minute, to report the loss to its dead server.
+        agents = {pid: name for pid, name in below.items() if name in RAY_AGENTS}
+        try:
+            assert eventually(lambda: running(below).keys() <= agents.keys(), 15.0), running(below)
+        finally:
+            for pid in running(below):
+                os.kill(pid, signal.SIGKILL)
