@@ -13,17 +13,18 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import prefill_worker.worker
+import prefill_worker.role
 from benchmarks import figures, output
 from benchmarks.bed import Bed, random_prompt, transfer_config
-from benchmarks.counting import FACTORIES, CountingPrefillWorker
+from benchmarks.counting import FACTORIES, counting_prefill_worker
 from engine.config import EngineConfig
 from engine.model.cache import prepare
 from prefill_worker.scheduler.job import Job
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Command
+from worker.worker import Worker
 
-WAITING = FACTORIES | {"prefill": "benchmarks.ablation_overlap:WaitingPrefillWorker"}
+WAITING = FACTORIES | {"prefill": "benchmarks.ablation_overlap:waiting_prefill_worker"}
 VOCAB = 30_000
 
 
@@ -34,13 +35,11 @@ class WaitingScheduler(PrefillScheduler):
         return super()._offer(job) if job.computed == len(job.record.tokens) else []
 
 
-class WaitingPrefillWorker(CountingPrefillWorker):
+def waiting_prefill_worker(*arguments: Any) -> Worker[Any]:
     """In a process of its own, where the name it replaces has no other reader."""
-
-    def __init__(self, *arguments: Any) -> None:
-        module: Any = prefill_worker.worker
-        module.PrefillScheduler = WaitingScheduler
-        super().__init__(*arguments)
+    module: Any = prefill_worker.role
+    module.PrefillScheduler = WaitingScheduler
+    return counting_prefill_worker(*arguments)
 
 
 def measure(model_dir: Path, prompts: list[int], transports: list[str], repeats: int) -> list[output.Line]:

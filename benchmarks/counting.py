@@ -15,18 +15,18 @@ from typing import Any
 
 import msgspec
 
-import decode_worker.worker
-import prefill_worker.worker
 import transfer.route
-from decode_worker.worker import DecodeWorker
+import worker.opening
+from decode_worker.role import open_decode_worker
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.role import open_prefill_worker
+from worker.worker import Worker
 
 FOLDER = "WORKER_COUNTS"
 FACTORIES = {
-    "prefill": "benchmarks.counting:CountingPrefillWorker",
-    "decode": "benchmarks.counting:CountingDecodeWorker",
+    "prefill": "benchmarks.counting:counting_prefill_worker",
+    "decode": "benchmarks.counting:counting_decode_worker",
     "router": "router.server:RouterServer",
 }
 TRANSFER_THREAD = "transfer"
@@ -88,11 +88,12 @@ class _CountingRunner:
         return drawn
 
 
-def _count(name: str, worker_module: Any) -> None:
+def _count(name: str) -> None:
     """In a process of its own, where the names it replaces have no other reader."""
     ledger = _Ledger(name)
     route: Any = transfer.route
-    digest, open_device = route.block_digest, worker_module.open_device
+    opening: Any = worker.opening
+    digest, open_device = route.block_digest, opening.open_device
 
     def timed(*arguments: Any) -> int:
         began_s = time.thread_time()
@@ -108,16 +109,14 @@ def _count(name: str, worker_module: Any) -> None:
         return replace(device, runner=_CountingRunner(device.runner, ledger))
 
     route.block_digest = timed
-    worker_module.open_device = opened
+    opening.open_device = opened
 
 
-class CountingPrefillWorker(PrefillWorker):
-    def __init__(self, name: str, *rest: Any) -> None:
-        _count(name, prefill_worker.worker)
-        super().__init__(name, *rest)
+def counting_prefill_worker(name: str, *rest: Any) -> Worker[Any]:
+    _count(name)
+    return open_prefill_worker(name, *rest)
 
 
-class CountingDecodeWorker(DecodeWorker):
-    def __init__(self, name: str, *rest: Any) -> None:
-        _count(name, decode_worker.worker)
-        super().__init__(name, *rest)
+def counting_decode_worker(name: str, *rest: Any) -> Worker[Any]:
+    _count(name)
+    return open_decode_worker(name, *rest)

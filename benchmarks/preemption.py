@@ -21,7 +21,7 @@ from benchmarks import figures, output
 from benchmarks.bed import random_prompt
 from benchmarks.offline import record
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
 from engine.device import Device, open_device
 from engine.kv.manager import KVCacheManager, Lease
@@ -77,7 +77,7 @@ class SchedulerPair:
         self._until(lambda: len(answer.tokens) >= DECODED)
         (request,) = both.decode.batch.running
         began_s = time.thread_time()
-        both.decode.room.preempt([request], time.monotonic())
+        both.decode.preemption.preempt([request], time.monotonic())
         self._copy_out()
         out_s = time.thread_time() - began_s
         if not swaps:
@@ -92,7 +92,7 @@ class SchedulerPair:
             self._until(lambda: answer.ended is not None)
         while both.turn():
             pass
-        return Turn(out_s, back_s, request.way)
+        return Turn(out_s, back_s, both.decode.take_resumed()[-1].way)
 
     def _copy_out(self) -> None:
         """As the engine and its tier thread do it, but that the request does not come back at once."""
@@ -109,7 +109,7 @@ class SchedulerPair:
 
     def _back(self, request: Request) -> float:
         began_s = time.thread_time()
-        self._until(lambda: request.state is State.RUNNING or request.record.request not in names(self.both))
+        self._until(lambda: request.state is RequestState.RUNNING or request.record.request not in names(self.both))
         return time.thread_time() - began_s
 
     def _until(self, done: Callable[[], bool]) -> None:

@@ -1,7 +1,4 @@
-"""What a decode worker remembers of its latest requests: their flights, and their spans where requests are traced.
-
-It reads the events and commands that pass through the shell, and decides nothing. Owner: the engine thread.
-"""
+"""What a decode worker remembers of its latest requests (`worker.journal`)."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,7 +6,6 @@ from typing import ClassVar
 import msgspec
 
 from decode_worker.scheduler.events import FromPeer, FromRouter, Tell
-from decode_worker.scheduler.scheduler import Command, Event
 from engine.messages import (
     Accepted,
     Cancel,
@@ -30,12 +26,10 @@ from engine.messages import (
     Yielded,
 )
 from engine.types import FinishReason, RequestId
-from telemetry.flight import Fact, FlightRecorder
-from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
+from telemetry.flight import Fact
+from telemetry.tracing import Span, consecutive, unix_offset_s
 from transfer.handoff.commands import Emit, Received
-
-FORGOTTEN = 4096
-"""Requests whose trace context is kept at most; more are not open at a time."""
+from worker.journal import WorkerJournal
 
 
 class _Trace(msgspec.Struct):
@@ -47,36 +41,27 @@ class _Trace(msgspec.Struct):
     nbytes: int = 0
 
 
-class Journal:
-    # Mutable state: the recorder, and of the requests under way what their spans will need.
-
+class DecodeJournal(WorkerJournal[RequestId, _Trace]):
     ENDS: ClassVar = frozenset({"ended", "refused", "yielded"})
 
-    def __init__(self, worker: str, tracing: Tracing | None) -> None:
-        self.recorder = FlightRecorder(worker)
-        self._worker = worker
-        self._tracing = tracing
-        self._traces: dict[RequestId, _Trace] = {}
+    def heard(self, event: object, now: float) -> None:
+        match event:
+            case FromRouter(_, message):
+                self._from_router(message, now)
+            case FromPeer(_, message):
+                self._from_peer(message, now)
+            case Received(handoff, seq, error, seconds, nbytes):
+                facts: dict[str, Fact] = {"chunk": seq, "bytes": nbytes}
+                facts["copy_s"] = round(seconds, 6)
+                if error:
+                    facts["error"] = error
+                self._note(handoff.request, "copied", now, facts)
+                trace = self._traces.get(handoff.request)
+                if trace is not None and not error:
+                    since = trace.wire[0] if trace.wire else now - seconds
+                    trace.wire, trace.nbytes = (since, now), trace.nbytes + nbytes
 
-    def heard(self, events: Sequence[Event], now: float) -> None:
-        for event in events:
-            match event:
-                case FromRouter(_, message):
-                    self._from_router(message, now)
-                case FromPeer(_, message):
-                    self._from_peer(message, now)
-                case Received(handoff, seq, error, seconds, nbytes):
-                    facts: dict[str, Fact] = {"chunk": seq, "bytes": nbytes}
-                    facts["copy_s"] = round(seconds, 6)
-                    if error:
-                        facts["error"] = error
-                    self._note(handoff.request, "copied", now, facts)
-                    trace = self._traces.get(handoff.request)
-                    if trace is not None and not error:
-                        since = trace.wire[0] if trace.wire else now - seconds
-                        trace.wire, trace.nbytes = (since, now), trace.nbytes + nbytes
-
-    def said(self, commands: Sequence[Command], now: float) -> None:
+    def said(self, commands: Sequence[object], now: float) -> None:
         for command in commands:
             match command:
                 case Tell(_, Tokens()):
@@ -87,10 +72,6 @@ class Journal:
                     facts: dict[str, Fact] = {"attempt": handoff.attempt, "have_tokens": have}
                     self._note(handoff.request, "prefill asked for", now, facts)
 
-    def engine_failed(self) -> None:
-        """The engine has ended: write down what was under way."""
-        self.recorder.dump_open(self.ENDS, "the engine has failed under this request")
-
     def _from_router(self, message: object, now: float) -> None:
         match message:
             case Place(record=record, placement=placement, prefill=prefill):
@@ -98,9 +79,7 @@ class Journal:
                 facts["prefill"] = prefill.name or self._worker
                 self._note(record.request, "placed", now, facts)
                 if self._tracing is not None and record.traceparent:
-                    if len(self._traces) >= FORGOTTEN:
-                        del self._traces[next(iter(self._traces))]
-                    self._traces[record.request] = _Trace(record.traceparent, now)
+                    self._trace(record.request, _Trace(record.traceparent, now))
             case Cancel(request, _, reason):
                 self._note(request, "cancelled", now, {"reason": reason.value})
             case Finish(request, _, kept):

@@ -3,11 +3,12 @@ prefill worker, or another decode worker that yields its requests.
 
 A stream begins with a hello in either direction. A peer that does not fit (`transfer.handoff.negotiation`) is refused
 at once and by name; otherwise its memory is made known to the transfer thread and the peer is up. A prefill worker
-answers in `prefill_worker/service.py`.
+answers in `prefill_worker/role.py`.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,7 +18,6 @@ from engine.messages import (
     Handoff,
     Hello,
     PeerAddress,
-    PrefillToDecode,
     Record,
     Stop,
     decode_from_prefill_frame,
@@ -32,8 +32,8 @@ from transfer.handoff.negotiation import (
     narrow_bytes,
     negotiate,
 )
-from transfer.rpc import RpcLoop, Send
-from transfer.serving import METHOD
+from worker.rpc import InboxStream, RpcLoop, Send
+from worker.streams import READ
 
 log = logging.getLogger(__name__)
 
@@ -41,44 +41,28 @@ REDIAL_S = 0.5
 MAX_REDIALS = 60
 """Attempts to reach a lost peer again, before it is only dialled when a placement names it."""
 
-Event = PeerUp | PeerDown | FromPeer
+PeerEvent = PeerUp | PeerDown | FromPeer
+Hear = Callable[[PeerEvent], None]
+"""Takes an event, which has been acted on when it returns: a lost stream is closed in the transfer thread before its
+successor is opened there."""
 
 
-class PeerFrame(msgspec.Struct, frozen=True):
-    """Bytes from a worker to read from."""
-
-    link: "PeerLink"
-    data: bytes
-
-
-class PeerGone(msgspec.Struct, frozen=True):
-    link: "PeerLink"
-    why: str
-
-
-class PeerLink:
-    """One stream to one worker to read from; `incarnation` is known once its hello has come. Identity is by object."""
+class PeerStream(InboxStream):
+    """One stream to one worker to read from; `incarnation` is known once its hello has come."""
 
     def __init__(
         self,
         address: PeerAddress,
         send: Send,
         put: Callable[[object], None],
-        stream: int,
+        number: int,
         claimed: list[Handoff],
     ) -> None:
+        super().__init__(send, put)
         self.address = address
-        self.send = send
-        self.stream = stream
+        self.number = number
         self.claimed = claimed
         self.incarnation: Incarnation | None = None
-        self._put = put
-
-    def frame(self, data: bytes) -> None:
-        self._put(PeerFrame(self, data))
-
-    def closed(self, why: str) -> None:
-        self._put(PeerGone(self, why))
 
 
 class Peers:
@@ -97,105 +81,102 @@ class Peers:
         self._put = put
         self._reach = reach
         self._unfinished = unfinished
-        self._links: dict[Incarnation, PeerLink] = {}
+        self._streams: dict[Incarnation, PeerStream] = {}
         self._opening: dict[PeerAddress, int] = {}
         self._lost: dict[PeerAddress, int] = {}
-        self._streams = 0
+        self._numbers = itertools.count(1)
+        self._redialled_at = 0.0
 
     def connect(self, address: PeerAddress) -> None:
-        """Open a stream, unless one is open or being opened. Its outcome comes as an item: PeerFrame or PeerGone. The
+        """Open a stream, unless one is open or being opened. Its outcome comes as an item: a frame, or its end. The
         hello says which handoffs this worker still reads for."""
-        if address in self._opening or any(k.address == address for k in self._links.values()):
+        if address in self._opening or any(s.address == address for s in self._streams.values()):
             return
-        self._streams += 1
-        stream = self._opening[address] = self._streams
+        number = self._opening[address] = next(self._numbers)
         claimed = self._unfinished()
-        hello = msgspec.structs.replace(self._hello, stream=stream, unfinished=claimed)
+        hello = msgspec.structs.replace(self._hello, stream=number, unfinished=claimed)
 
-        def accept(send: Send) -> PeerLink:
+        def accept(send: Send) -> PeerStream:
             send(encode([hello]))
-            return PeerLink(address, send, self._put, stream, claimed)
+            return PeerStream(address, send, self._put, number, claimed)
 
-        self._rpc.connect(address.address, METHOD, accept)
+        self._rpc.connect(address.address, READ, accept)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
         """To a peer that is gone nothing is sent: its loss is on its way to the scheduler."""
-        link = self._links.get(peer)
-        if link is not None:
-            link.send(encode(records))
+        stream = self._streams.get(peer)
+        if stream is not None:
+            stream.send(encode(records))
 
-    def events(self, item: PeerFrame | PeerGone) -> Iterator[Event]:
-        """What an item of a link means to the scheduler. Each event must be acted on before the next is asked for: a
-        lost stream is closed in the transfer thread before its successor is opened there."""
-        link = item.link
-        if isinstance(item, PeerGone):
-            yield from self._gone(link, item.why)
-            return
+    def frame(self, stream: PeerStream, data: bytes, hear: Hear) -> None:
+        """Tell `hear` what a frame means to the scheduler."""
         try:
-            records = decode_from_prefill_frame(item.data)
+            records = decode_from_prefill_frame(data)
         except msgspec.MsgspecError as error:
-            log.error("%s: a frame is not of this protocol, and is dropped: %s", link.address, error)
+            log.error("%s: a frame is not of this protocol, and is dropped: %s", stream.address, error)
             return
         for record in records:
-            yield from self._event(link, record)
+            if isinstance(record, Hello):
+                self._welcome(stream, record, hear)
+            elif stream.incarnation is None:
+                what = type(record).__name__
+                log.error("%s speaks before its hello: %s is dropped", stream.address, what)
+            else:
+                hear(FromPeer(stream.incarnation, record))
 
-    def _event(self, link: PeerLink, record: PrefillToDecode) -> Iterator[Event]:
-        if isinstance(record, Hello):
-            yield from self._welcome(link, record)
-        elif link.incarnation is None:
-            log.error("%s speaks before its hello: %s is dropped", link.address, type(record).__name__)
-        else:
-            yield FromPeer(link.incarnation, record)
-
-    def _welcome(self, link: PeerLink, hello: Hello) -> Iterator[Event]:
-        if not self._has_opened(link):
-            log.error("worker %s says hello twice: dropped", link.address.name)
+    def _welcome(self, stream: PeerStream, hello: Hello, hear: Hear) -> None:
+        if not self._has_opened(stream):
+            log.error("worker %s says hello twice: dropped", stream.address.name)
             return
         try:
             agreement = fit(self._hello, hello)
         except NegotiationError as error:
-            log.error("worker %s is refused: %s", link.address.name, error)
-            link.send(None)
-            yield PeerDown(link.address, None, str(error))
+            log.error("worker %s is refused: %s", stream.address.name, error)
+            stream.send(None)
+            hear(PeerDown(stream.address, None, str(error)))
             return
-        known = self._links.pop(hello.info.incarnation, None)
+        known = self._streams.pop(hello.info.incarnation, None)
         if known is not None:
             # Dialled under another address. It answers the newer stream alone: what was said on the older may be lost.
             known.send(None)
-            yield PeerDown(known.address, hello.info.incarnation, "it has a newer stream")
-        link.incarnation = hello.info.incarnation
-        self._lost.pop(link.address, None)
-        self._links[link.incarnation] = link
+            hear(PeerDown(known.address, hello.info.incarnation, "it has a newer stream"))
+        stream.incarnation = hello.info.incarnation
+        self._lost.pop(stream.address, None)
+        self._streams[stream.incarnation] = stream
         endpoint = hello.endpoints[0]
-        self._reach(Connect(link.incarnation, endpoint, agreement))
+        self._reach(Connect(stream.incarnation, endpoint, agreement))
         # What ended between our hello and the answer could not be told; it is claimed no longer.
-        ended = set(link.claimed) - set(self._unfinished())
+        ended = set(stream.claimed) - set(self._unfinished())
         if ended:
-            link.send(encode([Stop(handoff) for handoff in sorted(ended)]))
+            stream.send(encode([Stop(handoff) for handoff in sorted(ended)]))
         mine = msgspec.convert(self._hello.layout, KVLayout)
         nbytes = narrow_bytes(mine, agreement, endpoint.transport)
         size = agreement.layout.block_size
-        yield PeerUp(link.incarnation, link.address, endpoint.transport, size, nbytes)
+        hear(PeerUp(stream.incarnation, stream.address, endpoint.transport, size, nbytes))
 
-    def _has_opened(self, link: PeerLink) -> bool:
+    def _has_opened(self, stream: PeerStream) -> bool:
         """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""
-        if self._opening.get(link.address) != link.stream:
+        if self._opening.get(stream.address) != stream.number:
             return False
-        del self._opening[link.address]
+        del self._opening[stream.address]
         return True
 
-    def _gone(self, link: PeerLink, why: str) -> list[Event]:
-        if self._has_opened(link):
-            return [PeerDown(link.address, None, why)]
-        if link.incarnation is None or self._links.get(link.incarnation) is not link:
-            return []  # an older stream to a peer that was refused or dropped, or has a newer one
-        del self._links[link.incarnation]
+    def ended(self, stream: PeerStream, why: str, hear: Hear) -> None:
+        if self._has_opened(stream):
+            hear(PeerDown(stream.address, None, why))
+            return
+        if stream.incarnation is None or self._streams.get(stream.incarnation) is not stream:
+            return  # an older stream to a peer that was refused or dropped, or has a newer one
+        del self._streams[stream.incarnation]
         # It may live, and keep blocks for us: the next hello tells it what we still read.
-        self._lost[link.address] = 0
-        return [PeerDown(link.address, link.incarnation, why)]
+        self._lost[stream.address] = 0
+        hear(PeerDown(stream.address, stream.incarnation, why))
 
-    def redial(self) -> None:
-        """Try to reach lost peers again; call every `REDIAL_S`."""
+    def redial(self, now: float) -> None:
+        """Try to reach lost peers again, every `REDIAL_S`."""
+        if now - self._redialled_at < REDIAL_S:
+            return
+        self._redialled_at = now
         for address, tries in list(self._lost.items()):
             if tries >= MAX_REDIALS:
                 del self._lost[address]
@@ -205,18 +186,17 @@ class Peers:
 
     def close(self) -> None:
         """End every stream, behind what was said on it."""
-        for link in self._links.values():
-            link.send(None)
+        for stream in self._streams.values():
+            stream.send(None)
 
-    def drop(self, peer: Incarnation, why: str) -> list[Event]:
+    def drop(self, peer: Incarnation, why: str, hear: Hear) -> None:
         """Its memory cannot be reached (any more): as good as gone. The next placement that names it dials anew, and
         the hellos then make a new way to its memory on both ends."""
-        link = self._links.pop(peer, None)
-        if link is None:
-            return []
-        log.warning("worker %s is given up: %s", link.address.name, why)
-        link.send(None)
-        return [PeerDown(link.address, peer, why)]
+        stream = self._streams.pop(peer, None)
+        if stream is not None:
+            log.warning("worker %s is given up: %s", stream.address.name, why)
+            stream.send(None)
+            hear(PeerDown(stream.address, peer, why))
 
 
 def fit(mine: Hello, theirs: Hello) -> Agreement:

@@ -21,9 +21,27 @@ C_out = TypeVar("C_out", covariant=True)
 
 
 class Scheduler(Protocol[E_in, C_out]):
-    """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. Every method returns commands for the shell."""
+    """Fulfilled by `PrefillScheduler` and `DecodeScheduler`. What changes the state returns commands for the shell."""
 
     kv: KVCacheManager
+    leaving: bool
+
+    @property
+    def waiting_requests(self) -> int: ...
+
+    @property
+    def running_requests(self) -> int: ...
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots that leases hold: those with a token's KV in them, and all."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+
+    def check(self) -> None:
+        """Recompute the invariants."""
 
     def handle(self, event: E_in, now: float) -> Sequence[C_out]: ...
 
@@ -101,16 +119,39 @@ class Shell(Protocol):
         """Run the next step, if there is one. True: there may be more to compute."""
 
 
+class Inbox:
+    """What the other threads tell an engine, in order."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def put(self, item: object) -> None:
+        """From any thread; never blocks. None only wakes the engine."""
+        self._items.put(item)
+
+    def take(self, wait_s: float) -> list[object]:
+        """All that has arrived; waits up to `wait_s` for the first of it."""
+        items: list[object] = []
+        try:
+            items.append(self._items.get(block=wait_s > 0, timeout=wait_s or None))
+            while True:
+                items.append(self._items.get_nowait())
+        except queue.Empty:
+            return [item for item in items if item is not None]
+
+
 class EngineThread:
-    """Hears and steps until it is stopped. One inbox; whoever has something to say puts it there.
+    """Hears and steps until it is stopped.
 
     With nothing to compute the thread sleeps until something arrives or `idle_s` has passed. While transfers settle, a
     step waits for them, but never longer than `linger_s`: a chunk that lands now joins this step, not the next one. If
     the shell raises, the thread ends and `failure` says why.
     """
 
-    def __init__(self, name: str, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
-        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    def __init__(
+        self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005
+    ) -> None:
+        self._inbox = inbox
         self._shell = shell
         self._idle_s = idle_s
         self._linger_s = linger_s
@@ -118,10 +159,6 @@ class EngineThread:
         self._stopping = False
         self.ended = threading.Event()
         self.failure: BaseException | None = None
-
-    def put(self, item: object) -> None:
-        """From any thread; never blocks."""
-        self._inbox.put(item)
 
     def start(self) -> None:
         self._thread.start()
@@ -141,7 +178,7 @@ class EngineThread:
         busy = False
         try:
             while not self._stopping:
-                self._shell.hear(self._take(0.0 if busy else self._idle_s))
+                self._shell.hear(self._inbox.take(0.0 if busy else self._idle_s))
                 self._linger()
                 busy = self._shell.step()
         except BaseException as error:  # whatever it was: the owner ends the process
@@ -154,16 +191,6 @@ class EngineThread:
         deadline_s = time.monotonic() + self._linger_s
         while self._shell.is_settling():
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not (items := self._take(left_s)):
+            if left_s <= 0 or not (items := self._inbox.take(left_s)):
                 return
             self._shell.hear(items)
-
-    def _take(self, wait_s: float) -> list[object]:
-        """All that has arrived; waits up to `wait_s` for the first of it."""
-        items: list[object] = []
-        try:
-            items.append(self._inbox.get(block=wait_s > 0, timeout=wait_s or None))
-            while True:
-                items.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return [item for item in items if item is not None]

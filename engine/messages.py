@@ -350,9 +350,6 @@ class PrefillFailed(Record):
 
 PrefillToDecode = Hello | Offer | FirstToken | PrefillFailed
 
-PrefillReport = WorkerInfo | Load
-"""Prefill worker -> router, on the Watch stream."""
-
 
 # frames
 
@@ -365,8 +362,7 @@ def encode(records: list[Record]) -> bytes:
 
 
 decode_router_frame = msgspec.msgpack.Decoder(list[RouterRecord]).decode
-decode_decode_frame = msgspec.msgpack.Decoder(list[DecodeRecord]).decode
+decode_worker_frame = msgspec.msgpack.Decoder(list[DecodeRecord]).decode
 decode_to_prefill_frame = msgspec.msgpack.Decoder(list[DecodeToPrefill]).decode
 decode_from_prefill_frame = msgspec.msgpack.Decoder(list[PrefillToDecode]).decode
-decode_report_frame = msgspec.msgpack.Decoder(list[PrefillReport]).decode
 """Each raises `msgspec.ValidationError` or `msgspec.DecodeError` on a frame that is not of its types."""

@@ -39,7 +39,6 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.negotiation import Agreement
 from transfer.handoff.receiver import KVReceiver
-from transfer.handoff.sender import KVSender
 from transfer.host.loopback import LoopbackHub, LoopbackTransport
 from transfer.mover import Mover
 
@@ -102,7 +101,6 @@ class Colocated:
         self.prefill = PrefillScheduler(
             prefill_config or PrefillConfig(),
             prefill.manager(None if tiers[0] is None else tiers[0].tiers),
-            KVSender(),
             **shared,  # type: ignore[arg-type]
         )
         self.decode = DecodeScheduler(

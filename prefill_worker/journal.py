@@ -1,49 +1,35 @@
-"""What a prefill worker remembers of its latest requests: their flights, and their spans where requests are traced.
-
-It reads the events and commands that pass through the shell, and decides nothing. Owner: the engine thread.
-"""
+"""What a prefill worker remembers of its latest requests (`worker.journal`)."""
 
 from collections.abc import Sequence
 from typing import ClassVar
 
 from engine.messages import FirstToken, Handoff, Landed, Offer, PrefillFailed, StartPrefill, Stop
-from prefill_worker.scheduler.scheduler import Event
-from telemetry.flight import Fact, FlightRecorder
-from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
-from transfer.handoff.commands import Command, Emit, FromReader
-
-FORGOTTEN = 4096
-"""Handoffs whose trace context is kept at most; more are not open at a time."""
+from telemetry.flight import Fact
+from telemetry.tracing import Span, consecutive, unix_offset_s
+from transfer.handoff.commands import Emit, FromReader
+from worker.journal import WorkerJournal
 
 
-class Journal:
-    # Mutable state: the recorder, and the trace context and start of each handoff under way.
+class PrefillJournal(WorkerJournal[Handoff, tuple[str, float]]):
+    """Keeps the trace context and start of each handoff under way."""
 
     ENDS: ClassVar = frozenset({"stopped", "landed", "failed"})
 
-    def __init__(self, worker: str, tracing: Tracing | None) -> None:
-        self.recorder = FlightRecorder(worker)
-        self._tracing = tracing
-        self._traces: dict[Handoff, tuple[str, float]] = {}
+    def heard(self, event: object, now: float) -> None:
+        match event:
+            case FromReader(_, StartPrefill(handoff=handoff, record=record) as start):
+                facts: dict[str, Fact] = {"attempt": handoff.attempt}
+                facts |= {"tokens": len(record.tokens), "have_tokens": start.have_tokens}
+                self.recorder.note(handoff.request, "asked for", now, **facts)
+                if self._tracing is not None and record.traceparent:
+                    self._trace(handoff, (record.traceparent, now))
+            case FromReader(_, Landed(handoff, seq)):
+                self.recorder.note(handoff.request, "landed", now, chunk=seq)
+            case FromReader(_, Stop(handoff)):
+                self.recorder.note(handoff.request, "stopped", now)
+                self._traces.pop(handoff, None)
 
-    def heard(self, events: Sequence[Event], now: float) -> None:
-        for event in events:
-            match event:
-                case FromReader(_, StartPrefill(handoff=handoff, record=record) as start):
-                    facts: dict[str, Fact] = {"attempt": handoff.attempt}
-                    facts |= {"tokens": len(record.tokens), "have_tokens": start.have_tokens}
-                    self.recorder.note(handoff.request, "asked for", now, **facts)
-                    if self._tracing is not None and record.traceparent:
-                        if len(self._traces) >= FORGOTTEN:
-                            del self._traces[next(iter(self._traces))]
-                        self._traces[handoff] = (record.traceparent, now)
-                case FromReader(_, Landed(handoff, seq)):
-                    self.recorder.note(handoff.request, "landed", now, chunk=seq)
-                case FromReader(_, Stop(handoff)):
-                    self.recorder.note(handoff.request, "stopped", now)
-                    self._traces.pop(handoff, None)
-
-    def said(self, commands: Sequence[Command], now: float) -> None:
+    def said(self, commands: Sequence[object], now: float) -> None:
         for command in commands:
             match command:
                 case Emit(_, Offer(handoff, seq, blocks)):
@@ -55,10 +41,6 @@ class Journal:
                 case Emit(_, PrefillFailed(handoff, fault)):
                     self.recorder.note(handoff.request, "failed", now, why=fault.message)
                     self._traces.pop(handoff, None)
-
-    def engine_failed(self) -> None:
-        """The engine has ended: write down what was under way."""
-        self.recorder.dump_open(self.ENDS, "the engine has failed under this request")
 
     def _first_token(self, first: FirstToken, now: float) -> None:
         facts: dict[str, Fact] = {

@@ -1,17 +1,17 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
-To a decode worker: `Attach`, frames of records both ways. To a prefill worker: `Watch`, its reports.
+From a decode worker come its requests' records, from a worker of either kind its reports.
 A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
 ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
-what is sent is collected and leaves as one frame per write. A request's way goes on in `decode_worker/service.py`.
+what is sent is collected and leaves as one frame per write. A request's way goes on in `worker/streams.py`.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 import grpc
@@ -24,15 +24,17 @@ from engine.messages import (
     RouterHello,
     RouterRecord,
     WorkerInfo,
-    decode_decode_frame,
-    decode_report_frame,
+    decode_worker_frame,
     encode,
 )
 from engine.types import Incarnation
 from router.hub import Hub
 
-ATTACH = "/headrace.v1.DecodeWorker/Attach"
-WATCH = "/headrace.v1.PrefillWorker/Watch"
+ATTACH = {
+    "prefill": "/headrace.v1.PrefillWorker/Attach",
+    "decode": "/headrace.v1.DecodeWorker/Attach",
+}
+"""A worker of another kind, at an address that was one's before, knows no such method."""
 FIRST_FRAME_S = 5.0
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
@@ -53,8 +55,6 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.enable_http_proxy", 0),
 ]
-
-Decode = Callable[[bytes], Sequence[DecodeRecord]]
 
 log = logging.getLogger(__name__)
 
@@ -163,26 +163,22 @@ class Links:
         self, role: str, channel: grpc.aio.Channel, peer: PeerAddress
     ) -> AsyncIterator[None]:
         """One life of a worker's stream; yields once per frame."""
-        call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall
-        decode: Decode
-        if role == "decode":
-            call, decode = channel.stream_stream(ATTACH)(), decode_decode_frame
-        else:
-            call, decode = channel.unary_stream(WATCH)(b""), decode_report_frame
+        call = channel.stream_stream(ATTACH[role])()
         writer: asyncio.Task[None] | None = None
         joined = False
         try:
-            info, rest = self._introduction(await _first(call), decode)
+            info, rest = self._introduction(await _first(call))
+            outbox = Outbox()
             if role == "decode":
-                outbox = self._outboxes[peer.name] = Outbox()
                 outbox.put(self._hello)
-                writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
+            writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
+            self._outboxes[peer.name] = outbox
             joined = True
             self._hub.joined(peer, info)
             self._hub.heard(peer.name, rest)
             yield
             while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode(frame))
+                self._hub.heard(peer.name, decode_worker_frame(frame))
                 yield
         finally:
             self._outboxes.pop(peer.name, None)
@@ -192,11 +188,9 @@ class Links:
             if joined:
                 self._hub.lost(peer.name)
 
-    def _introduction(
-        self, frame: bytes, decode: Decode
-    ) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
+    def _introduction(self, frame: bytes) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
         """Who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
-        records = decode(frame)
+        records = decode_worker_frame(frame)
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
@@ -211,7 +205,7 @@ class Links:
         return info, records[1:]
 
 
-async def _first(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> bytes:
+async def _first(call: grpc.aio.StreamStreamCall) -> bytes:
     """The first frame. Raises TimeoutError, or what the call ended with."""
     frame = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
     if frame is grpc.aio.EOF:

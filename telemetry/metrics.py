@@ -148,12 +148,15 @@ class WorkerMetrics(ProcessMetrics):
     def evicted(self, blocks: int) -> None:
         self._evicted.inc(blocks)
 
-    def load(self, waiting: int, running: int, inflight: int, outstanding: int) -> None:
-        """Requests that wait and that run; open handoffs; transfers under way."""
+    def load(self, waiting: int, running: int, outstanding: int) -> None:
+        """Requests that wait and that run; transfers under way."""
         self._queue.set(waiting)
         self._running.set(running)
-        self._inflight.set(inflight)
         self._outstanding.set(outstanding)
+
+    def inflight(self, handoffs: int) -> None:
+        """Handoffs open on the receiving side."""
+        self._inflight.set(handoffs)
 
     def prompt_tokens(self, computed: int, prefix_hit: int, recomputed: int = 0) -> None:
         """Prompt tokens were computed, found in the cache, or computed once more because a worker was lost."""

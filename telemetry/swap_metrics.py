@@ -10,7 +10,7 @@ DIRECTIONS = ("out", "in")
 
 
 class SwapCosts(Protocol):
-    """Fulfilled by `decode_worker.scheduler.costs.Costs`."""
+    """Fulfilled by `decode_worker.scheduler.swapping.KVCosts`."""
 
     @property
     def predicted(self) -> Mapping[str, float]: ...

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.card import Card, Line, copy_rate
 from benchmarks.gpu.random_model import random_llama, read_bytes
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.events import FromRouter, Tell
-from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler.events import Command, Event, FromRouter, Tell
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout

@@ -15,7 +15,6 @@ import msgspec
 from cluster.processes.process_launcher import ProcessLauncher
 from cluster.processes.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
 from decode_worker.config import DecodeConfig
-from decode_worker.service import ATTACH
 from engine.messages import (
     Ended,
     Load,
@@ -27,14 +26,13 @@ from engine.messages import (
     RequestStats,
     Tokens,
     WorkerInfo,
-    decode_decode_frame,
-    decode_report_frame,
+    decode_worker_frame,
     encode,
 )
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from prefill_worker.config import PrefillConfig
-from prefill_worker.service import WATCH
-from transfer.rpc import RpcLoop, Send
+from worker.rpc import RpcLoop, Send
+from worker.streams import ATTACH
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -59,14 +57,11 @@ class Answer:
 class _Stream:
     """Frames of one worker, whose records go into the one queue; the queue hears None at the end."""
 
-    def __init__(
-        self, put: Callable[[Record | None], None], decode: Callable[[bytes], Sequence[Record]]
-    ) -> None:
+    def __init__(self, put: Callable[[Record | None], None]) -> None:
         self._put = put
-        self._decode = decode
 
     def frame(self, data: bytes) -> None:
-        for record in self._decode(data):
+        for record in decode_worker_frame(data):
             self._put(record)
 
     def closed(self, why: str) -> None:
@@ -86,8 +81,8 @@ class Pair:
         self.loads: dict[str, Load] = {}
         prefill, decode = (self._address(child) for child in children)
         self._prefill = PeerAddress(children[0].spec.name, prefill)
-        rpc.connect(prefill, WATCH, self._watch)
-        rpc.connect(decode, ATTACH, self._attach)
+        rpc.connect(prefill, ATTACH["prefill"], self._to_prefill)
+        rpc.connect(decode, ATTACH["decode"], self._to_decode)
         for _ in self._records(lambda: len(self.loads) == 2, "a worker has not said how it is"):
             pass
 
@@ -185,15 +180,12 @@ class Pair:
                 case _:
                     yield record
 
-    def _watch(self, send: Send) -> _Stream:
-        # What a watcher asks is one empty message.
-        send(b"")
-        send(None)
-        return _Stream(lambda record: self._heard.put(("prefill", record)), decode_report_frame)
+    def _to_prefill(self, send: Send) -> _Stream:
+        return _Stream(lambda record: self._heard.put(("prefill", record)))
 
-    def _attach(self, send: Send) -> _Stream:
+    def _to_decode(self, send: Send) -> _Stream:
         self._say = send
-        return _Stream(lambda record: self._heard.put(("decode", record)), decode_decode_frame)
+        return _Stream(lambda record: self._heard.put(("decode", record)))
 
 
 @contextmanager

@@ -23,21 +23,19 @@ def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
 
     try:
         hosted = Hosted(spec)
-    except Exception as error:
-        raise LaunchError(f"{name}: {one_line(error)}") from error
-    try:
-        up = hosted.start()
-        print(f"{name} is ready: gRPC {up.address}\nCtrl-C stops it.", flush=True)
         try:
-            hosted.wait()
-        except Interrupted:
-            print("leaving", flush=True)
-            hosted.leave(config.stop_grace_s)
-            hosted.wait()
+            up = hosted.start()
+            print(f"{name} is ready: gRPC {up.address}\nCtrl-C stops it.", flush=True)
+            try:
+                hosted.wait()
+            except Interrupted:
+                print("leaving", flush=True)
+                hosted.leave(config.stop_grace_s)
+                hosted.wait()
+        finally:
+            hosted.stop(config.stop_grace_s)
     except Interrupted:
         print("stopping", flush=True)
     except Exception as error:
         raise LaunchError(f"{name}: {one_line(error)}") from error
-    finally:
-        hosted.stop(config.stop_grace_s)
     return 0

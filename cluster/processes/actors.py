@@ -22,8 +22,8 @@ class HostActor:
                 import ray
 
                 self._spec = moved(self._spec, ray.util.get_node_ip_address())
-            self._hosted = Hosted(self._spec)
-            return self._hosted.start(self._load)
+            self._hosted = Hosted(self._spec, self._load)
+            return self._hosted.start()
         except Exception as error:
             return one_line(error)
 

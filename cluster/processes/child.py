@@ -115,9 +115,9 @@ class ChildProcess:
         spec = msgspec.json.decode(self._calls.readline(), type=ChildSpec)
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         try:
-            hosted = Hosted(spec)
+            hosted = Hosted(spec, self._report_load)
             self._hosted = hosted
-            ready = hosted.start(self._report_load)
+            ready = hosted.start()
             self._report(ChildStarted(ready))
             hosted.wait()
         except Exception as error:

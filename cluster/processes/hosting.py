@@ -27,32 +27,31 @@ write. `flights` of a request, or of the latest ones (every process); `overview`
 
 
 class Hosted:
-    """The one thing that runs in a child process; both launchers' shells only call it.
+    """The one thing that runs in a child process, a worker open when this is made; both launchers' shells only call it.
 
     `stop` and `wait` may be called from different threads, as the hosted classes allow.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, report: Callable[[int, int], None] | None = None) -> None:
+        """`report` hears of weights that are loaded, in bytes. Raises whatever stops a worker from opening."""
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
         tracing.configure(spec.tracing, spec.name)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
-        self._config = config
+        if spec.kind != "router":
+            _check_allocator(config)
         self._server: Any = (
             factory(config, spec.model_dir)
             if spec.kind == "router"
-            else factory(spec.name, config, spec.host, spec.port)
+            else factory(spec.name, config, spec.host, spec.port, report)
         )
 
-    def start(self, report: Callable[[int, int], None] | None = None) -> ChildReady:
-        """Start it and return where it is reached. `report` hears of weights that it loads, in bytes. Raises whatever
-        stops it from starting."""
-        if self._spec.kind != "router":
-            _check_allocator(self._config)
+    def start(self) -> ChildReady:
+        """Start it and return where it is reached. Raises whatever stops it from starting."""
+        up = self._server.start()
         if self._spec.kind == "router":
-            up = self._server.start()
             return ChildReady(
                 name=self._spec.name,
                 pid=os.getpid(),
@@ -60,7 +59,6 @@ class Hosted:
                 http=up.http,
                 host=host_id(),
             )
-        up = self._server.start(report)
         return ChildReady(
             name=up.name,
             pid=os.getpid(),

@@ -17,8 +17,8 @@ from transfer.nccl.environment import nccl_environment
 Kind = Literal["prefill", "decode", "router"]
 
 FACTORIES: dict[str, str] = {
-    "prefill": "prefill_worker.worker:PrefillWorker",
-    "decode": "decode_worker.worker:DecodeWorker",
+    "prefill": "prefill_worker.role:open_prefill_worker",
+    "decode": "decode_worker.role:open_decode_worker",
     "router": "router.server:RouterServer",
 }
 
@@ -38,7 +38,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to start. `config` is its config struct as plain data; `factory` is `module:Class`."""
+    """One process to start. `config` is its config struct as plain data; `factory` is `module:callable`."""
 
     kind: Kind
     name: str

@@ -1,51 +1,73 @@
-"""With how much room a request is taken, and which requests never are. Pure.
+"""Which requests a decode worker takes, with how much room, and what they begin with. Pure.
 
-A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more. What it needs beyond is
-found as it grows: where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.preemption`). With
-preemption off, the promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
+A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more, or as the fork of one
+that is here; otherwise the answer is no, at once, and the router keeps it. What it needs beyond is found as it grows:
+where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.preemption`). With preemption off, the
+promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
+from dataclasses import dataclass
+
 from decode_worker.config import DecodeConfig
+from decode_worker.scheduler.events import Result, Tell
+from decode_worker.scheduler.forks import shared_tokens
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
+from decode_worker.scheduler.prefills import Prefills
+from decode_worker.scheduler.request import (
+    Ownership,
+    PrefillProgress,
+    Request,
+    RequestState,
+)
 from engine.kv.manager import KVCacheManager, Lease
-from engine.messages import Fault
-from engine.plan import refusal
-from engine.types import RequestRecord
+from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
+from engine.plan import StageClock, refusal
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
-    """Reads the pool, and takes leases from it; keeps nothing."""
+    """Mutable state: `accepted`. Who is taken joins `requests`, and begins in `prefills`. Owner: the scheduler."""
 
-    def __init__(
-        self, config: DecodeConfig, kv: KVCacheManager, vocab: int, context_tokens: int
-    ) -> None:
-        self._kv = kv
-        self._vocab = vocab
-        self._context_tokens = context_tokens
-        self._max_rows = config.max_batch
+    name: str
+    """This worker's."""
+    config: DecodeConfig
+    kv: KVCacheManager
+    vocab: int
+    context_tokens: int
+    requests: dict[RequestId, Request]
+    """All that there are."""
+    prefills: Prefills
+    accepted: int = 0
+    """Requests that were taken."""
+
+    @property
+    def growth_tokens(self) -> int:
+        """Room that a request is taken with beside that for its tokens."""
+        if self.config.preemption == "off":
+            return self.context_tokens
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
-        growth = max(config.growth_tokens, MAX_ATTEMPTS)
-        self.growth_tokens = context_tokens if config.preemption == "off" else growth
+        return max(self.config.growth_tokens, MAX_ATTEMPTS)
 
     def refusal(self, record: RequestRecord) -> Fault | None:
         """Why `record` could never be taken, if so."""
-        fault = refusal(record, self._vocab, self._context_tokens)
+        fault = refusal(record, self.vocab, self.context_tokens)
         if fault is not None:
             return fault
-        if self._most_blocks(record) > self._kv.pool.total:
+        if self._most_blocks(record) > self.kv.pool.total:
             why = "prompt and answer do not fit the decode worker's pool"
             return Fault("OUT_OF_RANGE", why, "max_tokens")
-        if record.beams is not None and record.beams.width > self._max_rows:
-            why = f"a decode worker's step has {self._max_rows} rows"
+        if record.beams is not None and record.beams.width > self.config.max_batch:
+            why = f"a decode worker's step has {self.config.max_batch} rows"
             return Fault("INVALID_ARGUMENT", why, "beam_width")
         return None
 
     def _most_blocks(self, record: RequestRecord) -> int:
         """All that it may hold at one time: of hypotheses, what is the prompt's once, and the rest for each."""
-        total = self._kv.blocks_for(record.prompt_tokens + record.max_tokens)
+        total = self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
         if record.beams is None:
             return total
-        shared = (record.prompt_tokens - 1) // self._kv.block_size
+        shared = (record.prompt_tokens - 1) // self.kv.block_size
         return shared + record.beams.width * (total - shared)
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
@@ -54,13 +76,13 @@ class Admission:
 
     def blocks(self, record: RequestRecord) -> int:
         """As `room_tokens`, in blocks."""
-        return self._kv.blocks_for(self.room_tokens(record, len(record.tokens)))
+        return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
         self, record: RequestRecord, tokens: list[int], *, migrating: bool = True, spare: int = 0
     ) -> Lease | None:
         """A lease for `tokens`, prompt and output so far, that leaves `spare` blocks to others; None without room."""
-        return self._kv.acquire(
+        return self.kv.acquire(
             record.namespace,
             tokens,
             match_limit=len(tokens) - 1,
@@ -69,3 +91,70 @@ class Admission:
             migrating=migrating,
             spare=spare,
         )
+
+    def promise(self, record: RequestRecord, tokens: int, spare: int = 0) -> Lease | None:
+        """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
+        return self.prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
+
+    def place(
+        self, link: int, message: Place, router: Incarnation, barred: bool, now: float
+    ) -> list[Result]:
+        """A router, `router` on stream `link`, offers a request: take it, or say no. `barred`: others come first."""
+        record, name = message.record, message.record.request
+        fault = self.refusal(record)
+        if fault is not None:
+            ended = Ended(
+                request=name,
+                placement=message.placement,
+                reason=FinishReason.REJECTED,
+                stats=RequestStats(decode_worker=self.name),
+                fault=fault,
+            )
+            return [Tell(link, ended)]
+        parent = self._parent(message)
+        lease = None if barred else self._lease(record, parent)
+        if lease is None:
+            return [Tell(link, Refused(name, message.placement, self.blocks(record)))]
+        request = self._take(link, message, router, lease, now)
+        cached_tokens = lease.cached_tokens if parent is None else shared_tokens(record)
+        request.origin.decode_cached_tokens = min(cached_tokens, record.prompt_tokens)
+        accepted = Tell(link, Accepted(name, message.placement, cached_tokens))
+        if parent is None:
+            return [accepted, *self.prefills.start(request, now)]
+        self.prefills.wait(request, parent, now)
+        return [accepted]
+
+    def _parent(self, message: Place) -> Request | None:
+        """Whose fork it can be."""
+        other = None if message.fork_of is None else self.requests.get(message.fork_of)
+        if other is None or other.state is RequestState.PREEMPTED:
+            return None
+        return self.prefills.forks.parent(message.record, other)
+
+    def _lease(self, record: RequestRecord, parent: Request | None) -> Lease | None:
+        if parent is not None:
+            return self.promise(record, len(record.tokens))
+        return None if self.prefills.is_busy else self.acquire(record, record.tokens)
+
+    def _take(
+        self, link: int, message: Place, router: Incarnation, lease: Lease, now: float
+    ) -> Request:
+        record, group = message.record, message.record.group
+        self.accepted += 1
+        older = [r.age[0] for r in self.requests.values() if group and r.record.group == group]
+        request = Request(
+            link=link,
+            record=record,
+            placement=message.placement,
+            tokens=list(record.tokens),
+            lease=lease,
+            clock=StageClock("prefill", now),
+            accepted=now,
+            deadline=float("inf") if record.remaining_s is None else now + record.remaining_s,
+            have_blocks=lease.cached_tokens // self.kv.block_size,
+            age=(min(older, default=self.accepted), self.accepted),
+            owner=Ownership(router, message.losses),
+            prefill=PrefillProgress(message.prefill, now),
+        )
+        self.requests[record.request] = request
+        return request

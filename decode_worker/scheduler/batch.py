@@ -5,61 +5,69 @@
 A request without a block for its next token has no row in the step; it has one again when somebody has made room.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.beams import Beams
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager
-from engine.plan import banned_tokens, share_budget
-from engine.step import Drawn, Row, StepPlan
+from engine.plan import banned_tokens, finish_reason, share_budget
+from engine.step import Candidates, Drawn, Row, StepPlan
+from engine.types import Beam, FinishReason
 
 
 class Batch:
     """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, the number of
-    steps. Owner: the scheduler."""
+    steps, what is counted until the shell has taken it, and what `beams` owns. Owner: the scheduler."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        beams: Beams,
-        max_rows: int,
-        chunk_tokens: int,
-        stop_ids: frozenset[int],
-    ) -> None:
+    def __init__(self, config: DecodeConfig, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
+        self.beams = Beams(kv, stop_ids)
         self.ready: list[Request] = []
         self.running: list[Request] = []
         self.local: list[Request] = []
+        self.stop_ids = stop_ids
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        """Prompt tokens computed here."""
+        self.recomputed_tokens = 0
+        """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
         self._kv = kv
-        self._beams = beams
-        self._max_rows = max_rows
-        self._chunk_tokens = chunk_tokens
-        self._stop_ids = stop_ids
+        self._max_rows = config.max_batch
+        self._chunk_tokens = config.local_chunk_tokens
         self._stepping: list[Request] = []
         self._steps = 0
 
     def add_ready(self, request: Request) -> None:
         """All KV but the newest token's is here."""
-        request.state = State.READY
+        request.move(RequestState.READY)
         self.ready.append(request)
 
     def add_local(self, request: Request, now: float) -> None:
         """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
-        request.state, request.local_since = State.LOCAL, now
-        request.local_from = request.known
+        request.move(RequestState.LOCAL)
+        request.prefill.local_since, request.prefill.local_from = now, request.known
         self.local.append(request)
 
     def remove(self, request: Request) -> None:
+        """It has no row any more; a search ends."""
         for line in (self.ready, self.running, self.local):
             if request in line:
                 line.remove(request)
+        self.beams.drop(request)
+
+    @property
+    def shortage(self) -> int:
+        """Blocks that those who run want now, and neither have nor are promised."""
+        wants = [want for request in self.running for want in self.beams.wants(request)]
+        return sum(short for _, short in wants)
 
     def fill(self, others: int, now: float) -> None:
         """Requests that are ready run from now on, as far as a step has rows for them beside `others`."""
         rows = others + sum(map(_rows, self.running))
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
-            request.state = State.RUNNING
+            request.move(RequestState.RUNNING)
             request.clock.enter("decode_run", now)
             self.running.append(request)
 
@@ -70,12 +78,12 @@ class Batch:
         copies = [pair for request in self.local for pair in request.lease.copies]
         self._stepping = []
         for request in (*self.running, *departing):
-            if any(short for _, short in self._beams.wants(request)):
+            if any(short for _, short in self.beams.wants(request)):
                 continue
             if request.record.beams is not None:
-                self._beams.prepare(request)
-                copies += self._beams.copies(request)
-                more = list(self._beams.rows(request))
+                self.beams.prepare(request)
+                copies += self.beams.copies(request)
+                more = list(self.beams.rows(request))
                 self._stepping += [request] * len(more)
                 rows += more
             else:
@@ -104,28 +112,48 @@ class Batch:
             end=end,
             blocks=request.lease.blocks,
             draw=end == len(request.tokens),
-            banned=banned_tokens(request.record, request.output_tokens, self._stop_ids),
+            banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
         )
 
-    def complete(
-        self, plan: StepPlan, drawn: Sequence[Drawn]
-    ) -> Iterator[tuple[Request, Row, Drawn | None]]:
-        """The step has run: each row with its request, and what follows where that was wanted."""
+    def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
+        """The step has run: count what it computed. Returns what follows each row that draws, with its request."""
         for request in self.local:
             self._kv.copied(request.lease)
+        followed: list[tuple[Request, Drawn]] = []
         tokens = iter(drawn)
         stepped, self._stepping = self._stepping, []
         for row, request in zip(plan.rows, stepped, strict=True):
             if not row.candidates:
                 request.known = row.end
-            yield request, row, next(tokens) if row.draw else None
+            if request.state is RequestState.LOCAL and request.is_recovering:
+                self.recomputed_tokens += row.end - row.start
+            elif request.state is RequestState.LOCAL:
+                self.prefilled_tokens += row.end - row.start
+            if row.draw:
+                followed.append((request, next(tokens)))
+        return followed
+
+    def append(self, request: Request, token: int) -> FinishReason | None:
+        """The request's next token is known. Returns why it is the last one, if it is."""
+        request.tokens.append(token)
+        self.generated_tokens += 1
+        return finish_reason(request.record, request.output_tokens, token, self.stop_ids)
+
+    def search(self, request: Request, candidates: Candidates) -> list[Beam] | None:
+        """What may follow one hypothesis is known. Returns the answers, where that ends the search."""
+        self.generated_tokens += 1
+        return self.beams.complete(request, candidates)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
-        lines = {State.READY: self.ready, State.RUNNING: self.running, State.LOCAL: self.local}
-        for state, line in lines.items():
+        for state, line in (
+            (RequestState.READY, self.ready),
+            (RequestState.RUNNING, self.running),
+            (RequestState.LOCAL, self.local),
+        ):
             assert all(request.state is state for request in line)
             assert sum(request.state is state for request in requests) == len(line)
+        self.beams.check(requests)
 
 
 def _rows(request: Request) -> int:

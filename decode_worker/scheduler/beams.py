@@ -13,7 +13,7 @@ answers. The request's own lease is always that of the first hypothesis.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.beam import BeamSearch, BeamStep
 from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import banned_tokens, end_tokens
@@ -144,7 +144,7 @@ class Beams:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
-        decoding = {r for r in requests if r.record.beams and r.state in (State.READY, State.RUNNING)}
+        decoding = {r for r in requests if r.record.beams and r.state in (RequestState.READY, RequestState.RUNNING)}
         assert decoding == self._live.keys()
         for request, live in self._live.items():
             assert live.hypotheses[0].lease is request.lease

@@ -17,33 +17,12 @@ want (without them it does not depart), and a leaving worker takes no request: o
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.request import Request
-from engine import identity
 from engine.kv.manager import KVCacheManager
-from engine.messages import Fault, FirstToken, Handoff, Landed, PrefillFailed, StartPrefill, Stop
+from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.types import Incarnation, RequestId
-from transfer.handoff.commands import (
-    Broken,
-    Command,
-    Emit,
-    FromReader,
-    Posted,
-    ReaderDead,
-    ReaderEvent,
-    ReaderLost,
-    ReaderUp,
-    Sent,
-    Settled,
-)
-from transfer.handoff.sender import KVSender, outgoing
-
-
-@dataclass(slots=True)
-class _Serving:
-    """One handoff of a departure."""
-
-    since: float
-    offered_blocks: int
-    chunks: int = 0
+from transfer.handoff.commands import Command, Emit, Posted, ReaderEvent, Sent
+from transfer.handoff.sender import KVSender
+from transfer.handoff.source import HandoffSource
 
 
 @dataclass(slots=True, eq=False)
@@ -51,53 +30,45 @@ class Departure:
     """Mutable; owned by `Departures`. `token` follows the request's tokens, once it is drawn."""
 
     request: Request
-    identities: list[bytes]
     token: int | None = None
     asked: bool = False
     """Whoever goes on has been here: it knows of the request, and perhaps the token."""
     released: bool = False
     shelved: float | None = None
     """Since when it is kept only because readers that are lost may still read: quarantined, never written again."""
-    serving: dict[Handoff, _Serving] = field(default_factory=dict)
+    serving: dict[Handoff, float] = field(default_factory=dict)
+    """Since when each handoff is served."""
 
 
 class Departures:
-    """Mutable state, all of it: the departures by request and by open handoff, the readers, and what `sender` owns.
-    Owner: the scheduler."""
+    """Mutable state, all of it: the departures by request, and what `source` owns. Owner: the scheduler."""
 
     def __init__(self, kv: KVCacheManager, fingerprint: str) -> None:
-        self.sender = KVSender()
+        self.source: HandoffSource[Departure] = HandoffSource(kv, fingerprint, self)
         self._kv = kv
-        self._fingerprint = fingerprint
         self._departures: dict[RequestId, Departure] = {}
-        self._served: dict[Handoff, Departure] = {}
-        self._readers: dict[Incarnation, bool] = {}
-        self._let_go_since: list[float] = []
 
     def __len__(self) -> int:
         return len(self._departures)
 
     def add(self, request: Request) -> None:
         """Take over a request, and its lease, all of whose KV but the newest token's is here."""
-        root = identity.root(request.record.namespace, self._fingerprint)
-        identities = identity.blocks(root, request.tokens, self._kv.block_size)
-        self._departures[request.record.request] = Departure(request, identities)
+        self._departures[request.record.request] = Departure(request)
+
+    @property
+    def sender(self) -> KVSender:
+        return self.source.sender
 
     @property
     def incomplete(self) -> list[Request]:
         """Those whose last row is to be computed by the next step."""
         return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
 
-    def take_quarantined(self) -> list[float]:
-        """Since when blocks were quarantined that were let go since the last call: one time per departure."""
-        taken, self._let_go_since = self._let_go_since, []
-        return taken
-
     def complete(self, request: Request, token: int, now: float) -> list[Command]:
         """The step has run: `request` has all its rows, and `token` follows."""
         departure = self._departures[request.record.request]
         departure.token = token
-        return [c for handoff in list(departure.serving) for c in self._serve(handoff, now)]
+        return [c for handoff in list(departure.serving) for c in self._serve(departure, handoff, now)]
 
     def release(self, name: RequestId, placement: int, now: float) -> None:
         """Nobody will ask for it again."""
@@ -124,90 +95,41 @@ class Departures:
     # what readers and the transfer thread say
 
     def handle(self, event: ReaderEvent | Posted | Sent, now: float) -> list[Command]:
-        match event:
-            case FromReader(peer, StartPrefill() as message):
-                return self._start(peer, message, now)
-            case FromReader(_, Landed() as message):
-                return self._settle(self.sender.landed(message))
-            case FromReader(_, Stop() as message):
-                return self._settle(self.sender.stop(message))
-            case Posted(handoff, seq, digests):
-                return self._settle(self.sender.posted(handoff, seq, digests))
-            case Sent(handoff, seq, error):
-                return self._settle(self.sender.sent(handoff, seq, error))
-            case ReaderUp(peer, reads_remotely, unfinished):
-                self._readers[peer] = reads_remotely
-                stops = [Stop(handoff) for handoff in self.sender.unclaimed(peer, unfinished)]
-                return [c for stop in stops for c in self._settle(self.sender.stop(stop))]
-            case ReaderLost(peer):
-                self._readers.pop(peer, None)
-                commands = self._settle(self.sender.peer_lost(peer))
-                for departure in {self._served[h] for h in self.sender.quarantined}:
-                    self._shelve(departure, now)
-                return commands
-            case ReaderDead(peer):
-                return self._settle(self.sender.peer_dead(peer))
-        raise TypeError(f"not an event: {event!r}")
+        return self.source.handle(event, now)
 
-    def _start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
-        handoff = message.handoff
-        if handoff in self._served:
-            return []  # every verb is idempotent on its handoff's name
-        departure = self._departures.get(handoff.request)
+    def start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
+        departure = self._departures.get(message.handoff.request)
         why = _problem(departure, message)
         if departure is None or why:
-            return [Emit(peer, PrefillFailed(handoff, Fault("UNAVAILABLE", why)))]
-        self.sender.open(handoff, self._readers[peer])
-        self._served[handoff] = departure
+            return [Emit(peer, PrefillFailed(message.handoff, Fault("UNAVAILABLE", why)))]
+        self.source.open(peer, message, departure)
         departure.asked = True
-        departure.serving[handoff] = _Serving(now, message.have_tokens // self._kv.block_size)
-        return self._serve(handoff, now)
+        departure.serving[message.handoff] = now
+        return self._serve(departure, message.handoff, now)
 
-    def _serve(self, handoff: Handoff, now: float) -> list[Command]:
+    def _serve(self, departure: Departure, handoff: Handoff, now: float) -> list[Command]:
         """Offer what is there and not offered yet; with the last of it, name the next token."""
         if not self.sender.is_open(handoff):
             return []
-        departure = self._served[handoff]
-        request, serving = departure.request, departure.serving[handoff]
-        total, size = len(request.tokens), self._kv.block_size
-        whole = departure.token is not None
-        ready = self._kv.blocks_for(total) if whole else request.known // size
-        commands: list[Command] = []
-        if ready > serving.offered_blocks:
-            first, serving.offered_blocks = serving.offered_blocks, ready
-            serving.chunks += 1
-            blocks = outgoing(self._kv, request.lease, departure.identities, total, first, ready)
-            commands += self._settle(self.sender.offer(handoff, blocks))
+        request = departure.request
+        commands = self.source.offer(handoff, request.lease, request.known)
         if departure.token is None:
             return commands
-        said = FirstToken(
-            handoff=handoff,
-            token=departure.token,
-            chunks=serving.chunks,
-            queue_s=0.0,
-            run_s=now - serving.since,
-            cached_tokens=min(total - 1, request.record.prompt_tokens),
+        cached_tokens = min(len(request.tokens) - 1, request.record.prompt_tokens)
+        run_s = now - departure.serving[handoff]
+        return commands + self.source.finish(
+            handoff, departure.token, queue_s=0.0, run_s=run_s, cached_tokens=cached_tokens
         )
-        commands.append(Emit(handoff.decode, said))
-        return commands + self._settle(self.sender.close(handoff))
 
-    def _settle(self, commands: list[Command]) -> list[Command]:
-        """What the sender says of a handoff is acted on here, where the leases are; the rest goes to the shell."""
-        rest: list[Command] = []
-        for command in commands:
-            match command:
-                case Settled(handoff):
-                    departure = self._served.pop(handoff)
-                    del departure.serving[handoff]
-                    self._let_go(departure)
-                case Broken(handoff, why):
-                    fault = Fault("UNAVAILABLE", f"KV blocks could not be sent: {why}")
-                    rest.append(Emit(handoff.decode, PrefillFailed(handoff, fault)))
-                    if self.sender.is_open(handoff):
-                        rest += self._settle(self.sender.close(handoff))
-                case _:
-                    rest.append(command)
-        return rest
+    def unwanted(self, departure: Departure) -> None:
+        """Another reader may still ask for it."""
+
+    def reader_lost(self, departure: Departure, now: float) -> None:
+        self._shelve(departure, now)
+
+    def settled(self, departure: Departure, handoff: Handoff) -> None:
+        del departure.serving[handoff]
+        self._let_go(departure)
 
     def _release(self, departure: Departure, now: float) -> None:
         departure.released = True
@@ -226,19 +148,16 @@ class Departures:
         request = departure.request
         del self._departures[request.record.request]
         if departure.shelved is not None:
-            self._let_go_since.append(departure.shelved)
+            self.source.quarantined_since.append(departure.shelved)
         self._kv.commit(request.lease, request.tokens[: request.known], tail=True)
         self._kv.release(request.lease)
 
     def check(self) -> None:
         """Recompute the invariants."""
-        self.sender.check()
-        assert self._served.keys() == set(self.sender.unsettled)
-        for handoff, departure in self._served.items():
-            assert handoff in departure.serving
+        self.source.check()
         for departure in self._departures.values():
             request = departure.request
-            assert not request.lease.released and departure.serving.keys() <= self._served.keys()
+            assert not request.lease.released and departure.serving.keys() <= set(self.sender.unsettled)
             assert request.known == len(request.tokens) - (departure.token is None)
             assert departure.serving or not departure.released, "kept for nobody"
 

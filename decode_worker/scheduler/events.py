@@ -1,10 +1,13 @@
-"""What can happen to a decode scheduler, and what it asks of its shell besides the commands of
-`transfer.handoff.migration`."""
+"""What can happen to a decode scheduler, what it asks of its shell besides the commands of `transfer.handoff.commands`,
+and what its parts say of a request that can be forgotten, or is to end."""
 
 import msgspec
 
+from decode_worker.scheduler.request import Request
+from engine.kv.tier_io import TierEvent
 from engine.messages import (
     DecodeRecord,
+    Fault,
     FirstToken,
     Offer,
     PeerAddress,
@@ -12,6 +15,8 @@ from engine.messages import (
     RouterRecord,
 )
 from engine.types import Incarnation
+from transfer.handoff.commands import Command as TransferCommand
+from transfer.handoff.commands import Leave, Posted, ReaderEvent, Received, Sent
 
 
 class FromRouter(msgspec.Struct, frozen=True):
@@ -64,3 +69,22 @@ class ConnectPeer(msgspec.Struct, frozen=True):
     """Command: reach this worker, to read from it; answered by PeerUp or PeerDown."""
 
     address: PeerAddress
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Outcome: the request has ended, and nothing of ours writes to its blocks any more."""
+
+    request: Request
+
+
+class Unservable(msgspec.Struct, frozen=True):
+    """Outcome: neither a prefill worker nor this one can serve the request; it is to end."""
+
+    request: Request
+    fault: Fault
+
+
+FromSource = PeerUp | PeerDown | FromPeer | Received
+Event = FromRouter | RouterLost | FromSource | ReaderEvent | Posted | Sent | Leave | TierEvent
+Command = TransferCommand | Tell | ConnectPeer
+Result = Command | Freed | Unservable

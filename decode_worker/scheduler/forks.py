@@ -8,7 +8,7 @@ its parent out of its promise, or alone in the room of a parent that is gone; wh
 (`decode_worker.scheduler.preemption`).
 """
 
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
 
@@ -46,33 +46,36 @@ class Forks:
 
     def wait(self, fork: Request, parent: Request) -> None:
         """`fork` begins as soon as the prompt of `parent` is here."""
-        fork.state = State.FORKING
+        fork.move(RequestState.FORKING)
         self._waiting.setdefault(parent, []).append(fork)
 
     def leave(self, fork: Request) -> None:
-        """It is over before it began."""
+        """It ends, or is preempted, while it still waits."""
         for parent, forks in list(self._waiting.items()):
             if fork in forks:
                 forks.remove(fork)
                 if not forks:
                     del self._waiting[parent]
 
-    def fork(self, parent: Request) -> list[Request]:
-        """Those that wait for `parent` get the head of its lease, if all of the prompt is in it; returns them."""
+    def fork(self, parent: Request) -> list[tuple[Request, int]]:
+        """Those that wait for `parent` get the head of its lease, if all of the prompt is in it; returns them, each
+        with the number of tokens that it shares."""
         waiting = self._waiting.get(parent)
         if not waiting or parent.known < max(shared_tokens(fork.record) for fork in waiting):
             return []
         del self._waiting[parent]
+        shared: list[tuple[Request, int]] = []
         self.forked += len(waiting)
         # A fork holds the nodes of what it shares: they must be there before it takes them over.
         self._kv.commit(parent.lease, parent.tokens[: parent.known])
         for fork in waiting:
             tokens = shared_tokens(fork.record)
             self._kv.fork(parent.lease, fork.lease, tokens)
-            fork.known, fork.have_blocks, fork.arrived = tokens, tokens // self._kv.block_size, True
+            fork.have_blocks = tokens // self._kv.block_size
             if fork.output_tokens == 0:
-                fork.prefill_cached_tokens = tokens
-        return waiting
+                fork.origin.prefill_cached_tokens = tokens
+            shared.append((fork, tokens))
+        return shared
 
     def heir(self, parent: Request) -> Request | None:
         """`parent` is gone: the first of those that wait for it, for which the others wait from now on."""

@@ -1,4 +1,4 @@
-"""Whose request is this? Which routers are attached, and what is kept for the one that comes after a lost one. Pure.
+"""Which routers are attached, whose each request is, and what is kept for the router that comes after a lost one. Pure.
 
 A resumable request whose router's stream has ended is an orphan: it runs on until the next router is told of it, or its
 time is over. One that ended while its router lived is remembered as long, without blocks, since its router may
@@ -40,7 +40,7 @@ class Remembered:
 
 class Orphans:
     """Mutable state: `_routers` (incarnation by stream, oldest stream first), `_ended` (oldest first) with its size in
-    bytes, and the fields `router`, `handovers` and `orphan_until` of requests. Owner: the scheduler."""
+    bytes, and who owns each request (`Request.owner`, and its `link`). Owner: the scheduler."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -56,9 +56,9 @@ class Orphans:
 
     @property
     def is_untold(self) -> bool:
-        """Whether ended requests are remembered for a router that is yet to come."""
+        """Some ended requests are remembered for a router that is yet to come."""
         attached = set(self._routers.values())
-        return any(one.request.router not in attached for one in self._ended.values())
+        return any(one.request.owner.router not in attached for one in self._ended.values())
 
     def joined(self, link: int, router: Incarnation) -> None:
         """A router has said who it is."""
@@ -74,13 +74,13 @@ class Orphans:
         return self._routers.get(link, NO_ROUTER)
 
     def is_alone(self, link: int) -> bool:
-        """Whether no other router is attached, so that nothing more can be left by one."""
+        """No other router is attached, so nothing more can be left by one."""
         return set(self._routers.values()) == {self._routers[link]}
 
     def leave(self, request: Request, now: float) -> None:
         """The request's router is gone."""
         request.link = NOBODY
-        request.orphan_until = now + self._keep_s
+        request.owner.orphan_until = now + self._keep_s
 
     def remember(self, request: Request, ended: Ended, tokens: list[int], now: float) -> None:
         """It has ended with these output tokens."""
@@ -109,12 +109,12 @@ class Orphans:
     def adopt(self, request: Request, link: int) -> bool:
         """The router on `link` takes an orphan; False if it was handed on too often."""
         router = self._routers[link]
-        if request.router != router:
-            if request.handovers >= MAX_HANDOVERS:
+        if request.owner.router != router:
+            if request.owner.handovers >= MAX_HANDOVERS:
                 return False
-            request.handovers += 1
-        request.link, request.router = link, router
-        request.orphan_until = float("inf")
+            request.owner.handovers += 1
+        request.link, request.owner.router = link, router
+        request.owner.orphan_until = float("inf")
         return True
 
     def adopt_ended(self, link: int) -> list[Remembered]:
@@ -124,8 +124,8 @@ class Orphans:
         told = [
             one
             for one in self._ended.values()
-            if one.request.router not in attached
-            or (one.request.handovers and one.request.router == router and one.request.link != link)
+            if one.request.owner.router not in attached
+            or (one.request.owner.handovers and one.request.owner.router == router and one.request.link != link)
         ]
         return [one for one in told if self.adopt(one.request, link)]
 
@@ -142,9 +142,9 @@ def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
     return Orphan(
         record=request.record,
         placement=request.placement,
-        prefill=request.prefill.name,
+        prefill=request.prefill.worker.name,
         tokens=tokens,
         age_s=now - request.accepted,
         remaining_s=remaining_s,
-        losses=request.losses,
+        losses=request.owner.losses,
     )

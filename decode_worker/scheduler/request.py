@@ -1,6 +1,6 @@
 """One request as its decode worker knows it: what it is, where it stands, and what it has cost so far."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.kv.manager import Lease
@@ -15,32 +15,128 @@ NO_ROUTER = Incarnation(0)
 """One that has not said who it is."""
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
+    NEW = "new"
+    """Taken; how its KV gets here is decided in the same event."""
     FORKING = "forking"
-    """Waits for the prompt of another sample (`decode_worker.scheduler.forks`)."""
+    """Waits for the prompt of another sample."""
     CONNECTING = "connecting"
+    """Waits until its prefill worker can be read from."""
     HANDOFF = "handoff"
+    """A prefill worker fills its blocks."""
     FENCING = "fencing"
     """An attempt failed; copies of ours may still be under way."""
     ASKING = "asking"
     """The router is asked for another prefill worker."""
     LOADING = "loading"
-    """Its next blocks come out of a lower tier (`decode_worker.scheduler.loading`)."""
+    """Its next blocks come out of a lower tier."""
     LOCAL = "local"
     """Prefilled here, in chunks."""
     READY = "ready"
+    """All KV but the newest token's is here; it waits for a row."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Its blocks were taken for others; it waits for room (`decode_worker.scheduler.preemption`)."""
+    """Its blocks were taken for others; it waits for room."""
     DEPARTED = "departed"
-    """Yielded: it goes on elsewhere, from the KV that is kept here (`decode_worker.scheduler.departures`)."""
+    """Yielded: it goes on elsewhere, from the KV that is kept here."""
     ENDING = "ending"
+    """Its router was told of the end; it is gone when nothing of ours writes to its blocks."""
 
 
-FETCHING = frozenset(
-    {State.CONNECTING, State.HANDOFF, State.FENCING, State.ASKING, State.LOADING}
-)
+_S = RequestState
+_FETCH = frozenset({_S.CONNECTING, _S.HANDOFF, _S.LOCAL})
+"""What beginning to have KV leads to: by a prefill worker that is to be reached, or is; or computed here."""
+MOVES: dict[RequestState, frozenset[RequestState]] = {
+    _S.NEW: _FETCH | {_S.FORKING, _S.LOADING},
+    _S.FORKING: _FETCH | {_S.PREEMPTED, _S.ENDING},
+    _S.CONNECTING: frozenset({_S.HANDOFF, _S.ASKING, _S.LOCAL, _S.ENDING}),
+    _S.HANDOFF: frozenset({_S.READY, _S.FENCING, _S.ASKING, _S.LOCAL, _S.ENDING}),
+    _S.FENCING: _FETCH | {_S.ASKING, _S.ENDING},
+    _S.ASKING: _FETCH | {_S.ENDING},
+    _S.LOADING: _FETCH | {_S.ENDING},
+    _S.LOCAL: frozenset({_S.READY, _S.PREEMPTED, _S.ENDING}),
+    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
+    _S.PREEMPTED: _FETCH | {_S.FORKING, _S.LOADING, _S.ENDING},
+    _S.DEPARTED: frozenset({_S.READY}),
+    _S.ENDING: frozenset(),
+}
+FETCHING = frozenset({_S.CONNECTING, _S.HANDOFF, _S.FENCING, _S.ASKING, _S.LOADING})
 """A prefill worker has the request's prompt, or is looked for; or a tier has it."""
+
+
+@dataclass(slots=True)
+class Ownership:
+    """Whose the request is: changed by `decode_worker.scheduler.orphans` only."""
+
+    router: Incarnation
+    losses: int
+    """Decode workers that were lost under it, as its router says."""
+    handovers: int = 0
+    orphan_until: float = float("inf")
+    """Finite while it has no router."""
+
+
+@dataclass(slots=True)
+class PrefillProgress:
+    """How far the KV of the request's present tokens is on its way: a new one each time that it has lost its KV."""
+
+    worker: PeerAddress
+    """Who prefills it; `NO_PREFILL`: this worker."""
+    since: float
+    attempt: int = 0
+    """Counts the handoffs of one placement."""
+    first_attempt: int = 0
+    asked: float = 0.0
+    """Since when a prefill worker has been asked, whichever answers in the end."""
+    asked_tokens: int = 0
+    """How many were missing then."""
+    handoff: Handoff | None = None
+    sender_block_size: int = 0
+    """Tokens in a block of the prefill worker that serves `handoff`."""
+    first: FirstToken | None = None
+    elsewhere: bool = False
+    """The next attempt is to be with another prefill worker."""
+    abandoned: bool = False
+    local_since: float | None = None
+    local_from: int = 0
+    """Tokens that were known when it began to be computed here."""
+
+    @property
+    def tries(self) -> int:
+        """Handoffs that were tried for the present tokens, and have failed."""
+        return self.attempt - self.first_attempt
+
+    def again(self, now: float) -> "PrefillProgress":
+        """What it had is gone."""
+        return PrefillProgress(self.worker, now, self.attempt + 1, self.attempt + 1)
+
+
+@dataclass(slots=True)
+class Preempted:
+    """From its preemption until all of its KV is here again."""
+
+    since: float
+    way: str = ""
+    """How it comes back: see `decode_worker.scheduler.swapping`."""
+    lost_tokens: int = 0
+    stash: Stash | None = None
+    """The copies of its blocks, where it was swapped, until it comes back."""
+
+
+@dataclass(slots=True)
+class KVOrigin:
+    """Where the KV of its prompt came from, and what that cost: for the final account."""
+
+    decode_cached_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    migrated_blocks: int = 0
+    block_bytes: int = 0
+    """Bytes that travel of one block; 0: all of it."""
+    migration_s: float = 0.0
+    transport: str = ""
+    prefilled_by: str = ""
+    """Who has prefilled the prompt, once that is here."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -48,9 +144,9 @@ class Request:
     """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""
 
     link: int
+    """Its router's stream; 0: it is an orphan."""
     record: RequestRecord
     placement: int
-    prefill: PeerAddress
     tokens: list[int]
     lease: Lease
     clock: StageClock
@@ -58,59 +154,30 @@ class Request:
     deadline: float
     have_blocks: int
     """Leading blocks whose content is here: cached, or landed and verified."""
-    number: int
-    """Counts the requests that this worker has accepted."""
-    era: int
-    """The `number` of the first request of its group here; its own, where it has none."""
-    sought: float
-    """Since when its KV is being fetched or computed."""
-    state: State = State.CONNECTING
-    attempt: int = 0
-    first_attempt: int = 0
-    """Of those that the present tokens have had; more than one where it was preempted."""
-    handoff: Handoff | None = None
-    sender_block_size: int = 0
-    """Tokens in a block of the prefill worker that serves `handoff`."""
-    first: FirstToken | None = None
+    age: tuple[int, int]
+    """The number of the first request of its group here, and its own, in the order of their acceptance."""
+    owner: Ownership
+    prefill: PrefillProgress
+    origin: KVOrigin = field(default_factory=KVOrigin)
+    state: RequestState = RequestState.NEW
     arrived: bool = False
-    """Every block of `tokens` (but the newest one's) is here."""
-    elsewhere: bool = False
-    abandoned: bool = False
+    """Every block of `tokens` (but the newest one's) is here, or is computed here."""
+    known: int = 0
+    """Tokens whose KV is in the blocks, once `arrived`."""
+    preempted: Preempted | None = None
     yielding: bool = False
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
-    known: int = 0
-    """Tokens whose KV is in the blocks, once `arrived`, or so far when prefilled here."""
-    losses: int = 0
-    router: Incarnation = NO_ROUTER
-    handovers: int = 0
-    orphan_until: float = float("inf")
-    """Finite while it has no router: see `decode_worker.scheduler.orphans`."""
-    asked: float = 0.0
-    """Since when a prefill worker has been asked for its present tokens, whichever answers in the end."""
-    asked_tokens: int = 0
-    """How many were missing then."""
-    local_since: float | None = None
-    local_from: int = 0
-    """Tokens that were known when it began to be computed here."""
-    prefilled_by: str = ""
-    """Who has prefilled its prompt, once that is here."""
-    preempted_at: float | None = None
-    way: str = ""
-    lost_tokens: int = 0
-    stash: Stash | None = None
-    """Of its blocks, while it is preempted and was swapped."""
-    decode_cached_tokens: int = 0
-    prefill_cached_tokens: int = 0
-    migrated_blocks: int = 0
-    block_bytes: int = 0
-    """What travels of one; 0: all of it."""
-    migration_s: float = 0.0
-    transport: str = ""
 
     def __repr__(self) -> str:
         """Without its tokens: it is shown in logs."""
         name, count = self.record.request, len(self.tokens)
-        return f"Request({name}/{self.placement}.{self.attempt} {self.state}, {count} tokens)"
+        return f"Request({name}/{self.placement}.{self.prefill.attempt} {self.state}, {count} tokens)"
+
+    def move(self, state: RequestState) -> None:
+        """Raises AssertionError for a move that the table does not have."""
+        if state not in MOVES[self.state]:
+            raise AssertionError(f"{self!r} -> {state}")
+        self.state = state
 
     @property
     def output_tokens(self) -> int:
@@ -121,32 +188,23 @@ class Request:
         return self.tokens[self.record.prompt_tokens :]
 
     @property
+    def stash(self) -> Stash | None:
+        return None if self.preempted is None else self.preempted.stash
+
+    @property
     def is_recovering(self) -> bool:
         """What it computes was computed before, or begun: it came with output, or its prefill worker failed it."""
         return len(self.record.tokens) > self.record.prompt_tokens or (
-            self.local_since is not None and self.tries > 0
+            self.prefill.local_since is not None and self.prefill.tries > 0
         )
-
-    @property
-    def tries(self) -> int:
-        """Handoffs that were tried for its present tokens, and have failed."""
-        return self.attempt - self.first_attempt
-
-    def seek(self, lease: Lease, way: str, now: float) -> None:
-        """It was preempted, and begins to get its KV back, into `lease`."""
-        self.lease, self.way = lease, way
-        self.lost_tokens = len(self.tokens) - 1 - lease.cached_tokens
-        self.clock.enter("prefill", now)
-        self.sought, self.local_since = now, None
-        self.attempt += 1
-        self.first_attempt = self.attempt
 
     def close_prefill(self, now: float) -> None:
         """The wait for the first token is over, or given up: say where it went."""
-        if self.local_since is not None:
-            self.clock.split(self.local_since - self.sought, now - self.local_since, now)
-        elif self.first is not None:
-            self.clock.split(self.first.queue_s, self.first.run_s, now)
+        prefill = self.prefill
+        if prefill.local_since is not None:
+            self.clock.split(prefill.local_since - prefill.since, now - prefill.local_since, now)
+        elif prefill.first is not None:
+            self.clock.split(prefill.first.queue_s, prefill.first.run_s, now)
         else:
             self.clock.split(0.0, 0.0, now)
 
@@ -157,30 +215,18 @@ class Request:
         if self.clock.stage == "prefill":
             self.close_prefill(now)
         self.clock.enter("over", now)
-        here = decode_worker if self.local_since is not None else self.prefill.name
+        here, origin = self.prefill.local_since is not None, self.origin
+        prefill_worker = decode_worker if here else self.prefill.worker.name
         return RequestStats(
             stages={name: s for name, s in self.clock.seconds.items() if name != "prefill"},
             prompt_tokens=self.record.prompt_tokens,
             output_tokens=self.output_tokens if kept is None else kept,
-            prefill_cached_tokens=self.prefill_cached_tokens,
-            decode_cached_tokens=self.decode_cached_tokens,
-            migrated_blocks=self.migrated_blocks,
-            migrated_bytes=self.migrated_blocks * (self.block_bytes or block_bytes),
-            migration_s=self.migration_s,
-            transport=self.transport,
-            prefill_worker=self.prefilled_by or here,
+            prefill_cached_tokens=origin.prefill_cached_tokens,
+            decode_cached_tokens=origin.decode_cached_tokens,
+            migrated_blocks=origin.migrated_blocks,
+            migrated_bytes=origin.migrated_blocks * (origin.block_bytes or block_bytes),
+            migration_s=origin.migration_s,
+            transport=origin.transport,
+            prefill_worker=origin.prefilled_by or prefill_worker,
             decode_worker=decode_worker,
         )
-
-
-@dataclass(slots=True)
-class Migrated:
-    """One migration that ended, for the metrics."""
-
-    outcome: str
-    peer: str
-    transport: str
-    seconds: float
-    blocks: int
-    block_bytes: int
-    """What travels of one; 0: all of it."""

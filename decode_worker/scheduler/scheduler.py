@@ -1,40 +1,37 @@
 """Decides which requests a decode worker takes, and what its next step computes. Owns a request's life. Pure.
 
-    (taken) --handoff--> READY --room in the batch--> RUNNING --> gone
+    taken --> handoff --every block and the first token are here--> READY --room in the batch--> RUNNING --> ended
     a lost or useless prefill worker: --> ASKING --the router names another--> handoff
                                                  --none is left--> LOCAL --last chunk--> READY
-    a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it any
-    state --end (stop, length, cancel, deadline, fault)--> gone, or ENDING until no copy of ours is under way a worker
-    that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED, which `decode_worker.scheduler.departures` owns
-    the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL, FORKING or LOADING a
-    lower tier has some of its blocks: LOADING --they are here--> handoff or LOCAL
+    a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it
+    any state --end (stop, length, cancel, deadline, fault)--> ENDING until no copy of ours is under way --> gone
+    a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED
+    the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL, FORKING or LOADING
+    a lower tier has some of its blocks: LOADING --they are here--> handoff or LOCAL
 
-It is decided in parts, whose results are acted on here:
+All legal moves are in one table (`decode_worker.scheduler.request`). Each part owns a piece of the state, and uses only
+those above it:
 
-    taking, admission           which requests are taken, with how much room
-    filling, handoffs, forks    how the KV of a request gets here
-    batch, beams                what a step holds
-    drawing                     what becomes of the tokens that it draws
-    room, preemption            who gives way when the pool is exhausted, and comes back
-    swapping, costs, loading    what is copied to lower tiers, and comes back from them
-    departures                  what goes on elsewhere
-    routers, orphans            whose a request is
-    ending                      what becomes of its blocks
+    batch       the lines of those that are computed, the step, and beam searches (`beams`)
+    prefills    how the KV of a request gets here: handoffs (`handoffs`), samples that share (`forks`), loads, chunks
+    admission   which requests are taken, with how much room
+    preemption  who gives way when the pool is exhausted, and comes back; what is copied meanwhile is `swapping`
+    departures  what goes on elsewhere
+    endings     what becomes of a request that ends, or whose router is gone (`orphans`)
 
 The first token is sent on as soon as the prefill worker names it; the gap until the second is inter-token latency.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.beams import Beams
 from decode_worker.scheduler.departures import Departures
-from decode_worker.scheduler.drawing import Drawing
-from decode_worker.scheduler.ending import Ending
+from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import (
-    ConnectPeer,
+    Command,
+    Event,
     FromPeer,
     FromRouter,
     PeerDown,
@@ -42,39 +39,21 @@ from decode_worker.scheduler.events import (
     RouterLost,
     Tell,
 )
-from decode_worker.scheduler.filling import Filling
 from decode_worker.scheduler.forks import Forks
-from decode_worker.scheduler.handoffs import Handoffs
-from decode_worker.scheduler.loading import Loading
-from decode_worker.scheduler.orphans import NOBODY, Orphans
-from decode_worker.scheduler.outcomes import Drawn as TokenDrawn
-from decode_worker.scheduler.outcomes import (
-    Finished,
-    Freed,
-    Hopeless,
-    Landed,
-    Lifted,
-    Over,
-    Result,
-    Unserved,
-)
-from decode_worker.scheduler.preemption import Preemption, Resumed
-from decode_worker.scheduler.request import Migrated, Request, State
-from decode_worker.scheduler.room import Room
-from decode_worker.scheduler.routers import Routers
-from decode_worker.scheduler.swapping import Swapping
-from decode_worker.scheduler.taking import Taking
+from decode_worker.scheduler.handoffs import Handoffs, Migrated
+from decode_worker.scheduler.orphans import Orphans
+from decode_worker.scheduler.preemption import Preemption
+from decode_worker.scheduler.prefills import Prefills
+from decode_worker.scheduler.request import Request, RequestState
+from decode_worker.scheduler.swapping import Resumed, Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.messages import (
     Cancel,
     Ended,
-    Fault,
     Finish,
     FirstToken,
-    Offer,
     Place,
-    PrefillFailed,
     Release,
     RequestStats,
     RouterHello,
@@ -82,15 +61,13 @@ from engine.messages import (
     Yield,
     Yielded,
 )
-from engine.step import Drawn, StepPlan
-from engine.types import Beam, FinishReason, Incarnation, RequestId
-from transfer.handoff.commands import Command as TransferCommand
+from engine.step import Candidates, Drawn, StepPlan
+from engine.types import FinishReason, Incarnation, RequestId
 from transfer.handoff.commands import (
     FromReader,
     Leave,
     Posted,
     ReaderDead,
-    ReaderEvent,
     ReaderLost,
     ReaderUp,
     Received,
@@ -99,16 +76,9 @@ from transfer.handoff.commands import (
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
 
-OfSource = PeerUp | PeerDown | FromPeer | Received
-OfReader = ReaderEvent | Posted | Sent
-Event = FromRouter | RouterLost | OfSource | OfReader | Leave | TierEvent
-Command = TransferCommand | Tell | ConnectPeer
-
 
 class DecodeScheduler:
-    """Mutable state, all of it: `_requests`, `leaving`, and what `kv`, `batch`, `beams`, `handoffs`, `departures`,
-    `forks`, `loading`, `preemption`, `swapping` and `orphans` own; `taking` and `drawing` count; `filling`, `room`,
-    `ending` and `routers` change these and keep nothing. Owner: the engine thread."""
+    """Mutable state, all of it: `_requests`, `leaving`, and what `kv` and the parts own. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -130,76 +100,26 @@ class DecodeScheduler:
         self._name = name
         self._block_bytes = block_bytes
         self._requests: dict[RequestId, Request] = {}
-        self.admission = Admission(config, kv, vocab, context_tokens)
-        self.beams = Beams(kv, stop_ids)
-        self.batch = Batch(kv, self.beams, config.max_batch, config.local_chunk_tokens, stop_ids)
-        self.preemption = Preemption()
-        self.handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
-        self.departures = Departures(kv, fingerprint)
-        self.forks = Forks(kv)
-        self.orphans = Orphans(config.orphan_s)
-        self.loading = Loading(kv)
-        self.swapping = Swapping(config, kv)
-        self.filling = Filling(
-            name=name,
-            config=config,
-            kv=kv,
-            batch=self.batch,
-            beams=self.beams,
-            handoffs=self.handoffs,
-            forks=self.forks,
-            loading=self.loading,
-            preemption=self.preemption,
-            swapping=self.swapping,
-        )
-        self.room = Room(
-            config=config,
-            requests=self._requests,
-            kv=kv,
-            batch=self.batch,
-            beams=self.beams,
-            forks=self.forks,
-            admission=self.admission,
-            preemption=self.preemption,
-            swapping=self.swapping,
-            filling=self.filling,
-        )
-        self.ending = Ending(
+        requests, batch, forks = self._requests, Batch(config, kv, stop_ids), Forks(kv)
+        handoffs = Handoffs(kv, receiver, incarnation, fingerprint)
+        orphans, departures = Orphans(config.orphan_s), Departures(kv, fingerprint)
+        swapping = Swapping(config, kv)
+        prefills = Prefills(name, config, kv, handoffs, forks, batch, swapping)
+        admission = Admission(name, config, kv, vocab, context_tokens, requests, prefills)
+        preemption = Preemption(config, kv, requests, batch, swapping, prefills, admission)
+        self.batch, self.swapping, self.prefills = batch, swapping, prefills
+        self.admission, self.preemption, self.departures = admission, preemption, departures
+        self.endings = Endings(
             name=name,
             block_bytes=block_bytes,
-            requests=self._requests,
             kv=kv,
-            handoffs=self.handoffs,
-            forks=self.forks,
-            orphans=self.orphans,
-            admission=self.admission,
-            room=self.room,
-            filling=self.filling,
-        )
-        self.routers = Routers(
-            requests=self._requests,
-            orphans=self.orphans,
-            departures=self.departures,
-            batch=self.batch,
-            filling=self.filling,
-        )
-        self.taking = Taking(
-            name=name,
-            requests=self._requests,
-            kv=kv,
-            forks=self.forks,
-            orphans=self.orphans,
-            admission=self.admission,
-            preemption=self.preemption,
-            filling=self.filling,
-        )
-        self.drawing = Drawing(
-            stop_ids=stop_ids,
-            batch=self.batch,
-            beams=self.beams,
-            handoffs=self.handoffs,
-            departures=self.departures,
-            filling=self.filling,
+            requests=requests,
+            batch=batch,
+            prefills=prefills,
+            admission=admission,
+            preemption=preemption,
+            departures=departures,
+            orphans=orphans,
         )
 
     @property
@@ -209,9 +129,8 @@ class DecodeScheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody, nobody reads or is read from, and no router is to be told of an end."""
-        held = self._requests or len(self.handoffs) or len(self.departures)
-        copied = len(self.loading) or self.swapping.under_way
-        return not (held or copied or self.orphans.is_untold)
+        held = self._requests or len(self.prefills) or len(self.departures)
+        return not (held or self.swapping.under_way or self.endings.orphans.is_untold)
 
     @property
     def running_requests(self) -> int:
@@ -231,12 +150,13 @@ class DecodeScheduler:
 
     def take_migrated(self) -> list[Migrated]:
         """Migrations that ended since the last call."""
-        taken, self.handoffs.migrated = self.handoffs.migrated, []
+        handoffs = self.prefills.handoffs
+        taken, handoffs.migrated = handoffs.migrated, []
         return taken
 
     def take_resumed(self) -> list[Resumed]:
         """Preempted requests that have come back since the last call."""
-        taken, self.preemption.resumed = self.preemption.resumed, []
+        taken, self.swapping.resumed = self.swapping.resumed, []
         return taken
 
     # events
@@ -246,119 +166,59 @@ class DecodeScheduler:
         match event:
             case FromRouter(link, Place() as message):
                 return self._place(link, message, now)
-            case FromRouter(_, UsePrefill() as answer):
-                return self._use_prefill(answer, now)
             case FromRouter(link, Cancel() as message):
                 return self._cancel(link, message, now)
+            case FromRouter(_, UsePrefill(name, placement, worker)):
+                request = self._current(name, placement)
+                if request is not None:
+                    return self.endings.settle(self.prefills.use_worker(request, worker, now), now)
             case FromRouter(_, Finish(name, placement, kept)):
                 request = self._current(name, placement)
-                return [] if request is None else self._end(request, FinishReason.STOP, now, kept=kept)
+                if request is not None:
+                    return self.endings.end(request, FinishReason.STOP, now, kept=kept)
             case FromRouter(_, Yield(name, placement)):
                 request = self._current(name, placement)
                 if request is not None:
                     # A search has no KV that one row at a time could go on from.
                     request.yielding = self.leaving and request.record.beams is None
-                return []
             case FromRouter(_, Release(name, placement)):
                 self.departures.release(name, placement, now)
-                return []
             case FromRouter(link, RouterHello(router)):
-                return self._settle(self.routers.joined(link, router, now), now)
+                return self.endings.router_joined(link, router, now)
+            case RouterLost(link):
+                return self.endings.router_lost(link, now)
             case FromPeer(_, FirstToken() as message):
-                return self._settle(self.drawing.first(message, now), now)
-            case FromPeer(_, Offer() as message):
-                return self._settle(self.handoffs.offer(message, now), now)
-            case FromPeer(_, PrefillFailed() as message):
-                return self._settle(self.handoffs.failed(message, now), now)
-            case Received():
-                return self._settle(self.handoffs.received(event, now), now)
-            case PeerUp():
-                return self._settle(self.handoffs.peer_up(event, now), now)
-            case PeerDown():
-                return self._settle(self.handoffs.peer_down(event, now), now)
+                return self._first_token(message, now)
+            case FromPeer() | PeerUp() | PeerDown() | Received():
+                return self.endings.settle(self.prefills.handle(event, now), now)
             case FromReader() | ReaderUp() | ReaderLost() | ReaderDead() | Posted() | Sent():
                 return [*self.departures.handle(event, now)]
             case Stored() | Loaded() | Spilled() | DiskHung():
-                return self._moved(event, now)
+                return self._copied(event, now)
             case Leave():
                 self.leaving = True
-                return []
-            case RouterLost(link):
-                return self._settle(self.routers.lost(link, now), now)
-        raise TypeError(f"not an event: {event!r}")
-
-    def _moved(self, event: TierEvent, now: float) -> list[Command]:
-        """Copies to a lower tier, or from one, have ended."""
-        assert self.kv.tiers is not None
-        self.kv.tiers.handle(event)
-        match event:
-            case Stored():
-                self.swapping.stored(event, list(self._requests.values()))
-            case Loaded():
-                return self._settle(self.loading.loaded(event), now)
+            case _:
+                raise TypeError(f"not an event: {event!r}")
         return []
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
         self.departures.tick(now)
-        self.orphans.tick(now)
-        commands: list[Command] = []
-        late = [r for r in self._requests.values() if now >= r.deadline]
-        if late:
-            commands += self._end_all(late, FinishReason.DEADLINE, now)
-        alone = [r for r in self._requests.values() if now >= r.orphan_until]
-        if alone:
-            self.orphans.expired += len(alone)
-            commands += self._end_all(alone, FinishReason.CANCELLED, now)
-        for request in self.handoffs.overdue(now):
-            commands += self._settle(self.handoffs.abandon(request, now), now)
-        return commands
+        return self.endings.tick(now)
 
     def _place(self, link: int, message: Place, now: float) -> list[Command]:
-        return self._settle(self.taking.place(link, message, self.leaving, now), now)
-
-    # what comes of it
-
-    def _settle(self, results: Iterable[Result], now: float) -> list[Command]:
-        """Act on each of what the parts say, in turn; everything else goes to the shell."""
-        commands: list[Command] = []
-        for result in results:
-            match result:
-                case Landed(request):
-                    self.filling.landed(request, now)
-                    if request.state is State.ENDING:
-                        commands += self._settle(self.ending.let_go(request, now), now)
-                case Unserved(request) if request.state is State.ENDING:
-                    commands += self._settle(self.ending.let_go(request, now), now)
-                case Unserved(request):
-                    commands += self._settle(self.filling.unserved(request, now), now)
-                case Hopeless(request, fault):
-                    late = fault.code == "DEADLINE_EXCEEDED"
-                    reason = FinishReason.DEADLINE if late else FinishReason.ERROR
-                    commands += self._end(request, reason, now, fault)
-                case Lifted():
-                    commands += self._settle(self.filling.lifted(result, now), now)
-                case Freed(request):
-                    commands += self._settle(self.ending.release(request, now), now)
-                case Over(request):
-                    commands += self._end(request, FinishReason.CANCELLED, now)
-                case TokenDrawn(request, token):
-                    commands += self._settle(self.drawing.drawn(request, token), now)
-                case Finished(request, reason, kept, beams):
-                    commands += self._end(request, reason, now, kept=kept, beams=beams)
-                case _:
-                    commands.append(result)
-        return commands
-
-    def _use_prefill(self, answer: UsePrefill, now: float) -> list[Command]:
-        request = self._current(answer.request, answer.placement)
-        if request is None:
+        """A router offers a request. One that is placed again ends first where it was; twice the same is said once."""
+        record, commands = message.record, list[Command]()
+        known = self._requests.get(record.request)
+        if known is not None and known.placement >= message.placement:
             return []
-        return self._settle(self.filling.use_prefill(request, answer.prefill, now), now)
-
-    def _current(self, name: RequestId, placement: int) -> Request | None:
-        request = self._requests.get(name)
-        return None if request is None or request.placement != placement else request
+        if known is not None:
+            commands = self.endings.end(known, FinishReason.CANCELLED, now)
+        self.endings.orphans.forget(record.request)
+        barred = self.leaving or self.preemption.bars(record)
+        router = self.endings.orphans.router(link)
+        placed = self.admission.place(link, message, router, barred, now)
+        return commands + self.endings.settle(placed, now)
 
     def _cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
         """Always answered: a router waits for the word that its request holds nothing here any more."""
@@ -366,35 +226,45 @@ class DecodeScheduler:
         self.departures.release(name, placement, now)
         known = self._current(name, placement)
         if known is not None:
-            return self._end(known, reason, now)
+            return self.endings.end(known, reason, now)
         stats = RequestStats(decode_worker=self._name)
         ended = Ended(request=name, placement=placement, reason=reason, stats=stats)
         return [Tell(link, ended)]
 
-    def _end_all(
-        self, requests: list[Request], reason: FinishReason, now: float
-    ) -> list[Command]:
-        return [command for request in requests for command in self._end(request, reason, now)]
+    def _first_token(self, message: FirstToken, now: float) -> list[Command]:
+        """A prefill worker has named it."""
+        request, commands = self.prefills.handoffs.first_token(message), list[Command]()
+        if request is None:
+            return []
+        if request.record.beams is None:
+            commands = self.endings.emit(request, message.token, now)
+        if request.arrived and request.state is not RequestState.ENDING:
+            self.prefills.ready(request, now)
+        return commands
 
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        now: float,
-        fault: Fault | None = None,
-        kept: int | None = None,
-        beams: Sequence[Beam] = (),
-    ) -> list[Command]:
-        return self._settle(self.ending.end(request, reason, now, fault, kept, beams), now)
+    def _copied(self, event: TierEvent, now: float) -> list[Command]:
+        """Copies to a lower tier, or from one, have ended."""
+        assert self.kv.tiers is not None
+        self.kv.tiers.handle(event)
+        match event:
+            case Stored():
+                self.swapping.stored(event, list(self._requests.values()))
+            case Loaded():
+                return self.endings.settle(self.prefills.loaded(event, now), now)
+        return []
+
+    def _current(self, name: RequestId, placement: int) -> Request | None:
+        request = self._requests.get(name)
+        return None if request is None or request.placement != placement else request
 
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
         """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
         nothing to compute), and commands to carry out."""
-        commands = self._settle(self.room.resume(now), now)
+        commands = self.endings.settle(self.preemption.resume(now), now)
         self.batch.fill(len(self.departures.incomplete), now)
-        while self.room.make(now):
+        while self.preemption.make_room(now):
             self.batch.fill(len(self.departures.incomplete), now)
         for request in [*self.batch.running, *self.batch.ready]:
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
@@ -406,37 +276,54 @@ class DecodeScheduler:
         name = request.record.request
         del self._requests[name]
         self.batch.remove(request)
-        request.state = State.DEPARTED
+        request.move(RequestState.DEPARTED)
         self.departures.add(request)
         stats = request.stats(now, self._name, self._block_bytes, None)
         yielded = Yielded(request=name, placement=request.placement, stats=stats)
         return Tell(request.link, yielded)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
-        """The step has run: send the tokens on, end what is over."""
-        return self._settle(self.drawing.complete(plan, drawn, now), now)
+        """The step has run: what follows each row is sent on, searched on, or named to who goes on elsewhere. Who was
+        computed here, and does not end with its first token, is ready."""
+        commands: list[Command] = []
+        for request, token in self.batch.complete(plan, drawn):
+            if not isinstance(token, int):
+                commands += self._searched(request, token, now)
+                continue
+            if request.state is RequestState.DEPARTED:
+                commands += self.departures.complete(request, token, now)
+                continue
+            is_local = request.state is RequestState.LOCAL
+            if request.record.beams is None:
+                commands += self.endings.emit(request, token, now)
+            if is_local and request.state is RequestState.LOCAL:
+                self.batch.remove(request)
+                self.prefills.ready(request, now)
+        return commands
+
+    def _searched(self, request: Request, candidates: Candidates, now: float) -> list[Command]:
+        """What may follow one hypothesis is known; the last one's may end the search."""
+        answers = self.batch.search(request, candidates)
+        if answers is None:
+            return []
+        kept = sum(len(beam.ids) for beam in answers)
+        return self.endings.end(request, answers[0].reason, now, kept=kept, beams=answers)
 
     def check(self) -> None:
         """Recompute the invariants."""
+        requests = list(self._requests.values())
         self.kv.check()
-        self.handoffs.check()
+        self.batch.check(requests)
+        self.prefills.check(requests)
+        self.preemption.check()
+        self.swapping.check(requests)
         self.departures.check()
-        self.forks.check({r for r in self._requests.values() if r.state is State.FORKING})
-        self.orphans.check()
-        self.batch.check(list(self._requests.values()))
-        self.beams.check(list(self._requests.values()))
-        self.preemption.check(list(self._requests.values()))
-        self.swapping.check(list(self._requests.values()))
-        self.loading.check({r for r in self._requests.values() if r.state is State.LOADING})
-        for request in self._requests.values():
-            assert not request.lease.released and request.state is not State.ENDING
-            assert (request.link == NOBODY) == (request.orphan_until < float("inf"))
-            assert request.link != NOBODY or request.state is not State.ASKING
+        self.endings.check()
 
     def __repr__(self) -> str:
         batch = self.batch
         return (
             f"DecodeScheduler({len(batch.running)} running, {len(batch.ready)} ready, "
             f"{len(batch.local)} local, {len(self.preemption.line)} preempted, "
-            f"{len(self.handoffs)} handoffs, {len(self.departures)} departures, {self.kv!r})"
+            f"{len(self.prefills.handoffs)} handoffs, {len(self.departures)} departures, {self.kv!r})"
         )

@@ -1,17 +1,37 @@
-"""By which way a preempted request is to have its KV back, and the copies that swapping takes. Pure.
+"""By which way a preempted request has its KV back, what each way costs, and the copies that swapping takes. Pure.
 
     preempted --computing is the cheaper, or host memory is full--> what is evicted meanwhile is computed again
               --swapping is--> its whole blocks are copied to host memory and kept there (`engine.kv.stashes`)
+
+Ways: `pool`, computed on the prefill pool; `here`, computed here; `shared`, from a sample of its prompt that is fetched
+at the same time; `swap`, from a lower tier.
+
+Costs are seconds, all of them as measured here. Computing: from asking for KV to having it, per token, on the prefill
+pool with its line and the transfer, or here. Swapping: per block, the copy to host memory, which is paid at once, and
+the copy back, which is paid for what is gone from the device when the request comes back. What was never measured
+counts as free, so that it is tried; each time that swapping is refused its price fades a little, so that it is tried
+again.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.costs import Costs
-from decode_worker.scheduler.request import Request
+from decode_worker.scheduler.request import Preempted, Request
 from engine.kv.manager import KVCacheManager
 from engine.kv.stashes import Stashes
+from engine.kv.tier_cost import FADING
 from engine.kv.tier_io import Stored
+from engine.measure import mean
+
+
+@dataclass(slots=True)
+class Resumed:
+    """A preempted request decodes again, `seconds` after it was preempted; the KV of `lost_tokens` was gone."""
+
+    way: str
+    lost_tokens: int
+    seconds: float
 
 
 class Swapping:
@@ -21,15 +41,19 @@ class Swapping:
         """Raises ValueError where swapping is asked for and there is no host tier."""
         if config.preemption == "swap" and kv.tiers is None:
             raise ValueError("decode.preemption: to swap takes a host tier (decode.tiers.host_bytes)")
-        self.costs = Costs(kv.block_size)
+        self.costs = KVCosts(kv.block_size)
         self.stashes = None if kv.tiers is None else Stashes(kv, kv.tiers)
         self.choices: Counter[str] = Counter()
-        """Of requests that had whole blocks to lose: `swap` or `recompute`."""
+        """How requests that had whole blocks to lose were to have them back: `swap` or `recompute`."""
         self.fallbacks: Counter[str] = Counter()
         """Swaps that came to nothing: host memory was `full`, a copy `failed`, or was not whole when it was `lost`."""
-        self.lifted_blocks = 0
-        """Of preempted requests, back from a tier."""
-        self.lift_s = 0.0
+        self.ways: Counter[str] = Counter()
+        """How preempted requests came back."""
+        self.resumed: list[Resumed] = []
+        """Those that came back, until the shell has taken them."""
+        self.loaded_blocks = 0
+        """Blocks of preempted requests that came back from a tier."""
+        self.load_s = 0.0
         self._mode = config.preemption
         self._kv = kv
 
@@ -43,49 +67,62 @@ class Swapping:
         """Blocks to host memory and back, and the seconds that they took."""
         stashes = self.stashes
         out = (0, 0.0) if stashes is None else (stashes.stored_blocks, stashes.store_s)
-        return {"out": out, "in": (self.lifted_blocks, self.lift_s)}
+        return {"out": out, "in": (self.loaded_blocks, self.load_s)}
 
     @property
     def freeing(self) -> int:
         """Blocks that can be had when the copies under way have ended."""
         return 0 if self.stashes is None else self.stashes.freeing
 
-    def out(self, request: Request) -> None:
-        """It is preempted, and all that it has computed is committed: copy that, if it is to be swapped."""
-        tokens = request.known if request.arrived else 0
+    def out(self, request: Request, preempted: Preempted) -> None:
+        """It gives its blocks away, and all that it has computed is committed: copy that, if it is to be swapped."""
+        tokens = request.known
         if not len(request.lease.path) or tokens < self._kv.block_size:
             return
         choice = self._choose(request, tokens)
         self.choices[choice] += 1
         if choice == "swap" and self.stashes is not None:
-            request.stash = self.stashes.put(request.lease, tokens)
-            self.fallbacks["full"] += request.stash is None
+            preempted.stash = self.stashes.put(request.lease, tokens)
+            self.fallbacks["full"] += preempted.stash is None
 
     def _choose(self, request: Request, tokens: int) -> str:
         stashes, tiers = self.stashes, self._kv.tiers
         if self._mode != "auto" or stashes is None or tiers is None:
             return "swap" if self._mode == "swap" else "recompute"
         copies = stashes.missing(request.lease, tokens)
-        here = not request.prefill.name
+        here = not request.prefill.worker.name
         is_cheaper = self.costs.is_swap_cheaper(tokens, copies, tiers.cost.host_s, here)
         return "swap" if is_cheaper else "recompute"
 
     def looks_up(self, request: Request) -> bool:
-        """Whether it may have its KV back from a tier."""
+        """A tier is asked for its KV when it comes back."""
         return self._mode == "auto" or request.stash is not None
 
-    def lifted(self, blocks: int, seconds: float, is_whole: bool) -> None:
+    def loaded(self, blocks: int, seconds: float, is_whole: bool) -> None:
         """A preempted request has so many blocks back."""
-        self.lifted_blocks += blocks
-        self.lift_s += seconds
+        self.loaded_blocks += blocks
+        self.load_s += seconds
         self.fallbacks["lost"] += not is_whole
+
+    def arrived(self, request: Request, now: float) -> None:
+        """All of a request's KV is here: measure what having it cost, and count it where it was preempted."""
+        prefill, preempted = request.prefill, request.preempted
+        if prefill.local_since is not None:
+            self.costs.computed(request.known - prefill.local_from, now - prefill.local_since)
+        else:
+            self.costs.fetched(prefill.asked_tokens, now - prefill.asked)
+        if preempted is not None:
+            self.ways[preempted.way] += 1
+            seconds = now - preempted.since
+            self.resumed.append(Resumed(preempted.way, preempted.lost_tokens, seconds))
+            request.preempted = None
 
     def drop(self, request: Request) -> None:
         """It needs its copies no longer."""
-        if request.stash is not None:
+        if request.preempted is not None and request.preempted.stash is not None:
             assert self.stashes is not None
-            self.stashes.drop(request.stash)
-            request.stash = None
+            self.stashes.drop(request.preempted.stash)
+            request.preempted.stash = None
 
     def stored(self, event: Stored, requests: list[Request]) -> None:
         """Copies have ended. `requests`: all that there are."""
@@ -94,8 +131,8 @@ class Swapping:
             self.costs.stored(event.blocks, event.seconds)
         failed = self.stashes.stored(event)
         for request in requests:
-            if request.stash in failed:
-                request.stash = None
+            if request.preempted is not None and request.preempted.stash in failed:
+                request.preempted.stash = None
                 self.fallbacks["failed"] += 1
 
     def check(self, requests: list[Request]) -> None:
@@ -104,3 +141,56 @@ class Swapping:
             self.stashes.check()
             owned = {r.stash for r in requests if r.stash is not None}
             assert owned == {one for one in self.stashes.kept if not one.dropped}
+
+
+class KVCosts:
+    """Mutable state: the running means. Owner: the scheduler."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.pool_s = 0.0
+        """A token from the prefill pool."""
+        self.here_s = 0.0
+        """A token computed here."""
+        self.store_s = 0.0
+        """A block copied to host memory."""
+        self.lost_share = 1.0
+        """The share of its tokens that a preempted request has lost when it comes back."""
+        self.predicted = {"recompute": 0.0, "swap": 0.0}
+        """For the latest request that either could have been chosen for."""
+
+    def fetched(self, tokens: int, seconds: float) -> None:
+        """So many tokens have come from the prefill pool; a few of them say nothing, since asking costs as for many."""
+        if tokens >= self._block_size:
+            self.pool_s = mean(self.pool_s, seconds / tokens)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So many were computed here; a few of them say nothing, since they cost a step like many."""
+        if tokens >= self._block_size:
+            self.here_s = mean(self.here_s, seconds / tokens)
+
+    def stored(self, blocks: int, seconds: float) -> None:
+        self.store_s = mean(self.store_s, seconds / blocks)
+
+    def resumed(self, tokens: int, lost_tokens: int) -> None:
+        """A preempted request comes back, and has lost so many of its tokens."""
+        self.lost_share = mean(self.lost_share, lost_tokens / max(1, tokens))
+
+    def tokens_per_s(self, here: bool) -> float:
+        """As fast KV is had without a tier; slow where that was never measured, so that the tier is tried."""
+        price = self.here_s or self.pool_s if here else self.pool_s or self.here_s
+        return 1.0 / price if price else 1.0
+
+    def is_swap_cheaper(self, tokens: int, copies: int, load_s: float, here: bool) -> bool:
+        """For a request of so many tokens, of which `copies` blocks are to be copied first; `load_s`: a block's way
+        back; `here`: computing would not be done by the prefill pool."""
+        blocks = tokens // self._block_size
+        computing_s = 0.0
+        if self.pool_s or self.here_s:
+            computing_s = self.lost_share * tokens / self.tokens_per_s(here)
+        swapping_s = copies * self.store_s + self.lost_share * blocks * load_s
+        self.predicted = {"recompute": computing_s, "swap": swapping_s}
+        if swapping_s <= computing_s:
+            return True
+        self.store_s *= 1 - FADING
+        return False

@@ -6,7 +6,7 @@ from enum import StrEnum
 from engine.kv.fetches import Fetch
 from engine.kv.manager import Lease
 from engine.messages import Handoff
-from engine.types import Incarnation, RequestRecord
+from engine.types import RequestRecord
 
 
 class JobState(StrEnum):
@@ -20,17 +20,12 @@ class Job:
     """Mutable; owned by the scheduler."""
 
     handoff: Handoff
-    peer: Incarnation
     record: RequestRecord
-    have_tokens: int
     arrived: float
     deadline: float
     state: JobState = JobState.WAITING
     lease: Lease | None = None
-    identities: list[bytes] | None = None
     computed: int = 0
-    offered_blocks: int = 0
-    chunks: int = 0
     cached_tokens: int = 0
     started: float | None = None
     quarantined: float | None = None

@@ -96,7 +96,6 @@ class Line:
         self.running.append(job)
         job.state, job.lease = JobState.RUNNING, lease
         job.cached_tokens = job.computed = lease.cached_tokens
-        job.offered_blocks = job.have_tokens // self._kv.block_size
         return True
 
     def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:

@@ -159,7 +159,7 @@ def test_a_worker_speaks_through_them() -> None:
     protocol and the configuration are read again as they were."""
     script = """
 import msgspec, xxhash
-import cluster.processes.child, decode_worker.worker, prefill_worker.worker, cluster.processes.process_launcher
+import cluster.processes.child, decode_worker.role, prefill_worker.role, cluster.processes.process_launcher
 from decode_worker.config import DecodeConfig
 from engine import messages
 from engine.types import RequestId, RequestRecord

@@ -7,14 +7,15 @@ never comes back from that call.
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import decode_worker.worker
-import prefill_worker.worker
-from decode_worker.worker import DecodeWorker
-from prefill_worker.worker import PrefillWorker
+import worker.opening
+from decode_worker.role import open_decode_worker
+from prefill_worker.role import open_prefill_worker
 from tests.chaos.hosts import FOLDER
+from worker.worker import Worker
 
 NEVER_S = 1e6
 
@@ -42,35 +43,33 @@ class _Hanging:
         return getattr(self._inner, name)
 
 
-def _hang_engine(module: Any) -> None:
-    real = module.open_device
+def _replace(name: str, change: Callable[[Any], Any]) -> None:
+    """What `worker.opening` opens by this name is changed, in a process of its own where nobody else reads the name."""
+    opening: Any = worker.opening
+    real = getattr(opening, name)
+    setattr(opening, name, lambda *arguments: change(real(*arguments)))
 
-    def opened(*config: Any) -> Any:
-        device = real(*config)
+
+def _hang_engine() -> None:
+    def hanging(device: Any) -> Any:
         return dataclasses.replace(device, runner=_Hanging(device.runner, "run"))
 
-    module.open_device = opened
+    _replace("open_device", hanging)
 
 
-class EngineHangsDecode(DecodeWorker):
-    def start(self, progress=None):  # type: ignore[no-untyped-def]
-        _hang_engine(decode_worker.worker)
-        return super().start(progress)
+def engine_hangs_decode(*arguments: Any) -> Worker[Any]:
+    _hang_engine()
+    return open_decode_worker(*arguments)
 
 
-class EngineHangsPrefill(PrefillWorker):
-    def start(self, progress=None):  # type: ignore[no-untyped-def]
-        _hang_engine(prefill_worker.worker)
-        return super().start(progress)
+def engine_hangs_prefill(*arguments: Any) -> Worker[Any]:
+    _hang_engine()
+    return open_prefill_worker(*arguments)
 
 
-class TransferHangs(DecodeWorker):
-    def start(self, progress=None):  # type: ignore[no-untyped-def]
-        module: Any = decode_worker.worker
-        real = module.open_transports
+def transfer_hangs(*arguments: Any) -> Worker[Any]:
+    def hanging(transports: dict[str, Any]) -> dict[str, Any]:
+        return {name: _Hanging(one, "recv") for name, one in transports.items()}
 
-        def opened(*rest: Any) -> dict[str, Any]:
-            return {name: _Hanging(one, "recv") for name, one in real(*rest).items()}
-
-        module.open_transports = opened
-        return super().start(progress)
+    _replace("open_transports", hanging)
+    return open_decode_worker(*arguments)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import decode_worker.worker
-from decode_worker.worker import DecodeWorker
+import worker.opening
+from decode_worker.role import open_decode_worker
 from transfer.transport import KVMemory, Landing, Move, Ticket, Transport
+from worker.worker import Worker
 
 FOLDER = "CHAOS_FOLDER"
 
@@ -64,10 +65,8 @@ def _spoiling(open_transports: Callable[..., dict[str, Transport]]) -> Callable[
     return opened
 
 
-class SpoilingDecodeWorker(DecodeWorker):
+def spoiling_decode_worker(*arguments: Any) -> Worker[Any]:
     """Hosted in a process of its own, where the name it replaces has no other reader."""
-
-    def start(self, progress=None):  # type: ignore[no-untyped-def]
-        worker = decode_worker.worker
-        worker.open_transports = _spoiling(worker.open_transports)  # type: ignore[assignment]
-        return super().start(progress)
+    opening: Any = worker.opening
+    opening.open_transports = _spoiling(opening.open_transports)
+    return open_decode_worker(*arguments)

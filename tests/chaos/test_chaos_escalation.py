@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Ground]:
     hanging = {
-        "decode": "tests.chaos.hanging:EngineHangsDecode",
-        "prefill": "tests.chaos.hanging:EngineHangsPrefill",
+        "decode": "tests.chaos.hanging:engine_hangs_decode",
+        "prefill": "tests.chaos.hanging:engine_hangs_prefill",
     }
     found = Ground(
         model_dir,
@@ -174,7 +174,7 @@ def test_an_innocent_that_is_killed_costs_nothing(ground: Ground, reference: Ref
 
 def test_a_transfer_thread_that_hangs_ends_its_own_worker(model_dir: Path, folder: Path) -> None:
     """Guards blocks that are being written by a thread nobody can stop: only the end of the process is a fence."""
-    factories = {"decode": "tests.chaos.hanging:TransferHangs"}
+    factories = {"decode": "tests.chaos.hanging:transfer_hangs"}
     ground = Ground(
         model_dir, factories=factories, decode=1, prefill=1, restarts=0, stuck_s=STUCK_S
     )

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ground(model_dir: Path, reference: Reference, folder: Path) -> Iterator[Ground]:
     os.environ[FOLDER] = str(folder)
-    factories = {"decode": "tests.chaos.hosts:SpoilingDecodeWorker"}
+    factories = {"decode": "tests.chaos.hosts:spoiling_decode_worker"}
     found = Ground(model_dir, transport="tcp", blocks=40, factories=factories)
     try:
         reference.make(found)

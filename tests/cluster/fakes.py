@@ -22,12 +22,20 @@ class RouterAddresses(msgspec.Struct, frozen=True):
 
 
 class FakeWorker:
-    def __init__(self, name: str, config: object, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: object,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
         self.name = name
         self.host = host
+        self.progress = progress
         self.stopped = threading.Event()
 
-    def start(self, progress: Progress | None = None) -> WorkerInfo:
+    def start(self) -> WorkerInfo:
         print("a stray line on standard output")
         return WorkerInfo(
             name=self.name,
@@ -57,21 +65,21 @@ class FakeWorker:
 class LoadingWorker(FakeWorker):
     """Says that it loads 40 bytes, and takes half a second for each half."""
 
-    def start(self, progress: Progress | None = None) -> WorkerInfo:
-        assert progress is not None
+    def start(self) -> WorkerInfo:
+        assert self.progress is not None
         for done in (20, 40):
-            progress(done, 40)
+            self.progress(done, 40)
             time.sleep(0.5)
         return super().start()
 
 
 class FailingWorker(FakeWorker):
-    def start(self, progress: Progress | None = None) -> WorkerInfo:
+    def start(self) -> WorkerInfo:
         raise OSError("no such\nmodel file: /nowhere")
 
 
 class SlowWorker(FakeWorker):
-    def start(self, progress: Progress | None = None) -> WorkerInfo:
+    def start(self) -> WorkerInfo:
         time.sleep(60)
         return super().start()
 

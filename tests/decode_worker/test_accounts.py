@@ -75,7 +75,7 @@ def test_a_lost_prefill_worker_and_none_in_its_place() -> None:
     bench.hear(1, UsePrefill(R, 3, None))
     assert bench.outcomes() == [("fallback", "shm", 0.0, 0)]
     bench.step()
-    assert (bench.scheduler.drawing.prefilled_tokens, bench.scheduler.drawing.recomputed_tokens) == (0, TOKENS)
+    assert (bench.scheduler.batch.prefilled_tokens, bench.scheduler.batch.recomputed_tokens) == (0, TOKENS)
 
 
 def test_a_request_that_is_over_before_its_blocks_are_here() -> None:
@@ -90,14 +90,14 @@ def test_what_came_with_output_is_computed_again() -> None:
     bench = Bench()
     bench.place(1)
     bench.step()
-    assert (bench.scheduler.drawing.prefilled_tokens, bench.scheduler.drawing.recomputed_tokens) == (TOKENS, 0)
+    assert (bench.scheduler.batch.prefilled_tokens, bench.scheduler.batch.recomputed_tokens) == (TOKENS, 0)
     bench = Bench()
     record = RequestRecord(
         request=R, tokens=[1, 2, 3, 4, 5, 6, 70, 71], prompt_tokens=6, max_tokens=8, seed=1
     )
     bench.hear(1, Place(record=record, placement=3, prefill=PeerAddress("", ""), losses=1))
     bench.step()
-    assert (bench.scheduler.drawing.prefilled_tokens, bench.scheduler.drawing.recomputed_tokens) == (0, 8)
+    assert (bench.scheduler.batch.prefilled_tokens, bench.scheduler.batch.recomputed_tokens) == (0, 8)
 
 
 def test_slots_that_hold_a_token() -> None:

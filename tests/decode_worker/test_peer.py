@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from decode_worker.peer import MAX_REDIALS, PeerFrame, PeerGone, PeerLink, Peers
+from decode_worker.peer import MAX_REDIALS, REDIAL_S, PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import PeerDown, PeerUp
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff, Hello, PeerAddress, Stop, WorkerInfo, encode
@@ -47,7 +47,7 @@ class Rpc:
     """Opens nothing; keeps what would have been opened."""
 
     def __init__(self) -> None:
-        self.links: list[PeerLink] = []
+        self.links: list[PeerStream] = []
         self.sent: list[list[bytes | None]] = []
         self.unfinished: list[Handoff] = []
         self.reached: list[Connect] = []
@@ -70,19 +70,29 @@ def _peers() -> tuple[Peers, Rpc]:
     return peers, rpc
 
 
-def _welcome(peers: Peers, link: PeerLink, hello: Hello) -> list[object]:
-    return list(peers.events(PeerFrame(link, encode([hello]))))
+def _welcome(peers: Peers, link: PeerStream, hello: Hello) -> list[object]:
+    told: list[object] = []
+    peers.frame(link, encode([hello]), told.append)
+    return told
+
+
+def _ended(peers: Peers, link: PeerStream, why: str) -> list[object]:
+    told: list[object] = []
+    peers.ended(link, why, told.append)
+    return told
 
 
 def test_an_old_streams_end_does_not_take_the_new_one_away() -> None:
     peers, rpc = _peers()
     peers.connect(ADDRESS)
     assert isinstance(_welcome(peers, rpc.links[0], _hello("prefill", 1))[0], PeerUp)
-    (down,) = peers.drop(Incarnation(1), "its memory cannot be reached")
+    told: list[object] = []
+    peers.drop(Incarnation(1), "its memory cannot be reached", told.append)
+    (down,) = told
     assert isinstance(down, PeerDown) and rpc.sent[0][-1] is None, "the dropped stream stays open"
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[1], _hello("prefill", 1))
-    assert not list(peers.events(PeerGone(rpc.links[0], "closed")))
+    assert not _ended(peers, rpc.links[0], "closed")
     peers.send(Incarnation(1), [])
     assert rpc.sent[1][-1] == encode([])
 
@@ -95,9 +105,9 @@ def test_an_old_streams_end_does_not_open_a_third(was: str) -> None:
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1, model="m" if was == "dropped" else "n"))
     if was == "dropped":
-        peers.drop(Incarnation(1), "its memory cannot be reached")
+        peers.drop(Incarnation(1), "its memory cannot be reached", lambda event: None)
     peers.connect(ADDRESS)
-    assert not list(peers.events(PeerGone(rpc.links[0], "closed")))
+    assert not _ended(peers, rpc.links[0], "closed")
     peers.connect(ADDRESS)
     assert len(rpc.links) == 2, "it is dialled twice at once"
     assert isinstance(_welcome(peers, rpc.links[1], _hello("prefill", 1))[0], PeerUp)
@@ -110,12 +120,14 @@ def test_a_peer_that_answers_at_a_second_address_loses_its_older_stream() -> Non
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1))
     peers.connect(PeerAddress("prefill-1", "somewhere:2"))
-    told = peers.events(PeerFrame(rpc.links[1], encode([_hello("prefill", 1)])))
-    down = next(told)
+    told: list[tuple[PeerEvent, int]] = []
+    hello = encode([_hello("prefill", 1)])
+    peers.frame(rpc.links[1], hello, lambda event: told.append((event, len(rpc.reached))))
+    (down, reached), (up, reached_again) = told
     assert down == PeerDown(ADDRESS, Incarnation(1), "it has a newer stream")
-    assert len(rpc.reached) == 1, "the new way is made before the old one is closed"
-    assert isinstance(next(told), PeerUp) and len(rpc.reached) == 2
-    assert not list(peers.events(PeerGone(rpc.links[0], "closed")))
+    assert reached == 1, "the new way is made before the old one is closed"
+    assert isinstance(up, PeerUp) and reached_again == 2
+    assert not _ended(peers, rpc.links[0], "closed")
     peers.send(Incarnation(1), [])
     assert rpc.sent[1][-1] == encode([])
 
@@ -125,20 +137,20 @@ def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
     peers, rpc = _peers()
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1))
-    (down,) = peers.events(PeerGone(rpc.links[0], "no answer to a ping"))
+    (down,) = _ended(peers, rpc.links[0], "no answer to a ping")
     assert down == PeerDown(ADDRESS, Incarnation(1), "no answer to a ping")
     kept = Handoff(RequestId("r"), 1, 0, Incarnation(7), Incarnation(1))
     rpc.unfinished = [kept]
-    peers.redial()
+    peers.redial(1.0)
     assert len(rpc.links) == 2
     hello = encode([_hello_with([kept], stream=2)])
     assert rpc.sent[1] == [hello]
-    peers.redial()
+    peers.redial(2.0)
     assert len(rpc.links) == 2, "it is dialled twice at once"
     rpc.unfinished = []  # it ended before the answer came: nobody could be told
     _welcome(peers, rpc.links[1], _hello("prefill", 1))
     assert rpc.sent[1] == [hello, encode([Stop(kept)])]
-    peers.redial()
+    peers.redial(3.0)
     assert len(rpc.links) == 2, "it is dialled although it is up"
 
 
@@ -151,10 +163,10 @@ def test_redialling_ends() -> None:
     peers, rpc = _peers()
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1))
-    list(peers.events(PeerGone(rpc.links[0], "killed")))
-    for _ in range(MAX_REDIALS + 9):
-        peers.redial()
-        list(peers.events(PeerGone(rpc.links[-1], "connection refused")))
+    _ended(peers, rpc.links[0], "killed")
+    for at in range(1, MAX_REDIALS + 10):
+        peers.redial(at * REDIAL_S)
+        _ended(peers, rpc.links[-1], "connection refused")
     assert len(rpc.links) == 1 + MAX_REDIALS
 
 

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import get_args
 
+from decode_worker.scheduler.request import MOVES
 from engine import messages
 from telemetry.labels import HANDOFF_DROPS
 from tests.chaos.rows import RAY_ROWS, ROWS, TCP_ROWS
@@ -34,6 +35,15 @@ def machine(states: type[Enum], moves: Mapping[tuple[Enum, str], Enum]) -> str:
         ends = [moves.get((state, event)) for event in events]
         rows.append([f"**{state.value}**", *("–" if e is None else str(e.value) for e in ends)])
     return table(["state", *events], rows)
+
+
+def request() -> str:
+    """The states of a request on its decode worker, and what each may become."""
+    rows = []
+    for state, ends in MOVES.items():
+        names = [to.value for to in type(state) if to in ends]
+        rows.append([f"**{state.value}**", ", ".join(names) or "–"])
+    return table(["state", "may become"], rows)
 
 
 def names() -> str:
@@ -99,6 +109,7 @@ def text(page: str) -> str:
         "wire": wire,
         "sender": lambda: machine(S, SENDER_TABLE),
         "receiver": lambda: machine(R, RECEIVER_TABLE),
+        "request": request,
         "chaos": chaos,
         "drops": drops,
     }

@@ -10,7 +10,7 @@ from transfer.handoff.migration import S
 def test_the_pages_tables_are_the_codes(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a protocol page that describes last month's protocol."""
     found = {name for _, name, _ in BLOCK.findall(PAGE.read_text(encoding="utf-8"))}
-    assert found == {"names", "wire", "sender", "receiver", "chaos", "drops"}
+    assert found == {"names", "wire", "sender", "receiver", "request", "chaos", "drops"}
     assert main([]) == 0, capsys.readouterr().out
 
 

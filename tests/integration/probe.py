@@ -6,7 +6,8 @@ import time
 
 import grpc
 
-from engine.messages import Load, WorkerInfo, decode_decode_frame, decode_report_frame
+from engine.messages import Load, WorkerInfo, decode_worker_frame
+from worker.streams import ATTACH
 
 REDIAL_S = 0.1
 
@@ -17,7 +18,6 @@ class Probe:
     def __init__(self, role: str, address: str) -> None:
         self.info: WorkerInfo | None = None
         self.load: Load | None = None
-        self._decode = decode_report_frame if role == "prefill" else decode_decode_frame
         self._channel = grpc.insecure_channel(address)
         self._role = role
         self._silence = threading.Event()
@@ -26,9 +26,7 @@ class Probe:
         self._thread.start()
 
     def _dial(self):  # type: ignore[no-untyped-def]
-        if self._role == "prefill":
-            return self._channel.unary_stream("/headrace.v1.PrefillWorker/Watch")(b"")
-        return self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")(self._say_nothing())
+        return self._channel.stream_stream(ATTACH[self._role])(self._say_nothing())
 
     def _say_nothing(self):  # type: ignore[no-untyped-def]
         self._silence.wait()
@@ -46,7 +44,7 @@ class Probe:
                 self._call = self._dial()
 
     def _take(self, frame: bytes) -> None:
-        for record in self._decode(frame):
+        for record in decode_worker_frame(frame):
             if isinstance(record, WorkerInfo):
                 self.info = record
             elif isinstance(record, Load):

@@ -75,9 +75,9 @@ def test_answers_are_exact_and_hypotheses_share_blocks(length: int, width: int) 
     while answer.ended is None:
         assert cluster.turn()
         most = max(most, cluster.decode.kv.pool.counts()["active"])
-    assert answer.ended.beams == _want(record, cluster.decode.drawing.stop_ids)
+    assert answer.ended.beams == _want(record, cluster.decode.batch.stop_ids)
     assert not answer.tokens, "nothing is said before the search is over"
-    assert (cluster.decode.beams.forked > 0) == (width > 1)
+    assert (cluster.decode.batch.beams.forked > 0) == (width > 1)
     shared = (length - 1) // SIZE
     assert most <= shared + width * (-(-(length + 14) // SIZE) - shared)
     _finish(cluster)
@@ -97,7 +97,7 @@ def test_searches_are_exact_when_they_are_preempted() -> None:
     assert cluster.decode.preemption.preempted.total() >= 1
     for answer in (answers[0], answers[2]):
         assert answer.ended is not None
-        assert answer.ended.beams == _want(answer.record, cluster.decode.drawing.stop_ids)
+        assert answer.ended.beams == _want(answer.record, cluster.decode.batch.stop_ids)
     _finish(cluster)
 
 
@@ -128,7 +128,7 @@ def test_the_prefill_worker_may_die_at_any_turn() -> None:
         cluster.lose_prefill()
         _finish(cluster)
         assert answer.ended is not None
-        assert answer.ended.beams == _want(record, cluster.decode.drawing.stop_ids)
+        assert answer.ended.beams == _want(record, cluster.decode.batch.stop_ids)
         if done:
             return
     raise AssertionError("it never ended")
@@ -141,7 +141,7 @@ def test_what_cannot_be_searched_here_is_refused() -> None:
     large = cluster.submit(_record("large", 17, 15, 4))
     wide = cluster.submit(_record("wide", 1, 1, 16))
     _finish(cluster)
-    assert fits.ended is not None and fits.ended.beams == _want(fits.record, cluster.decode.drawing.stop_ids)
+    assert fits.ended is not None and fits.ended.beams == _want(fits.record, cluster.decode.batch.stop_ids)
     assert large.ended is not None and large.ended.fault is not None
     assert large.ended.fault.code == "OUT_OF_RANGE"
     assert wide.ended is not None and wide.ended.beams

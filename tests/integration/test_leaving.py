@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.messages import PeerAddress
@@ -21,13 +22,14 @@ from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.role import open_prefill_worker
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
 from router.server import RouterServer
 from tests.chaos.ground import MODES, Ask, Ground, tokens
 from transfer.config import TransferConfig
+from worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0)
 END_S = 300.0
@@ -44,9 +46,9 @@ class Pair:
     def __init__(self, model_dir: Path, transport: str) -> None:
         engine = EngineConfig(model_dir=str(model_dir), threads=1, pool_bytes=64 * 720 * 1024)
         transfer = TransferConfig(transport=transport)
-        self.prefill = PrefillWorker("prefill-0", PrefillConfig(engine=engine, transfer=transfer))
+        self.prefill = open_prefill_worker("prefill-0", PrefillConfig(engine=engine, transfer=transfer))
         decode = DecodeConfig(engine=engine, transfer=transfer)
-        self.decodes = {name: DecodeWorker(name, decode) for name in ("decode-0", "decode-1")}
+        self.decodes = {name: open_decode_worker(name, decode) for name in ("decode-0", "decode-1")}
         self.router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
         first = self.prefill.start()
         rest = [worker.start() for worker in self.decodes.values()]
@@ -60,11 +62,11 @@ class Pair:
 
     def _is_known(self) -> bool:
         """Has the router reached everybody?"""
-        return bool(self.prefill._watchers) and all(w._routers for w in self.decodes.values())
+        return bool(self.prefill.parts.routers) and all(w.parts.routers for w in self.decodes.values())
 
-    def home(self) -> DecodeWorker:
+    def home(self) -> Worker[Any]:
         """The decode worker in whose batch a request runs."""
-        (home,) = [w for w in self.decodes.values() if w._scheduler.running_requests]
+        (home,) = [w for w in self.decodes.values() if w.scheduler.running_requests]
         return home
 
     def close(self) -> None:
@@ -107,10 +109,10 @@ def test_a_request_moves_with_its_kv(
     assert stats.decode_worker == target.name and stats.prefill_worker == home.name
     assert 7 + moved <= stats.migrated_blocks <= 7 + moved + 3, "prompt once, then prompt and answer"
     assert finished.cached_tokens == 0 and stats.prompt_tokens == 100
-    text = target._metrics.render().decode()
+    text = target.parts.metrics.render().decode()
     (computed,) = [s for s in text.splitlines() if 'source="computed"' in s and "_total{" in s]
     assert computed.split()[-1] == "0.0", computed
-    assert home._scheduler.kv.pool.counts()["active"] == 0 and home._scheduler.is_idle
+    assert home.parts.kv.pool.counts()["active"] == 0 and home.scheduler.is_idle
     covered = sum(seconds for name, seconds in stats.stages.items() if name != "unattributed")
     assert abs(finished.e2e_s - covered) <= max(0.02 * finished.e2e_s, 0.05), stats.stages
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
@@ -128,7 +130,7 @@ def test_a_request_moves_with_its_kv(
     (want,) = colocated.run([record])
     assert got == want.tokens
     whole = prompt + got[:-1]
-    theirs = _rows(target._scheduler.kv, target._engine._runner.kv, whole)
+    theirs = _rows(target.parts.kv, target.parts.device.kv, whole)
     assert theirs == _rows(colocated.decode.kv, ours.kv, whole)
     colocated.close()
     gaps = [b - a for a, b in itertools.pairwise(at_s)]
@@ -153,7 +155,7 @@ def _rows(manager, kv, sequence: list[int]) -> list[bytes]:  # type: ignore[no-u
 def test_sigterm_lets_a_lone_worker_finish(model_dir: Path) -> None:
     """Guards against a worker under Kubernetes that drops its requests when its pod is asked to end."""
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    prefill = PrefillWorker("prefill-0", PrefillConfig(engine=engine))
+    prefill = open_prefill_worker("prefill-0", PrefillConfig(engine=engine))
     router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
     settings = [f"cache_dir={model_dir.parent}", "stop_grace_s=120", "decode.engine.threads=1"]
     command = [sys.executable, "-m", "cluster.cli", "worker", "decode"]

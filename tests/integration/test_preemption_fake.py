@@ -9,7 +9,6 @@ from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.request import Request
-from decode_worker.scheduler.room import Room
 from engine.messages import Finish
 from engine.types import FinishReason
 from fakes.colocated import LINK, Colocated
@@ -36,9 +35,9 @@ def test_tokens_are_the_same_with_and_without_preemption(local_chunk_tokens: int
     answers = [cluster.submit(record) for record in records]
     finish(cluster, answers)
     assert [answer.tokens for answer in answers] == [wanted(record) for record in records]
-    preemption = cluster.decode.preemption
+    preemption, swapping = cluster.decode.preemption, cluster.decode.swapping
     assert preemption.preempted.total() >= 3
-    assert preemption.ways["here" if local_chunk_tokens > 1 else "pool"] >= 2
+    assert swapping.ways["here" if local_chunk_tokens > 1 else "pool"] >= 2
     assert sum(one.lost_tokens for one in cluster.decode.take_resumed()) > 0
     reserved = small_cluster(12, preemption="off")
     answers = [reserved.submit(record) for record in records]
@@ -51,8 +50,13 @@ def test_the_newest_of_the_lowest_priority_gives_way() -> None:
     """Guards the order: an urgent request that comes last keeps its blocks, and so does the oldest."""
     cluster = small_cluster(14)
     victims: list[str] = []
-    add = cluster.decode.preemption.add
-    cluster.decode.preemption.add = lambda r, now: (victims.append(r.record.request), add(r, now))[1]  # type: ignore[method-assign, func-returns-value]
+    preempt = cluster.decode.preemption.preempt
+
+    def noted(requests: list[Request], now: float) -> None:
+        victims.extend(request.record.request for request in requests)
+        preempt(requests, now)
+
+    cluster.decode.preemption.preempt = noted  # type: ignore[method-assign]
     answers = [
         cluster.submit(record_of("old", prompt_of(1, 6), 20)),
         cluster.submit(record_of("new", prompt_of(2, 6), 20)),
@@ -66,20 +70,20 @@ def test_the_newest_of_the_lowest_priority_gives_way() -> None:
 def test_samples_give_way_together_and_share_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards groups: to take one fork's blocks alone frees little; afterwards the prompt is fetched once."""
     together: list[set[str]] = []
-    preempt = Room.preempt
+    preempt = Preemption.preempt
 
-    def noted(self: Room, victims: list[Request], now: float) -> None:
+    def noted(self: Preemption, victims: list[Request], now: float) -> None:
         together.append({request.record.request for request in victims})
         preempt(self, victims, now)
 
-    monkeypatch.setattr(Room, "preempt", noted)
+    monkeypatch.setattr(Preemption, "preempt", noted)
     cluster = small_cluster(18, local_chunk_tokens=1)
     answers = samples_beside_another(cluster)
     finish(cluster, answers)
     assert {"s0", "s1", "s2"} in together, together
     assert not any("first" in victims for victims in together)
     assert all(answer.tokens == wanted(answer.record) for answer in answers)
-    assert cluster.decode.preemption.ways["shared"] >= 1
+    assert cluster.decode.swapping.ways["shared"] >= 1
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
@@ -104,7 +108,7 @@ def test_a_request_that_has_outgrown_the_prefill_pool_comes_back_here() -> None:
     answers = [cluster.submit(record_of(f"r{i}", prompt_of(i, 10), 40)) for i in range(2)]
     finish(cluster, answers)
     assert [answer.tokens for answer in answers] == [wanted(answer.record) for answer in answers]
-    assert cluster.decode.preemption.ways["pool"] and cluster.decode.drawing.recomputed_tokens > 16
+    assert cluster.decode.swapping.ways["pool"] and cluster.decode.batch.recomputed_tokens > 16
 
 
 def test_a_preempted_request_ends_by_its_router() -> None:

@@ -16,9 +16,10 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Addresses, Cluster, make_launcher, specs
 from cluster.processes.process_launcher import ProcessLauncher
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
+from engine.kv.manager import KVCacheManager
 from engine.messages import PeerAddress
 from engine.model.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
@@ -359,7 +360,7 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
     launcher = ProcessLauncher()
     child = launcher.launch(specs(config, str(model_dir))[0])
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    decode = DecodeWorker("decode-0", DecodeConfig(engine=engine))
+    decode = open_decode_worker("decode-0", DecodeConfig(engine=engine))
     router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
     try:
         info = decode.start()
@@ -380,7 +381,11 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
                 list(client.generate(call))
                 colocated.run([_record(str(number), prompt, max_tokens=1)])
                 ours = _rows(colocated.decode.kv, ours_device.kv, prompt)
-                theirs = _rows(decode._scheduler.kv, decode._engine._runner.kv, prompt)
+                # The first token is the last: the answer may be here before the blocks that it came from.
+                deadline_s = time.monotonic() + 10
+                while _cached_tokens(decode.parts.kv, prompt) < length and time.monotonic() < deadline_s:
+                    time.sleep(0.01)
+                theirs = _rows(decode.parts.kv, decode.parts.device.kv, prompt)
                 assert len(ours) == len(theirs) == -(-length // 16)
                 assert ours == theirs
         colocated.close()
@@ -389,6 +394,11 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
         decode.stop(1.0)
         child.stop(1.0)
         launcher.close()
+
+
+def _cached_tokens(manager: KVCacheManager, prompt: list[int]) -> int:
+    match = manager.cache.match(b"", prompt, len(prompt))
+    return len(match.nodes) * manager.block_size + match.partial_tokens
 
 
 def _rows(manager, kv, prompt: list[int]) -> list[bytes]:  # type: ignore[no-untyped-def]

@@ -92,8 +92,8 @@ def test_every_sample_is_exact_and_the_prompt_moves_once(length: int, most: int)
     assert sum(migrated.blocks for migrated in cluster.decode.take_migrated()) == -(-length // 4)
     assert [s.migrated_blocks for s in stats[1:]] == [0, 0, 0]
     assert [s.prefill_cached_tokens for s in stats] == [0] + [length - 1] * 3
-    assert cluster.decode.forks.forked == 3
-    assert cluster.decode.drawing.prefilled_tokens == 3, "a sample computes the prompt's last token, and no more"
+    assert cluster.decode.prefills.forks.forked == 3
+    assert cluster.decode.batch.prefilled_tokens == 3, "a sample computes the prompt's last token, and no more"
 
 
 def test_forks_promise_only_what_they_do_not_share() -> None:
@@ -115,7 +115,7 @@ def test_a_sample_with_a_history_forks_too() -> None:
     answers = _submit(cluster, records)
     _finish(cluster)
     assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]
-    assert cluster.decode.forks.forked == 3
+    assert cluster.decode.prefills.forks.forked == 3
 
 
 def test_samples_go_on_when_their_parent_is_cancelled_at_any_turn() -> None:
@@ -128,7 +128,7 @@ def test_samples_go_on_when_their_parent_is_cancelled_at_any_turn() -> None:
             for _ in range(turns):
                 cluster.turn()
             done = answers[victim].ended is not None
-            before = cluster.decode.forks.forked
+            before = cluster.decode.prefills.forks.forked
             cancel = Cancel(answers[victim].record.request, 1, FinishReason.CANCELLED)
             cluster._engines[1].receive([FromRouter(LINK, cancel)])
             while any(answer.ended is None for answer in answers):
@@ -137,7 +137,7 @@ def test_samples_go_on_when_their_parent_is_cancelled_at_any_turn() -> None:
                 want = _want(answer.record)
                 assert answer.tokens == (want if at != victim else want[: len(answer.tokens)])
             assert not any(answer.refused for answer in answers), "a promise was not kept"
-            seen.add((victim, before, cluster.decode.forks.forked))
+            seen.add((victim, before, cluster.decode.prefills.forks.forked))
             _finish(cluster)
             if done:
                 break
@@ -155,7 +155,7 @@ def test_samples_are_exact_though_the_prefill_worker_dies_at_any_turn() -> None:
         cluster.lose_prefill()
         _finish(cluster)
         assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]
-        assert cluster.decode.forks.forked == 2
+        assert cluster.decode.prefills.forks.forked == 2
         if done:
             return
     raise AssertionError("they never ended")
@@ -172,7 +172,7 @@ def test_another_prompt_is_no_fork() -> None:
     ]
     _finish(cluster)
     assert all(answer.tokens == _want(answer.record) for answer in (first, *others))
-    assert cluster.decode.forks.forked == 0
+    assert cluster.decode.prefills.forks.forked == 0
 
 
 def test_a_step_has_no_more_rows_than_its_memory_was_counted_for() -> None:
@@ -184,4 +184,4 @@ def test_a_step_has_no_more_rows_than_its_memory_was_counted_for() -> None:
     answers = _submit(cluster, [_record(i, list(range(9)), 3) for i in range(16)])
     _finish(cluster)
     assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]
-    assert cluster.decode.forks.forked == 15 and max(rows) == 3
+    assert cluster.decode.prefills.forks.forked == 15 and max(rows) == 3

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from decode_worker.scheduler.events import FromRouter, RouterLost
-from decode_worker.scheduler.request import Request, State
+from decode_worker.scheduler.request import Request, RequestState
 from engine.messages import Cancel, Finish
 from engine.types import FinishReason, RequestId
 from fakes.colocated import LINK, Colocated, ColocatedAnswer
@@ -69,7 +69,7 @@ class Restless:
 
     def _one(self) -> Request:
         requests = list(self.cluster.decode._requests.values())
-        swapped = [r for r in requests if r.state is State.LOADING or r.stash is not None]
+        swapped = [r for r in requests if r.state is RequestState.LOADING or r.stash is not None]
         return self._rng.choice(swapped if swapped and self._rng.random() < 0.7 else requests)
 
     def _end(self, request: Request) -> None:
@@ -111,4 +111,4 @@ def test_nothing_outlives_a_request_that_ends_while_it_is_swapped() -> None:
             assert answer.ended is not None and answer.tokens == tokens[: len(answer.tokens)], seed
             if answer.ended.reason is FinishReason.LENGTH:
                 assert answer.tokens == tokens, seed
-    assert min(met["storing"], met["stored"], met[State.LOADING]) >= 1, met
+    assert min(met["storing"], met["stored"], met[RequestState.LOADING]) >= 1, met

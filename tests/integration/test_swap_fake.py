@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.scheduler.events import FromRouter
-from decode_worker.scheduler.request import State
+from decode_worker.scheduler.request import RequestState
 from engine.kv.block_pool import BlockState
 from engine.kv.tier_io import Store, Stored, TierLoad
 from engine.kv.tier_mover import TierMover
@@ -52,10 +52,10 @@ def test_what_was_swapped_out_is_swapped_in(local_chunk_tokens: int) -> None:
     _run(cluster)
     preemption, swapping = cluster.decode.preemption, cluster.decode.swapping
     assert preemption.preempted.total() >= 2
-    assert preemption.ways["swap"] >= 2 and not preemption.ways["pool"]
+    assert swapping.ways["swap"] >= 2 and not swapping.ways["pool"]
     assert swapping.choices["swap"] >= 2 and not swapping.choices["recompute"]
     assert swapping.stashes is not None and swapping.stashes.stored_blocks >= 6
-    assert swapping.lifted_blocks >= 2 and not swapping.fallbacks.total()
+    assert swapping.loaded_blocks >= 2 and not swapping.fallbacks.total()
     assert not swapping.stashes.kept, "kept for nobody"
     fetched = [one.outcome for one in cluster.decode.take_migrated()]
     assert fetched == ["ok"] * 4, "no prompt is asked of the prefill pool twice"
@@ -78,7 +78,7 @@ def test_a_wrong_byte_in_a_copy_is_found_and_computed_again() -> None:
     _run(cluster)
     swapping = cluster.decode.swapping
     assert flipped and swapping.fallbacks["lost"] == flipped
-    assert cluster.decode.preemption.ways["here"] >= flipped
+    assert cluster.decode.swapping.ways["here"] >= flipped
 
 
 def test_without_digests_that_byte_becomes_a_wrong_token() -> None:
@@ -103,7 +103,7 @@ def test_a_full_host_tier_and_a_failed_copy_fall_back() -> None:
     """Guards the answer where there is nothing to come back to."""
     full = small_cluster(12, 1, preemption="swap", local_chunk_tokens=1)
     _run(full)
-    assert full.decode.swapping.fallbacks["full"] >= 2 and full.decode.preemption.ways["pool"]
+    assert full.decode.swapping.fallbacks["full"] >= 2 and full.decode.swapping.ways["pool"]
 
     failing = small_cluster(12, PLENTY, preemption="swap", local_chunk_tokens=1)
     tried: list[int] = []
@@ -115,7 +115,7 @@ def test_a_full_host_tier_and_a_failed_copy_fall_back() -> None:
     _mover(failing)._store = fails  # type: ignore[method-assign]
     _run(failing)
     assert tried and failing.decode.swapping.fallbacks["failed"] >= 1
-    assert not failing.decode.preemption.ways["swap"] and failing.decode.preemption.ways["pool"]
+    assert not failing.decode.swapping.ways["swap"] and failing.decode.swapping.ways["pool"]
     tiers = failing.decode.kv.tiers
     assert tiers is not None and not tiers.host._spoilt and not tiers.host._pins
 
@@ -165,14 +165,14 @@ def test_a_request_that_ends_while_it_is_loaded_keeps_its_blocks_until_then() ->
     cluster = small_cluster(12, PLENTY, preemption="swap", local_chunk_tokens=1)
     answers = [cluster.submit(record_of(f"r{i}", prompt_of(i, 9 + 3 * i), 20)) for i in range(4)]
     requests = cluster.decode._requests
-    while not any(r.state is State.LOADING for r in requests.values()):
+    while not any(r.state is RequestState.LOADING for r in requests.values()):
         assert cluster.turn()
-    victim = next(r for r in requests.values() if r.state is State.LOADING)
+    victim = next(r for r in requests.values() if r.state is RequestState.LOADING)
     blocks, kv = victim.lease.blocks[victim.have_blocks :], cluster.decode.kv
     cancel = Cancel(victim.record.request, 1, FinishReason.CANCELLED)
     cluster._engines[1].receive([FromRouter(LINK, cancel)])
     assert cluster.answers[victim.record.request].ended is not None, "told at once"
-    assert victim.state is State.ENDING and not cluster.decode.is_idle
+    assert victim.state is RequestState.ENDING and not cluster.decode.is_idle
     assert all(kv.pool.state(block) is BlockState.RESERVED for block in blocks)
     finish(cluster, answers)
     assert victim.lease.released
@@ -189,7 +189,7 @@ def test_samples_share_their_copies() -> None:
     finish(cluster, answers)
     assert all(answer.tokens == wanted(answer.record) for answer in answers)
     assert len(stored) == len(set(stored)) >= 5
-    assert cluster.decode.preemption.ways["swap"] >= 1
+    assert cluster.decode.swapping.ways["swap"] >= 1
 
 
 def test_an_evicted_prefix_comes_back_from_the_decode_workers_tier() -> None:
@@ -277,5 +277,5 @@ def test_no_arrival_order_freezes_a_worker_that_swaps(
 def test_the_crowd_swaps() -> None:
     """The property above meets what it is about."""
     cluster = serve(CROWD, 14, 6, 4, PLENTY, "swap")
-    assert cluster.decode.preemption.ways["swap"] >= 1
-    assert cluster.decode.swapping.lifted_blocks
+    assert cluster.decode.swapping.ways["swap"] >= 1
+    assert cluster.decode.swapping.loaded_blocks

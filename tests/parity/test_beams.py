@@ -51,7 +51,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path) -> None:
         for at, params in enumerate(SEARCHES)
     ]
     answers = cluster.run(asked)
-    assert cluster.decode.beams.forked > 0
+    assert cluster.decode.batch.beams.forked > 0
     cluster.close()
     model = Reference(find_demo_model()).model
     early = 0

@@ -87,7 +87,7 @@ def drawn(
     answers = [_together(cluster, records) for records in asked]
     while cluster.turn():
         pass
-    assert cluster.decode.forks.forked == len(prompts) * (SAMPLES - 1)
+    assert cluster.decode.prefills.forks.forked == len(prompts) * (SAMPLES - 1)
     cluster.close()
     return answers
 
@@ -100,7 +100,7 @@ def test_samples_are_single_requests_bit_for_bit(drawn: list[list[ColocatedAnswe
         for answer in answers:
             (alone,) = cluster.run([msgspec.structs.replace(answer.record, group="")])
             assert answer.tokens == alone.tokens
-    assert not cluster.decode.forks.forked
+    assert not cluster.decode.prefills.forks.forked
     cluster.close()
 
 

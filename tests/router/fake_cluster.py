@@ -146,7 +146,7 @@ class FakeWorkers:
         )
         for service, method, handler in (
             ("DecodeWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._attach)),
-            ("PrefillWorker", "Watch", grpc.unary_stream_rpc_method_handler(self._watch)),
+            ("PrefillWorker", "Attach", grpc.stream_stream_rpc_method_handler(self._watch)),
         ):
             generic = grpc.method_handlers_generic_handler(
                 f"headrace.v1.{service}", {method: handler}
@@ -168,7 +168,7 @@ class FakeWorkers:
         address = f"127.0.0.1:{self.port}"
         return [PeerAddress(self.prefill, address)], [PeerAddress(self.decode, address)]
 
-    async def _watch(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+    async def _watch(self, frames: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
         info = worker_info(
             self.prefill, "prefill", self.incarnation, fingerprint=self.fingerprint
         )

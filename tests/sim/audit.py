@@ -27,7 +27,7 @@ class Audit:
     def check(self, process: Process) -> None:
         """After every step and every batch of events. Raises Violation."""
         world = self._world
-        scheduler = world.workers[process.pid]._scheduler
+        scheduler = world.workers[process.pid].scheduler
         if world.say is not None and process.role == "decode":
             self._say_preempted(process)
         try:
@@ -43,7 +43,7 @@ class Audit:
     def _say_preempted(self, process: Process) -> None:
         world, pid = self._world, process.pid
         assert world.say is not None
-        waits = {r.record.request: len(r.tokens) for r in world.workers[pid]._scheduler.preemption.line}
+        waits = {r.record.request: len(r.tokens) for r in world.workers[pid].scheduler.preemption.line}
         before = self._preempted.get(pid, {})
         for request in (one for one in waits if one not in before):
             world.say(process.name, f"preempts {request}, which has {waits[request]} tokens")
@@ -73,7 +73,7 @@ class Audit:
 
     def _holds(self, process: Process) -> str:
         world = self._world
-        scheduler = world.workers[process.pid]._scheduler
+        scheduler = world.workers[process.pid].scheduler
         counts = scheduler.kv.pool.counts()
         if counts["free"] + counts["cached"] != scheduler.kv.pool.total:
             return f"{process} holds blocks: {counts} {scheduler!r} {_side(scheduler)!r}"

@@ -14,10 +14,11 @@ import msgspec
 from decode_worker.scheduler import handoffs
 from decode_worker.scheduler.beams import Beams
 from decode_worker.scheduler.departures import Departures
+from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import Tell
 from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs
-from decode_worker.scheduler.request import State
+from decode_worker.scheduler.request import RequestState
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.kv.stashes import Stashes
@@ -58,17 +59,16 @@ def acknowledgement_lost() -> list[Patch]:
 
 def cancel_between_prefill_and_decode() -> list[Patch]:
     """A cancel between the first token and the last block lets the blocks go while they still land."""
-    end = DecodeScheduler._end
+    end = Endings.end
 
     def hasty(self: Any, request: Any, reason: Any, now: float, *rest: Any, **more: Any) -> Any:
-        between = request.state is State.HANDOFF and request.first is not None and not request.arrived
-        if not between or reason is not FinishReason.CANCELLED:
-            return end(self, request, reason, now, *rest, **more)
-        self.handoffs.done(request)
-        request.state = State.READY
+        is_named = request.state is RequestState.HANDOFF and request.prefill.first is not None
+        if is_named and not request.arrived and reason is FinishReason.CANCELLED:
+            self.prefills.handoffs.done(request)
+            request.state = RequestState.READY
         return end(self, request, reason, now, *rest, **more)
 
-    return [(DecodeScheduler, "_end", hasty)]
+    return [(Endings, "end", hasty)]
 
 
 def double_free_on_retry() -> list[Patch]:
@@ -76,9 +76,9 @@ def double_free_on_retry() -> list[Patch]:
     fenced = Handoffs._fenced
 
     def twice(self: Any, request: Any, landed: Any, now: float) -> Any:
-        if not request.abandoned and request.state is not State.ENDING:
+        if not request.prefill.abandoned and request.state is not RequestState.ENDING:
             for block in request.lease.blocks[request.have_blocks :]:
-                self._kv.pool.release(block, False)
+                self.kv.pool.release(block, False)
         return fenced(self, request, landed, now)
 
     return [(Handoffs, "_fenced", twice)]
@@ -180,7 +180,7 @@ def indexed_before_landed() -> list[Patch]:
     def early(self: Any, link: int, message: Any, now: float) -> Any:
         commands = place(self, link, message, now)
         request = self._requests.get(message.record.request)
-        if request is not None and request.state in (State.CONNECTING, State.HANDOFF):
+        if request is not None and request.state in (RequestState.CONNECTING, RequestState.HANDOFF):
             self.kv.landed(request.lease)
             self.kv.commit(request.lease, request.tokens)
         return commands

@@ -9,7 +9,7 @@ from router.config import RouterConfig
 from router.core.call import State
 from router.core.core import Router
 from router.core.policy import make_policy
-from router.dispatch import ATTACH, PAUSE_S, WATCH
+from router.dispatch import ATTACH, PAUSE_S
 from router.hub import Hub
 from router.observer import NullObserver
 from tests.sim.client import Client
@@ -120,8 +120,7 @@ class Front:
             link = self._links[name] = Link(self, role, peer, send)
             return link
 
-        method = ATTACH if role == "decode" else WATCH
-        self.world.wire.connect(self.process, peer.address, method, accept)
+        self.world.wire.connect(self.process, peer.address, ATTACH[role], accept)
 
     def _dial_later(self, name: str, pause_s: float) -> None:
         """Unless it is not wanted by then, or has been dialled."""

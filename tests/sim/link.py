@@ -1,14 +1,13 @@
 """One stream of the router to one worker, as `router.dispatch.Links` keeps it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.messages import (
     Load,
     PeerAddress,
     RouterHello,
     WorkerInfo,
-    decode_decode_frame,
-    decode_report_frame,
+    decode_worker_frame,
     encode,
 )
 from engine.types import Incarnation
@@ -24,7 +23,6 @@ class Link:
 
     def __init__(self, front: "Front", role: str, peer: PeerAddress, send: Send) -> None:
         self._front = front
-        self._decode: Any = decode_decode_frame if role == "decode" else decode_report_frame
         self._role = role
         self._peer = peer
         self._send = send
@@ -34,7 +32,7 @@ class Link:
         if self._over:
             return
         front, name = self._front, self._peer.name
-        records = list(self._decode(data))
+        records = list(decode_worker_frame(data))
         for record in records:
             front.world.witness.heard(record)
         if not self._joined:

@@ -1,6 +1,6 @@
 """Runs the real worker shells in virtual time: what they import of the outside is replaced while a world runs.
 
-`DecodeWorker` and `PrefillWorker` are started by their own `start`. Their device is shadow memory, their gRPC loop the
+Workers are opened by `open_worker` and started by their own `start`. Their device is shadow memory, their gRPC loop the
 simulated wire, their transfer thread `SimMover`, their engine thread events on the clock, and clock, random numbers and
 process table are the world's. Nothing of what they decide is written a second time here.
 """
@@ -15,11 +15,11 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import decode_worker.worker
+import decode_worker.role
 import engine.device
 import engine.loop
 import engine.tiering
-import prefill_worker.worker
+import prefill_worker.role
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
 import telemetry.gpu_metrics
@@ -29,8 +29,7 @@ import telemetry.tier_metrics
 import transfer.liveness
 import transfer.mover
 import transfer.registry
-import transfer.rpc
-import transfer.serving
+import worker.rpc
 from engine.kv.tier_io import TierEvent
 from engine.loop import Shell
 from tests.sim import shadow, tiering
@@ -46,17 +45,36 @@ _world: "World" = None  # type: ignore[assignment]
 """The world that runs now; set by `inside`. One at a time."""
 
 
+class SimInbox:
+    """Stands in for `engine.loop.Inbox`."""
+
+    def __init__(self) -> None:
+        self._items: list[object] = []
+        self.wake: Callable[[], None] = lambda: None
+
+    def put(self, item: object) -> None:
+        self._items.append(item)
+        self.wake()
+
+    def take(self) -> list[object]:
+        items, self._items = self._items, []
+        return items
+
+
 class SimThread:
     """Stands in for `engine.loop.EngineThread`: hears, lingers while copies settle, steps, sleeps."""
 
-    def __init__(self, name: str, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
+    def __init__(
+        self, name: str, inbox: SimInbox, shell: Shell, idle_s: float, linger_s: float = 0.005
+    ) -> None:
         self._world = _world
         self.process = _world.starting
+        self._inbox = inbox
+        inbox.wake = self._heard
         self.shell = shell
         self._idle_s = idle_s
         self._linger_s = linger_s
         self._linger_until: float | None = None
-        self._inbox: list[object] = []
         self._ticket = 0
         self._due = float("inf")
         self._busy = False
@@ -64,8 +82,7 @@ class SimThread:
         self.failure: BaseException | None = None
         _world.threads[self.process.pid] = self
 
-    def put(self, item: object) -> None:
-        self._inbox.append(item)
+    def _heard(self) -> None:
         if not self._busy:
             self._wake(self._world.rng.uniform(0.00001, 0.0002))
 
@@ -87,7 +104,7 @@ class SimThread:
         if ticket != self._ticket:
             return
         self._due, self._busy = float("inf"), False
-        items, self._inbox = self._inbox, []
+        items = self._inbox.take()
         shell, world = self.shell, self._world
         now = world.clock.now
         try:
@@ -116,20 +133,17 @@ class SimThread:
 
 
 class SimRpc:
-    """Stands in for `transfer.rpc.RpcLoop`."""
+    """Stands in for `worker.rpc.RpcLoop`."""
 
     def __init__(self, name: str) -> None:
         self._process = _world.starting
 
-    def start(
-        self,
-        host: str,
-        port: int,
-        streams: dict[str, Accept],
-        watches: dict[str, Accept] | None = None,
-    ) -> int:
-        _world.wire.listen(f"{host}:{port}", self._process, {**streams, **(watches or {})})
+    def start(self, host: str, port: int, streams: dict[str, Accept]) -> int:
+        _world.wire.listen(f"{host}:{port}", self._process, streams)
         return port
+
+    def stop(self, grace_s: float) -> None:
+        """A process of the simulator ends with all that it has."""
 
     def connect(self, address: str, method: str, accept: Accept) -> None:
         world, process = _world, self._process
@@ -206,6 +220,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (os, _OS),
     (time, _TIME),
     (engine.loop.EngineThread, SimThread),
+    (engine.loop.Inbox, SimInbox),
     (engine.device.open_device, _open_device),
     (engine.tiering.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
@@ -218,7 +233,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (transfer.mover.Mover, lambda *args: SimMover(_world, *args)),
     (transfer.registry.open_transports, _open_transports),
     (transfer.registry.choose, lambda *args: _world.plan.transport),
-    (transfer.rpc.RpcLoop, SimRpc),
+    (worker.rpc.RpcLoop, SimRpc),
 ]
 
 
@@ -228,8 +243,7 @@ def _seams() -> list[tuple[Any, str, Any, Any]]:
     module is imported by then."""
     found = []
     for module_name, module in sorted(sys.modules.items()):
-        package = module_name.partition(".")[0]
-        if package not in ("decode_worker", "prefill_worker") and module_name != "transfer.serving":
+        if module_name.partition(".")[0] not in ("decode_worker", "prefill_worker", "worker"):
             continue
         for name, value in list(vars(module).items()):
             for real, simulated in _REPLACED:
@@ -257,7 +271,7 @@ class _Loud(logging.Handler):
 
 
 _LOUD = _Loud(logging.ERROR)
-_LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "telemetry", "transfer")
+_LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "telemetry", "transfer", "worker")
 
 
 @contextmanager
@@ -299,12 +313,12 @@ def inside(world: "World") -> Iterator[None]:
 
 
 def start_worker(process: Process, port: int) -> Any:
-    """One new life of a worker, started by its own `start`."""
+    """One new life of a worker."""
     plan = _world.plan
     _world.starting = process
     if process.role == "decode":
-        worker: Any = decode_worker.worker.DecodeWorker(process.name, plan.decode, "sim", port)
+        worker: Any = decode_worker.role.open_decode_worker(process.name, plan.decode, "sim", port)
     else:
-        worker = prefill_worker.worker.PrefillWorker(process.name, plan.prefill, "sim", port)
+        worker = prefill_worker.role.open_prefill_worker(process.name, plan.prefill, "sim", port)
     worker.start()
     return worker

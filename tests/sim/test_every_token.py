@@ -12,7 +12,7 @@ TOKENS = 11
 
 
 def holds(world: World, process: Process) -> bool:
-    return bool(world.workers[process.pid]._scheduler._requests)
+    return bool(world.workers[process.pid].scheduler._requests)
 
 
 @pytest.mark.parametrize("token", range(TOKENS + 1))

@@ -30,7 +30,7 @@ def computed(world: World, role: str) -> int:
 def holder(world: World) -> Process | None:
     """The decode worker that has the request."""
     decodes = (p for p in world.live.values() if p.role == "decode" and p.alive)
-    return next((p for p in decodes if world.workers[p.pid]._scheduler._requests), None)
+    return next((p for p in decodes if world.workers[p.pid].scheduler._requests), None)
 
 
 def replace(world: World, process: Process) -> None:

@@ -29,11 +29,10 @@ from engine.messages import (
     WorkerInfo,
     Yield,
     Yielded,
-    decode_decode_frame,
     decode_from_prefill_frame,
-    decode_report_frame,
     decode_router_frame,
     decode_to_prefill_frame,
+    decode_worker_frame,
 )
 from tests.sim.client import Client, Searcher
 from tests.sim.clock import Violation
@@ -96,11 +95,7 @@ def records_of(stream: Stream, lane: int, data: bytes) -> Sequence[Record]:
     """The records of a frame, whatever stream it travels on."""
     if stream.is_handoff:
         return (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
-    if lane == 0:
-        return decode_router_frame(data)
-    if stream.server.role == "decode":
-        return decode_decode_frame(data)
-    return decode_report_frame(data)
+    return (decode_router_frame if lane == 0 else decode_worker_frame)(data)
 
 
 def describe(record: Record) -> str:

@@ -72,8 +72,8 @@ class Witness:
         if world.movers[process.pid].copying:
             self.note("killed while copying")
         if process.role == "decode":
-            scheduler = world.workers[process.pid]._scheduler
-            if scheduler.beams._live:
+            scheduler = world.workers[process.pid].scheduler
+            if scheduler.batch.beams._live:
                 self.note("killed while searching")
             if scheduler.departures:
                 self.note("source of a move died")
@@ -84,30 +84,30 @@ class Witness:
     def collect(self, process: Process) -> None:
         """What it has counted; to be called once for each life."""
         notes = self._world.notes
-        scheduler = self._world.workers[process.pid]._scheduler
+        scheduler = self._world.workers[process.pid].scheduler
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
             for why, count in getattr(getattr(scheduler, part, None), "dropped", {}).items():
                 notes[f"{name} dropped {why}"] += count
         if process.role == "decode":
-            notes["orphan expired"] += scheduler.orphans.expired
-            notes["sample forked"] += scheduler.forks.forked
-            notes["hypothesis forked"] += scheduler.beams.forked
+            notes["orphan expired"] += scheduler.endings.orphans.expired
+            notes["sample forked"] += scheduler.prefills.forks.forked
+            notes["hypothesis forked"] += scheduler.batch.beams.forked
             for state, count in scheduler.preemption.preempted.items():
                 notes[f"preempted: {state}"] += count
-            for way, count in scheduler.preemption.ways.items():
+            for way, count in scheduler.swapping.ways.items():
                 notes[f"resumed after preemption: {way}"] += count
             notes["swap chosen"] += scheduler.swapping.choices["swap"]
             for why, count in scheduler.swapping.fallbacks.items():
                 notes[f"swap fell back: {why}"] += count
             if scheduler.kv.tiers is not None:
                 notes["loaded by a decode worker"] += sum(scheduler.kv.tiers.counts.loaded_blocks.values())
-            notes["parent gone before fork"] += scheduler.forks.inherited
+            notes["parent gone before fork"] += scheduler.prefills.forks.inherited
             notes["boundary block copied"] += self._world.memories[process.pid].runner.copies
         notes["copy on write"] += self._world.memories[process.pid].runner.copies
 
     def passes(self, process: Process) -> None:
         """The states that a worker is in now."""
-        notes, scheduler = self._world.notes, self._world.workers[process.pid]._scheduler
+        notes, scheduler = self._world.notes, self._world.workers[process.pid].scheduler
         if scheduler.kv.pool.counts()["quarantined"]:
             notes["blocks quarantined"] += 1
         if process.role == "prefill":
@@ -119,7 +119,7 @@ class Witness:
         self._searches(scheduler)
 
     def _searches(self, scheduler: Any) -> None:
-        notes, live = self._world.notes, len(scheduler.beams._live)
+        notes, live = self._world.notes, len(scheduler.batch.beams._live)
         if live:
             notes["search beside others"] += len(scheduler.batch.running) > live
             notes["search on a leaving worker"] += scheduler.leaving

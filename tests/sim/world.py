@@ -94,7 +94,7 @@ class World:
             for p in self.live.values()
             if p.role == going.role and p.alive and not (p.frozen or self.workers[p.pid].is_leaving)
         ]
-        busy = [p for p in able if not self.workers[p.pid]._scheduler.is_idle]
+        busy = [p for p in able if not self.workers[p.pid].scheduler.is_idle]
         if not able:
             return
         process = self.rng.choice(busy or able)
@@ -108,7 +108,7 @@ class World:
         if self.say is not None:
             self.say(process.name, "has left")
         self.witness.collect(process)
-        scheduler = self.workers[process.pid]._scheduler
+        scheduler = self.workers[process.pid].scheduler
         self.note("leave completed" if scheduler.is_idle else "leave cut short by its grace")
         self._bury(process)
         self.left_at[process.pid] = self.clock.now
@@ -133,9 +133,9 @@ class World:
         process = self.live.get(self.front.runs_on(client))
         if process is None or not process.alive or process.frozen:
             return None
-        orphanage = self.workers[process.pid]._scheduler
+        orphanage = self.workers[process.pid].scheduler
         name = client.record.request
-        knows = name in orphanage._requests or name in orphanage.orphans._ended
+        knows = name in orphanage._requests or name in orphanage.endings.orphans._ended
         return process if knows else None
 
     def freeze(self, process: Process, seconds: float) -> None:
@@ -164,7 +164,7 @@ class World:
         return rng.choice(busy or alive) if alive else None
 
     def handoffs(self, process: Process) -> list[Handoff]:
-        scheduler = self.workers[process.pid]._scheduler
+        scheduler = self.workers[process.pid].scheduler
         received = scheduler.receiver.unfinished if process.role == "decode" else []
         return [*received, *scheduler.sender.unsettled]
 

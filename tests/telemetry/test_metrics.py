@@ -71,7 +71,8 @@ def test_worker_figures() -> None:
     metrics.forks(forked=1, inherited=0)
     metrics.forks(forked=2, inherited=0)
     metrics.orphans_expired(1)
-    metrics.load(waiting=3, running=2, inflight=1, outstanding=0)
+    metrics.load(waiting=3, running=2, outstanding=0)
+    metrics.inflight(1)
     seen = samples(metrics.render())
     assert seen["headrace_kv_blocks", (("state", "free"),)] == 5
     assert seen["headrace_kv_blocks", (("state", "active"),)] == 0

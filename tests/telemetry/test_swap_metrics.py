@@ -36,7 +36,7 @@ def test_swap_figures() -> None:
     _stashed(swapping, kv)
     swapping.choices["swap"] += 3
     swapping.fallbacks["full"] += 1
-    swapping.lifted(4, 0.25, is_whole=False)
+    swapping.loaded(4, 0.25, is_whole=False)
     swapping.costs.predicted = {"recompute": 2.0, "swap": 1.5}
     for _ in range(2):
         told.seen(swapping)

@@ -45,11 +45,8 @@ def test_only_pools_that_others_map_are_exported(device: str, transport: str, ex
 class Server:
     """A worker that would start."""
 
-    def __init__(self, name: str, config: Any, host: str, port: int) -> None:
-        pass
-
-    def start(self, report: object = None) -> None:
-        raise AssertionError("it was started")
+    def __init__(self, *rest: Any) -> None:
+        raise AssertionError("it was opened")
 
 
 @pytest.mark.parametrize(("transport", "error"), [("auto", LaunchError), ("nccl", AssertionError)])
@@ -62,8 +59,8 @@ def test_a_worker_refuses_before_it_loads_a_model(
     spec = ChildSpec(
         kind="decode", name="decode-0", factory=f"{__name__}:Server", config=msgspec.to_builtins(config)
     )
-    with pytest.raises(error, match="it was started" if error is AssertionError else "no IPC handle"):
-        Hosted(spec).start()
+    with pytest.raises(error, match="it was opened" if error is AssertionError else "no IPC handle"):
+        Hosted(spec)
 
 
 def test_transports_take_what_their_config_says() -> None:

@@ -125,7 +125,7 @@ def test_what_a_decode_worker_drops_of_its_prefill_workers_words() -> None:
     before = list(answer.tokens)
     say(_first_token(again))
     assert answer.tokens == before
-    dropped = counted("receiver", cluster.decode.handoffs.dropped)
+    dropped = counted("receiver", cluster.decode.prefills.handoffs.dropped)
     kinds = {kind for kind in HANDOFF_DROPS["receiver"] if not kind.startswith("offer")}
     assert dropped.keys() == kinds
     cluster.close()

@@ -1,7 +1,7 @@
 """What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
 
 Plain records, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover` carries out those of
-`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `transfer.serving`
+`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `worker.streams`
 hears of those who read from this worker are `ReaderEvent`s.
 """
 

@@ -4,7 +4,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
 from transfer.handoff.commands import (
@@ -19,28 +18,6 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.migration import SENDER_TABLE, HandoffError, S
 from transfer.transport import Move
-
-
-def outgoing(
-    kv: KVCacheManager,
-    lease: Lease,
-    identities: Sequence[bytes],
-    tokens: int,
-    first: int,
-    last: int,
-) -> list[OutgoingBlock]:
-    """Blocks `first .. last - 1` of a sequence of `tokens` tokens, as they are offered now."""
-    size = kv.block_size
-    return [
-        OutgoingBlock(
-            source=lease.blocks[at],
-            generation=kv.pool.generation(lease.blocks[at]),
-            index=at,
-            tokens=min(size, tokens - at * size),
-            identity=identities[at],
-        )
-        for at in range(first, last)
-    ]
 
 
 class _Chunk:

@@ -3,8 +3,8 @@
 import pytest
 
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.events import FromPeer, FromRouter, PeerUp, RouterLost, Tell
-from decode_worker.scheduler.scheduler import Command, DecodeScheduler
+from decode_worker.scheduler.events import Command, FromPeer, FromRouter, PeerUp, RouterLost, Tell
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
     Accepted,

@@ -1,4 +1,5 @@
-"""Resumable requests outlive their router: whose they are, who is told of them, and when they end. Event by event."""
+"""Resumable requests outlive their router: whose they are, who is told of them, and when they end. Event by event; with
+routers that crash and freeze in tests/sim, and on real processes in tests/chaos."""
 
 from collections.abc import Sequence
 
@@ -6,8 +7,16 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler import orphans
-from decode_worker.scheduler.events import FromRouter, PeerDown, PeerUp, RouterLost, Tell
-from decode_worker.scheduler.scheduler import Command, DecodeScheduler, Event
+from decode_worker.scheduler.events import (
+    Command,
+    Event,
+    FromRouter,
+    PeerDown,
+    PeerUp,
+    RouterLost,
+    Tell,
+)
+from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
     Cancel,
@@ -150,7 +159,7 @@ def test_the_same_router_has_placed_it_again() -> None:
     bench.lose(1)
     said = bench.hear(2, RouterHello(A))
     assert reasons(said) == [(R, FinishReason.CANCELLED)] and said[-1] == (2, OrphansTold())
-    assert bench.is_quiet() and not len(bench.scheduler.orphans)
+    assert bench.is_quiet() and not len(bench.scheduler.endings.orphans)
 
 
 def test_the_same_router_may_be_back_before_the_cut_is_heard_of() -> None:
@@ -234,7 +243,7 @@ def test_an_orphan_that_nobody_takes_is_ended() -> None:
     bench.lose(1)
     assert bench.tick(KEEP_S - 0.1) == [] and not bench.is_quiet()
     assert reasons(bench.tick(KEEP_S)) == [(R, FinishReason.CANCELLED)]
-    assert bench.is_quiet() and bench.scheduler.orphans.expired == 1
+    assert bench.is_quiet() and bench.scheduler.endings.orphans.expired == 1
     assert bench.hear(2, RouterHello(B)) == [(2, OrphansTold())]
 
 
@@ -300,11 +309,11 @@ def test_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(5):
         bench.place(1, RequestId(f"r{number}"))
         bench.step(8)
-    assert len(bench.scheduler.orphans) == 3
+    assert len(bench.scheduler.endings.orphans) == 3
     monkeypatch.setattr(orphans, "MAX_REMEMBERED_BYTES", 1)
     bench.place(1, RequestId("big"))
     bench.step(8)
-    assert len(bench.scheduler.orphans) == 0 and bench.scheduler.orphans._bytes == 0
+    assert len(bench.scheduler.endings.orphans) == 0 and bench.scheduler.endings.orphans._bytes == 0
 
 
 def test_what_kills_routers_is_not_handed_on_for_ever() -> None:

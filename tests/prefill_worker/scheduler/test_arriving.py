@@ -9,8 +9,9 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tier_cost import TierCost
 from engine.kv.tier_io import Loaded, TierLoad
 from engine.kv.tiers import Tiers
+from engine.types import Incarnation
 from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
-from transfer.handoff.sender import KVSender
+from transfer.handoff.commands import ReaderUp
 
 
 def _computed(bench: Bench) -> int:
@@ -98,13 +99,12 @@ class TieredBench(Bench):
         scheduler.__init__(
             scheduler._config,
             kv,
-            KVSender(),
             fingerprint="m",
             vocab=50_000,
             context_tokens=8192,
             stop_ids=frozenset(),
         )
-        scheduler._peers[7] = True
+        scheduler.handle(ReaderUp(Incarnation(7), True), 0.0)
         self.loads: list[TierLoad] = []
         self.start("old", _prompt(160, 17, 1))
         self.run()

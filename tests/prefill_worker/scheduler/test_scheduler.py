@@ -27,7 +27,6 @@ from transfer.handoff.commands import (
     ReaderUp,
     Sent,
 )
-from transfer.handoff.sender import KVSender
 
 PEER = Incarnation(7)
 S_PER_TOKEN = 0.002
@@ -40,7 +39,6 @@ class Bench:
         self.scheduler = PrefillScheduler(
             PrefillConfig(**config),  # type: ignore[arg-type]
             KVCacheManager(blocks, 16, "m"),
-            KVSender(),
             fingerprint="m",
             vocab=50_000,
             context_tokens=8192,
@@ -239,10 +237,10 @@ def test_a_lost_reader_quarantines_until_it_is_proven_dead() -> None:
     bench.tell(ReaderLost(PEER))
     assert bench.pool["quarantined"] == 7 and not bench.scheduler.is_idle
     lost_at, bench.now = bench.now, bench.now + 3.0
-    assert bench.scheduler.take_quarantined() == []
+    assert bench.scheduler.source.take_quarantined() == []
     bench.tell(ReaderDead(PEER))
     assert bench.pool["quarantined"] == 0 and bench.scheduler.is_idle
-    assert bench.scheduler.take_quarantined() == [lost_at], "how long it took is not known"
+    assert bench.scheduler.source.take_quarantined() == [lost_at], "how long it took is not known"
     bench.scheduler.check()
 
 

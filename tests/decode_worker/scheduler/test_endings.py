@@ -1,4 +1,6 @@
-"""Requests that are over for their clients while their blocks are still on the way."""
+"""Requests that have ended for their clients while their blocks are still on the way. What ends by a lost router is
+tried in test_orphans.py, who takes the place of an ended parent in test_forks.py, ends at every moment in tests/sim and
+tests/integration/test_swap_ends.py."""
 
 from decode_worker.scheduler.events import FromPeer, PeerUp
 from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop

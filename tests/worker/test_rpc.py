@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfer.rpc import RpcLoop, Send
+from worker.rpc import RpcLoop, Send
 
 STREAM = "/headrace.test/Stream"
 SOON_S = 10.0
 
 SERVER = """
 import sys, time
-from transfer.rpc import RpcLoop
+from worker.rpc import RpcLoop
 
 class Echo:
     def __init__(self, send): self.frame = send

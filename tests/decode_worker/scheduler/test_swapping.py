@@ -1,9 +1,11 @@
-"""What decode workers take computing and swapping to cost, and which of the two they then choose."""
+"""What decode workers take computing and swapping to cost, and which of the two they then choose. The copies themselves
+are tried in tests/integration/test_swap_fake.py and test_swap_ends.py, the figures in
+tests/telemetry/test_swap_metrics.py, all of it with faults in tests/sim."""
 
 import pytest
 
-from decode_worker.scheduler.costs import Costs
 from decode_worker.scheduler.events import FromPeer
+from decode_worker.scheduler.swapping import KVCosts
 from engine.kv.tier_cost import FADING
 from engine.measure import NEWEST
 from engine.messages import BlockOffer, FirstToken, Handoff, Offer
@@ -50,17 +52,17 @@ def test_a_prompt_that_is_nearly_all_cached_says_nothing_of_what_a_token_costs()
     assert costs.pool_s == pytest.approx(0.1)
     bench.place(1, name=ANOTHER, prefill=PEER)
     request = bench.scheduler._requests[ANOTHER]
-    assert request.handoff is not None and request.have_blocks == 1
-    bench.do(FromPeer(P, Offer(request.handoff, 0, [BlockOffer(BlockId(1), 1, 1, 2, 0)])))
-    bench.do(Received(request.handoff, 0, "", 0.1, 1))
+    assert request.prefill.handoff is not None and request.have_blocks == 1
+    bench.do(FromPeer(P, Offer(request.prefill.handoff, 0, [BlockOffer(BlockId(1), 1, 1, 2, 0)])))
+    bench.do(Received(request.prefill.handoff, 0, "", 0.1, 1))
     bench.now = 1.2
-    bench.do(_told(request.handoff, 1))
-    assert request.first is not None and request.arrived
+    bench.do(_told(request.prefill.handoff, 1))
+    assert request.prefill.first is not None and request.arrived
     assert costs.pool_s == pytest.approx(0.1)
 
 
 def test_means_are_of_what_was_measured_and_a_few_tokens_are_no_measurement() -> None:
-    costs = Costs(block_size=4)
+    costs = KVCosts(block_size=4)
     assert costs.tokens_per_s(here=True) == costs.tokens_per_s(here=False) == 1.0
     costs.fetched(3, 9.0)
     costs.computed(3, 9.0)
@@ -75,7 +77,7 @@ def test_means_are_of_what_was_measured_and_a_few_tokens_are_no_measurement() ->
 
 def test_the_cheaper_is_chosen_and_a_refused_swap_fades() -> None:
     """Forty tokens at 0.1 s, of which half are lost: 2 s. Ten blocks: all are copied out, half of them back."""
-    costs = Costs(block_size=4)
+    costs = KVCosts(block_size=4)
     assert costs.is_swap_cheaper(40, 10, 0.0, here=False), "what was never measured is tried"
     costs.fetched(10, 1.0)
     costs.stored(2, 0.2)

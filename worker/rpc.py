@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
+import msgspec
 
 from engine.types import host_port
 
@@ -56,6 +57,34 @@ class Session(Protocol):
 
 
 Accept = Callable[[Send], Session]
+
+
+class InboxStream:
+    """A session whose frames, and whose end, become items of the engine's inbox. Identity is by object."""
+
+    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
+        self.send = send
+        self._put = put
+
+    def frame(self, data: bytes) -> None:
+        self._put(FrameIn(self, data))
+
+    def closed(self, why: str) -> None:
+        self._put(StreamEnded(self, why))
+
+
+class FrameIn(msgspec.Struct, frozen=True):
+    """Item: a frame has come."""
+
+    stream: InboxStream
+    data: bytes
+
+
+class StreamEnded(msgspec.Struct, frozen=True):
+    """Item: a stream is gone, for whatever reason."""
+
+    stream: InboxStream
+    why: str
 
 
 def dialable(host: str) -> str:
@@ -104,45 +133,27 @@ class RpcLoop:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._clients: dict[int, tuple[asyncio.Task[None], _Outbox]] = {}
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def start(
-        self,
-        host: str,
-        port: int,
-        streams: dict[str, Accept],
-        watches: dict[str, Accept] | None = None,
-    ) -> int:
-        """Serve methods by path (`/service/name`): `streams` take frames and send them, `watches` only send. Returns
-        the port. Raises OSError where it cannot be bound."""
+    def start(self, host: str, port: int, streams: dict[str, Accept]) -> int:
+        """Serve streams by path (`/service/name`). Returns the port. Raises OSError where it cannot be bound."""
         self._thread.start()
-        return int(self.call(self._serve(host, port, streams, watches or {})))
+        return int(self.call(self._serve(host, port, streams)))
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
         """Run a coroutine on the loop from another thread and wait for it."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result(timeout_s)
 
-    async def _serve(
-        self,
-        host: str,
-        port: int,
-        streams: dict[str, Accept],
-        watches: dict[str, Accept],
-    ) -> int:
+    async def _serve(self, host: str, port: int, streams: dict[str, Accept]) -> int:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        handlers = {
-            path: grpc.stream_stream_rpc_method_handler(self._handler(accept))
-            for path, accept in streams.items()
-        }
-        for path, accept in watches.items():
-            handlers[path] = grpc.unary_stream_rpc_method_handler(self._watcher(accept))
-        for path, handler in handlers.items():
+        for path, accept in streams.items():
+            handler = grpc.stream_stream_rpc_method_handler(self._handler(accept))
             _, service, method = path.split("/")
             generic = grpc.method_handlers_generic_handler(service, {method: handler})
             server.add_generic_rpc_handlers((generic,))
@@ -151,7 +162,7 @@ class RpcLoop:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await server.start()
-        self._server = server
+        self._servers.append(server)
         return bound
 
     def _handler(self, accept: Accept) -> Callable[..., AsyncIterator[bytes]]:
@@ -175,18 +186,6 @@ class RpcLoop:
             finally:
                 reader.cancel()
                 session.closed(why)
-
-        return handle
-
-    def _watcher(self, accept: Accept) -> Callable[..., AsyncIterator[bytes]]:
-        async def handle(_request: bytes, context: Any) -> AsyncIterator[bytes]:
-            outbox = _Outbox(self._loop)
-            session = accept(outbox.send)
-            try:
-                async for data in outbox:
-                    yield data
-            finally:
-                session.closed("the watcher left")
 
         return handle
 
@@ -238,8 +237,8 @@ class RpcLoop:
         for task, _ in clients:
             task.cancel()
         await asyncio.gather(*(task for task, _ in clients), return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        for server in self._servers:
+            await server.stop(grace_s)
         # Whoever reads a stream that the server has just ended would be reported as destroyed with the loop.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:

@@ -1,0 +1,165 @@
+"""A decode worker's part of the shell (`worker.worker`): records of requests, and streams to those it reads from.
+
+One frame per engine step and router carries every request's new tokens.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from decode_worker.journal import DecodeJournal
+from decode_worker.peer import PeerEvent, Peers, PeerStream
+from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
+from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.measure import mean
+from engine.messages import Ended, Load, Record, decode_router_frame, encode
+from engine.model.config import Progress
+from engine.step import StepPlan
+from engine.types import Incarnation
+from telemetry.swap_metrics import SwapMetrics
+from transfer.handoff.commands import Emit, Received, Unreachable
+from transfer.handoff.receiver import KVReceiver
+from worker.opening import Parts
+from worker.rpc import FrameIn, StreamEnded
+from worker.streams import RouterStream
+from worker.worker import Worker, open_worker
+
+log = logging.getLogger(__name__)
+
+RoleEvent = FromRouter | RouterLost | PeerEvent | Received
+
+
+def open_decode_worker(
+    name: str,
+    config: DecodeConfig,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    progress: Progress | None = None,
+) -> Worker[RoleEvent]:
+    return open_worker("decode", name, config, host, port, partial(DecodeRole, config), progress)
+
+
+class DecodeRole:
+    """Mutable state: the running means, and what the scheduler and the peers own."""
+
+    def __init__(self, config: DecodeConfig, parts: Parts) -> None:
+        device, name = parts.device, parts.info.name
+        self.journal = DecodeJournal(name)
+        self.scheduler = DecodeScheduler(
+            config=config,
+            kv=parts.kv,
+            receiver=KVReceiver(),
+            name=name,
+            incarnation=parts.info.incarnation,
+            fingerprint=device.fingerprint,
+            vocab=device.vocab,
+            context_tokens=device.context_tokens,
+            stop_ids=device.stop_ids,
+            block_bytes=device.layout.block_bytes,
+        )
+        self.source = self.scheduler.departures.source
+        self.growth_tokens = self.scheduler.admission.growth_tokens
+        self._routers = parts.routers
+        self._peers = Peers(
+            parts.rpc,
+            parts.hello,
+            parts.inbox.put,
+            parts.mover.submit,
+            lambda: self.scheduler.receiver.unfinished,
+        )
+        self._block_bytes = device.layout.block_bytes
+        self._metrics = parts.metrics
+        self._swap_metrics = SwapMetrics(parts.metrics.families, self._block_bytes)
+        self._s_per_step = 0.0
+        self._s_per_block: dict[str, float] = {}
+
+    def hear(self, item: object, tell: Callable[[RoleEvent], None]) -> None:
+        match item:
+            case FrameIn(RouterStream(link=link), data):
+                self._router_frame(link, data, tell)
+            case StreamEnded(RouterStream(link=link)):
+                tell(RouterLost(link))
+            case FrameIn(PeerStream() as peer, data):
+                self._peers.frame(peer, data, tell)
+            case StreamEnded(PeerStream() as peer, why):
+                self._peers.ended(peer, why, tell)
+            case Unreachable(incarnation, error):
+                self._peers.drop(incarnation, f"its memory cannot be reached: {error}", tell)
+            case Received():
+                tell(item)
+            case _:
+                raise TypeError(f"not an item: {item!r}")
+
+    def _router_frame(self, link: int, data: bytes, tell: Callable[[RoleEvent], None]) -> None:
+        try:
+            records = decode_router_frame(data)
+        except msgspec.MsgspecError as error:
+            log.error("a frame is not of this protocol, and is dropped: %s", error)
+            return
+        for record in records:
+            tell(FromRouter(link, record))
+
+    def carry_out(self, commands: Sequence[object]) -> bool:
+        """One frame per router and per peer. Who ends a request has room for another: the routers should know."""
+        to_routers: dict[int, list[Record]] = {}
+        to_peers: dict[Incarnation, list[Record]] = {}
+        ended = False
+        for command in commands:
+            match command:
+                case Tell(link, record):
+                    to_routers.setdefault(link, []).append(record)
+                    ended |= isinstance(record, Ended)
+                case Emit(peer, record):
+                    to_peers.setdefault(peer, []).append(record)
+                case ConnectPeer(address):
+                    self._peers.connect(address)
+                case _:
+                    raise TypeError(f"not a command for the shell: {command!r}")
+        for peer, records in to_peers.items():
+            self._peers.send(peer, records)
+        for link, records in to_routers.items():
+            if link in self._routers:
+                self._routers[link].send(encode(records))
+        return ended
+
+    def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
+        """Take what the scheduler has counted in this turn."""
+        if plan is not None:
+            self._s_per_step = mean(self._s_per_step, seconds)
+        self._peers.redial(now)
+        scheduler, metrics, batch = self.scheduler, self._metrics, self.scheduler.batch
+        if batch.generated_tokens:
+            metrics.generated(batch.generated_tokens)
+            batch.generated_tokens = 0
+        if batch.prefilled_tokens or batch.recomputed_tokens:
+            computed, again = batch.prefilled_tokens, batch.recomputed_tokens
+            metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
+            batch.prefilled_tokens = batch.recomputed_tokens = 0
+        for back in scheduler.take_resumed():
+            metrics.resumed(back.way, back.lost_tokens, back.seconds)
+        for one in scheduler.take_migrated():
+            nbytes = one.blocks * (one.block_bytes or self._block_bytes)
+            metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
+            if one.blocks and one.outcome == "ok":
+                latest = one.seconds / one.blocks
+                self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
+
+    def load(self, load: Load, now: float) -> Load:
+        scheduler, metrics, prefills = self.scheduler, self._metrics, self.scheduler.prefills
+        metrics.inflight(len(prefills.handoffs))
+        metrics.forks(prefills.forks.forked, prefills.forks.inherited)
+        metrics.preempted(scheduler.preemption.preempted)
+        self._swap_metrics.seen(scheduler.swapping)
+        metrics.orphans_expired(scheduler.endings.orphans.expired)
+        for dropped in (scheduler.receiver.dropped, prefills.handoffs.dropped):
+            metrics.handoffs_dropped("receiver", dropped)
+        s_per_block = dict(self._s_per_block)
+        return msgspec.structs.replace(
+            load, s_per_token=self._s_per_step, s_per_block=s_per_block
+        )
+
+    def close(self) -> None:
+        self._peers.close()

@@ -1,0 +1,195 @@
+"""How requests end, and whose they are while they last: told at once; their blocks follow. Pure.
+
+    any state --> ENDING until no copy of ours is under way --> gone: what it has computed is cached
+
+A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. What its client
+may come back for outlives its router: which requests are orphans, and what is remembered of ended ones, is the business
+of `decode_worker.scheduler.orphans`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from decode_worker.scheduler.admission import Admission
+from decode_worker.scheduler.batch import Batch
+from decode_worker.scheduler.departures import Departure, Departures
+from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
+from decode_worker.scheduler.orphans import NOBODY, Orphans, orphan
+from decode_worker.scheduler.preemption import Preemption
+from decode_worker.scheduler.prefills import Prefills
+from decode_worker.scheduler.request import Request, RequestState
+from engine.kv.manager import KVCacheManager
+from engine.messages import Ended, Fault, OrphansTold, Tokens
+from engine.types import Beam, FinishReason, Incarnation, RequestId
+
+
+@dataclass(eq=False, repr=False)
+class Endings:
+    """Mutable state: what `orphans` owns; who ends is taken out of `requests`, and out of every other part. Owner: the
+    scheduler."""
+
+    name: str
+    """This worker's."""
+    block_bytes: int
+    kv: KVCacheManager
+    requests: dict[RequestId, Request]
+    """All that there are."""
+    batch: Batch
+    prefills: Prefills
+    admission: Admission
+    preemption: Preemption
+    departures: Departures
+    orphans: Orphans
+
+    def settle(self, results: Iterable[Result], now: float) -> list[Command]:
+        """Act on what other parts say of requests that end, in turn; everything else goes to the shell."""
+        commands: list[Command] = []
+        for result in results:
+            match result:
+                case Freed(request):
+                    commands += self._free(request, now)
+                case Unservable(request, fault):
+                    late = fault.code == "DEADLINE_EXCEEDED"
+                    reason = FinishReason.DEADLINE if late else FinishReason.ERROR
+                    commands += self.end(request, reason, now, fault)
+                case _:
+                    commands.append(result)
+        return commands
+
+    def emit(self, request: Request, token: int, now: float) -> list[Command]:
+        """The next token of a request is known: send it on, and end the request if it is the last."""
+        index = request.output_tokens
+        reason = self.batch.append(request, token)
+        told = Tell(request.link, Tokens(request.record.request, request.placement, index, [token]))
+        return [told] if reason is None else [told, *self.end(request, reason, now)]
+
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        fault: Fault | None = None,
+        kept: int | None = None,
+        beams: Sequence[Beam] = (),
+    ) -> list[Command]:
+        """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. `kept`: how many
+        output tokens are its answer, where that is not all."""
+        del self.requests[request.record.request]
+        ended = Ended(
+            request=request.record.request,
+            placement=request.placement,
+            reason=reason,
+            stats=request.stats(now, self.name, self.block_bytes, kept),
+            fault=fault,
+            beams=list(beams),
+        )
+        if request.record.context and reason is not FinishReason.CANCELLED:
+            self.orphans.remember(request, ended, request.output[:kept], now)
+        told = Tell(request.link, ended)
+        self.preemption.leave(request)
+        is_well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
+        return [told, *self.settle(self.prefills.end(request, is_well, now), now)]
+
+    def end_all(
+        self, requests: Iterable[Request], reason: FinishReason, now: float
+    ) -> list[Command]:
+        return [command for request in requests for command in self.end(request, reason, now)]
+
+    def _free(self, request: Request, now: float) -> list[Command]:
+        """Keep what is worth keeping in the cache; its blocks are nobody's. If others still wait for its prompt, the
+        first of them takes its place, and room."""
+        if request.arrived:
+            self.prefills.handoffs.done(request)
+            self.prefills.share(request, now)
+            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+        self.kv.release(request.lease)
+        forks = self.prefills.forks
+        heir = forks.heir(request)
+        if heir is None:
+            return []
+        self.kv.release(heir.lease)
+        lease = self.admission.acquire(heir.record, heir.tokens)
+        if lease is None:
+            self.preemption.preempt([heir, *forks.waiting(heir)], now)
+            return []
+        heir.lease, heir.have_blocks = lease, lease.cached_tokens // self.kv.block_size
+        if heir.preempted is None:
+            cached_tokens = min(lease.cached_tokens, heir.record.prompt_tokens)
+            heir.origin.decode_cached_tokens = cached_tokens
+        return self.settle(self.prefills.begin(heir, now), now)
+
+    def tick(self, now: float) -> list[Command]:
+        """End requests whose time is over."""
+        self.orphans.tick(now)
+        late = [r for r in self.requests.values() if now >= r.deadline]
+        commands = self.end_all(late, FinishReason.DEADLINE, now)
+        alone = [r for r in self.requests.values() if now >= r.owner.orphan_until]
+        self.orphans.expired += len(alone)
+        commands += self.end_all(alone, FinishReason.CANCELLED, now)
+        for request in self.prefills.handoffs.overdue(now):
+            commands += self.settle(self.prefills.abandon(request, now), now)
+        return commands
+
+    # routers
+
+    def router_lost(self, link: int, now: float) -> list[Command]:
+        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
+        heir = self.orphans.left(link)
+        lost = [r for r in self.requests.values() if r.link == link]
+        unwanted = [r for r in lost if not r.record.context]
+        commands = self.end_all(unwanted, FinishReason.CANCELLED, now)
+        self._orphan([r for r in lost if r.record.context], now)
+        for departure in self.departures.router_lost(link, now):
+            commands += self._take_back(departure, now)
+        if heir != NOBODY:
+            commands += self._hand_over(heir, now)
+        return commands
+
+    def router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
+        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
+        former = [r for r in self.requests.values() if r.owner.router == router and r.link != link]
+        placed_again = [r for r in former if not r.owner.handovers]
+        commands = self.end_all(placed_again, FinishReason.CANCELLED, now)
+        self._orphan([r for r in former if r.owner.handovers], now)
+        self.orphans.joined(link, router)
+        return commands + self._hand_over(link, now)
+
+    def _orphan(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self.orphans.leave(request, now)
+            # Who asked for it is gone: were it to depart, its next router would never be told of it.
+            request.yielding = False
+            if request.state is RequestState.ASKING:
+                self.prefills.compute_prompt(request, now)
+
+    def _take_back(self, departure: Departure, now: float) -> list[Command]:
+        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
+        request = departure.request
+        self.requests[request.record.request] = request
+        self.orphans.leave(request, now)
+        request.yielding = False
+        request.clock.resume("decode_queue", now)
+        self.batch.add_ready(request)
+        return [] if departure.token is None else self.emit(request, departure.token, now)
+
+    def _hand_over(self, link: int, now: float) -> list[Command]:
+        """The router on `link` gets what belonged to routers that are gone."""
+        commands: list[Command] = []
+        for request in [r for r in self.requests.values() if r.link == NOBODY]:
+            if self.orphans.adopt(request, link):
+                commands.append(Tell(link, orphan(request, request.output, now)))
+            else:
+                commands += self.end(request, FinishReason.CANCELLED, now)
+        for one in self.orphans.adopt_ended(link):
+            commands += [Tell(link, orphan(one.request, one.tokens, now)), Tell(link, one.ended)]
+        if self.orphans.is_alone(link):
+            commands.append(Tell(link, OrphansTold()))
+        return commands
+
+    def check(self) -> None:
+        """Recompute the invariants."""
+        self.orphans.check()
+        for request in self.requests.values():
+            assert not request.lease.released and request.state is not RequestState.ENDING
+            assert (request.link == NOBODY) == (request.owner.orphan_until < float("inf"))
+            assert request.link != NOBODY or request.state is not RequestState.ASKING

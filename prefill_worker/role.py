@@ -1,0 +1,83 @@
+"""A prefill worker's part of the shell (`worker.worker`). Its readers are its only links."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Never
+
+import msgspec
+
+from engine.measure import mean
+from engine.messages import Load
+from engine.model.config import Progress
+from engine.step import StepPlan
+from prefill_worker.config import PrefillConfig
+from prefill_worker.journal import PrefillJournal
+from prefill_worker.scheduler.scheduler import PrefillScheduler
+from transfer.handoff.commands import Unreachable
+from worker.opening import Parts
+from worker.rpc import FrameIn, StreamEnded
+from worker.streams import RouterStream
+from worker.worker import Worker, open_worker
+
+log = logging.getLogger(__name__)
+
+
+def open_prefill_worker(
+    name: str,
+    config: PrefillConfig,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    progress: Progress | None = None,
+) -> Worker[Never]:
+    return open_worker("prefill", name, config, host, port, partial(PrefillRole, config), progress)
+
+
+class PrefillRole:
+    """Mutable state: the speed that was measured, and what the scheduler owns."""
+
+    def __init__(self, config: PrefillConfig, parts: Parts) -> None:
+        self.growth_tokens = None
+        self.journal = PrefillJournal(parts.info.name)
+        self.scheduler = PrefillScheduler(
+            config,
+            parts.kv,
+            fingerprint=parts.device.fingerprint,
+            vocab=parts.device.vocab,
+            context_tokens=parts.device.context_tokens,
+            stop_ids=parts.device.stop_ids,
+        )
+        self.source = self.scheduler.source
+        self._metrics = parts.metrics
+        self._s_per_token = 0.0
+
+    def hear(self, item: object, tell: Callable[[Never], None]) -> None:
+        match item:
+            case FrameIn(RouterStream()) | StreamEnded(RouterStream()):
+                pass  # a router only reads reports
+            case Unreachable(peer, error):
+                log.error("decode worker %x cannot be reached: %s", peer, error)
+            case _:
+                raise TypeError(f"not an item: {item!r}")
+
+    def carry_out(self, commands: Sequence[object]) -> bool:
+        for command in commands:
+            raise TypeError(f"not a command for the shell: {command!r}")
+        return False
+
+    def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
+        hits, self.scheduler.hit_tokens = self.scheduler.hit_tokens, 0
+        self._metrics.prompt_tokens(computed=0, prefix_hit=hits)
+        if plan is not None:
+            tokens, again = plan.computed_tokens, plan.recomputed_tokens
+            self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
+            self._s_per_token = mean(self._s_per_token, seconds / max(1, tokens))
+
+    def load(self, load: Load, now: float) -> Load:
+        waiting_tokens = self.scheduler.backlog_tokens
+        return msgspec.structs.replace(
+            load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token
+        )
+
+    def close(self) -> None:
+        """It has no streams of its own."""

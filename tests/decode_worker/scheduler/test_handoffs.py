@@ -1,0 +1,115 @@
+"""One handoff from the decode worker's side: what is kept of a failed attempt, when another is tried, and when none is.
+Accounts of attempts are tried in tests/decode_worker/test_accounts.py, blocks of unequal sizes and what is dropped in
+tests/transfer/test_drops.py, and every fault at every step in tests/sim."""
+
+import pytest
+
+from decode_worker.scheduler.events import ConnectPeer, FromPeer, PeerDown, PeerUp
+from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
+from decode_worker.scheduler.request import RequestState
+from engine.messages import (
+    BlockOffer,
+    Ended,
+    Fault,
+    NeedPrefill,
+    Offer,
+    PeerAddress,
+    PrefillFailed,
+    Stop,
+)
+from engine.types import BlockId, FinishReason, Incarnation
+from tests.decode_worker.scheduler.bench import POOL, Fetching, P
+from transfer.handoff.commands import Received
+
+PROMPT = list(range(10))
+
+
+def test_a_peer_is_reached_before_it_is_asked_and_asked_again_in_its_next_life() -> None:
+    """Guards names: a handoff with the incarnation that is gone would be dropped by the new one for ever."""
+    bench = Fetching()
+    other = PeerAddress("prefill-9", "p:9")
+    commands = []
+    carried = bench._do
+    bench._do = lambda some: (commands.extend(some), carried(some))[1]  # type: ignore[method-assign, func-returns-value]
+    assert bench.place("a", PROMPT, other)
+    assert commands[-1] == ConnectPeer(other)
+    assert bench.request("a").state is RequestState.CONNECTING
+    bench.tell(PeerUp(Incarnation(77), other, "tcp", 4))
+    assert bench.asked().handoff.prefill == 77
+    bench.tell(PeerDown(other, Incarnation(77), "gone"))
+    assert bench.request("a").state is RequestState.ASKING
+
+
+def test_the_next_attempt_asks_only_for_what_has_not_landed() -> None:
+    """Guards work that is done: whole blocks that were verified are neither sent nor computed again."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    first = bench.asked()
+    for at, error in ((0, ""), (1, "its bytes are others")):
+        bench.tell(FromPeer(P, Offer(first.handoff, at, [BlockOffer(BlockId(at), 1, at, 4, 0)])))
+        bench.tell(Received(first.handoff, at, error, 0.1, 0 if error else 1))
+    again = bench.asked()
+    assert (first.have_tokens, again.have_tokens) == (0, 4)
+    assert (first.handoff.attempt, again.handoff.attempt) == (0, 1)
+    assert bench.of(Stop) == [Stop(first.handoff)]
+
+
+def test_a_named_token_is_history_of_the_next_attempt() -> None:
+    """Guards against a token that is drawn twice: the client has it, so the next prompt includes it."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    handoff = bench.asked().handoff
+    bench.name_token(handoff, token=42)
+    bench.land(handoff, "its bytes are others")
+    assert bench.asked().record.tokens == [*PROMPT, 42]
+    again = bench.asked().handoff
+    bench.land(again)
+    bench.name_token(again, token=43)
+    assert bench.request("a").tokens == [*PROMPT, 42, 43]
+
+
+def test_after_so_many_attempts_another_worker_is_asked_for() -> None:
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    for _ in range(MAX_ATTEMPTS):
+        assert not bench.of(NeedPrefill)
+        bench.land(bench.asked().handoff, "its bytes are others")
+    assert bench.of(NeedPrefill) and bench.request("a").state is RequestState.ASKING
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("UNAVAILABLE", None),
+        ("OUT_OF_RANGE", FinishReason.ERROR),
+        ("DEADLINE_EXCEEDED", FinishReason.DEADLINE),
+    ],
+)
+def test_what_any_worker_would_answer_ends_the_request(
+    code: str, reason: FinishReason | None
+) -> None:
+    """Guards the pool: a prompt that is too long for all would be tried with each of them."""
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    bench.tell(FromPeer(P, PrefillFailed(bench.asked().handoff, Fault(code, "why"))))
+    ended = bench.of(Ended)
+    assert [one.reason for one in ended if isinstance(one, Ended)] == ([reason] if reason else [])
+    assert bool(bench.of(NeedPrefill)) == (reason is None)
+    assert bench.of(Stop), "whatever becomes of it, that worker is told that nobody reads"
+
+
+def test_late_words_of_a_handoff_change_nothing_and_are_counted() -> None:
+    bench = Fetching()
+    bench.place("a", PROMPT, POOL)
+    handoff = bench.asked().handoff
+    bench.name_token(handoff)
+    bench.name_token(handoff)
+    bench.land(handoff)
+    bench.name_token(handoff)
+    bench.tell(FromPeer(P, PrefillFailed(handoff, Fault("UNAVAILABLE", "late"))))
+    assert bench.request("a").tokens == [*PROMPT, 9]
+    assert dict(bench.scheduler.prefills.handoffs.dropped) == {
+        "first token: duplicate": 1,
+        "first token: unknown handoff": 1,
+        "prefill failed: unknown handoff": 1,
+    }

@@ -1,0 +1,186 @@
+"""Real workers over a fake model, in this process: how they open, whom they answer, and what is left when they end."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+import worker.opening
+from decode_worker.config import DecodeConfig
+from decode_worker.role import open_decode_worker
+from engine.device import Device
+from engine.kv.layout import KVLayout
+from engine.messages import Load, WorkerInfo, decode_worker_frame, encode
+from prefill_worker.config import PrefillConfig
+from prefill_worker.role import PrefillRole, open_prefill_worker
+from tests.integration.fake_device import fake_device
+from transfer.handoff.commands import Connect, Disconnect
+from transfer.mover import Mover
+from worker.rpc import FrameIn, RpcLoop, Send
+from worker.streams import ATTACH, ReaderStream
+from worker.worker import Worker
+
+LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
+SOON_S = 10.0
+OPEN: dict[str, Callable[[], Worker[Any]]] = {
+    "prefill": lambda: open_prefill_worker("w", PrefillConfig()),
+    "decode": lambda: open_decode_worker("w", DecodeConfig()),
+}
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
+    """Those that were opened; at the end of a test nothing of them may be left."""
+    opened: list[Device] = []
+
+    def open_device(*config: object) -> Device:
+        opened.append(fake_device(LAYOUT, 8))
+        return opened[-1]
+
+    monkeypatch.setattr(worker.opening, "open_device", open_device)
+    return opened
+
+
+@pytest.fixture
+def rpc() -> Iterator[RpcLoop]:
+    loop = RpcLoop("router")
+    loop.start("127.0.0.1", 0, {})
+    yield loop
+    loop.stop()
+
+
+class Listener:
+    """A router's end of a stream."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.heard: list[list[object]] = []
+        self.ended = threading.Event()
+
+    def frame(self, data: bytes) -> None:
+        self.heard.append(list(decode_worker_frame(data)))
+
+    def closed(self, why: str) -> None:
+        self.ended.set()
+
+
+def attach(rpc: RpcLoop, address: str, role: str) -> Listener:
+    made: list[Listener] = []
+
+    def accept(send: Send) -> Listener:
+        made.append(Listener(send))
+        return made[-1]
+
+    rpc.connect(address, ATTACH[role], accept)
+    until(lambda: bool(made))
+    return made[0]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def is_closed(device: Device) -> bool:
+    """Its pool's descriptor is gone, and nobody maps it."""
+    kv: Any = device.kv
+    try:
+        os.fstat(kv.fd)
+    except OSError:
+        return True
+    return False
+
+
+def ours() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("w-") or t.name == "transfer"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_router_hears_who_it_is_and_how_it_stands_until_it_has_left(
+    role: str, rpc: RpcLoop, devices: list[Device]
+) -> None:
+    one = OPEN[role]()
+    info = one.start()
+    try:
+        listener = attach(rpc, info.address, role)
+        until(lambda: len(listener.heard) >= 2)
+        assert info.role == role and info.blocks == 8
+        assert (info.growth_tokens is not None) == (role == "decode")
+        first, *later = listener.heard
+        assert first[0] == info and isinstance(first[0], WorkerInfo) and isinstance(first[1], Load)
+        assert all(isinstance(record, Load) for frame in later for record in frame)
+        one.leave(SOON_S)
+        one.wait()
+        assert listener.ended.wait(SOON_S) and one.is_leaving
+        last = listener.heard[-1][-1]
+        assert isinstance(last, Load) and last.leaving
+    finally:
+        one.stop()
+    assert is_closed(devices[0]) and not ours()
+    one.stop()
+
+
+def test_a_router_that_takes_it_for_another_role_finds_nobody(rpc: RpcLoop) -> None:
+    """Guards a router that dials the port of an earlier worker, at which another one answers by now."""
+    one = open_prefill_worker("w", PrefillConfig())
+    try:
+        listener = attach(rpc, one.start().address, "decode")
+        assert listener.ended.wait(SOON_S) and not listener.heard
+    finally:
+        one.stop()
+
+
+def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> None:
+    one = open_prefill_worker("w", PrefillConfig())
+    try:
+        listener = attach(rpc, one.start().address, "prefill")
+        listener.send(b"anything")
+        before = len(listener.heard)
+        until(lambda: len(listener.heard) > before + 2)
+    finally:
+        one.stop()
+
+
+def test_a_taken_port_leaves_nothing_open(devices: list[Device]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
+        open_prefill_worker("w", PrefillConfig(), port=taken.getsockname()[1])
+    assert is_closed(devices[0]) and not ours()
+
+
+def test_a_role_that_cannot_be_made_leaves_nothing_open(
+    devices: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise ValueError("no such role")
+
+    monkeypatch.setattr(PrefillRole, "__init__", fails)
+    with pytest.raises(ValueError, match="no such role"):
+        open_prefill_worker("w", PrefillConfig())
+    assert is_closed(devices[0]) and not ours()
+
+
+def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards every send to a reader whose stream broke unheard: what belongs to its older stream would take the newer
+    one's way with it, were the scheduler told of the loss only after the whole frame."""
+    commands: list[object] = []
+    monkeypatch.setattr(Mover, "submit", lambda self, command: commands.append(command))
+    source = open_prefill_worker("w", PrefillConfig())
+    reader = open_decode_worker("r", DecodeConfig())
+    try:
+        for number in (1, 2):
+            hello = msgspec.structs.replace(reader.parts.hello, stream=number)
+            stream = ReaderStream(lambda data: None, lambda item: None)
+            source.hear([FrameIn(stream, encode([hello]))])
+        assert [type(command) for command in commands] == [Connect, Disconnect, Connect]
+    finally:
+        source.stop()
+        reader.stop()

@@ -1,0 +1,152 @@
+"""Opens what a worker of either role is made of. It is closed in the reverse order, also if opening fails half way."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, cast
+
+import msgspec
+
+from engine.config import EngineConfig, StepLimits, TierConfig
+from engine.device import Device, open_device
+from engine.device_memory import device_memory
+from engine.kv.manager import KVCacheManager
+from engine.kv.tier_mover import TierMover
+from engine.loop import Inbox
+from engine.messages import Hello, WorkerInfo
+from engine.model.config import Progress
+from engine.tiering import open_tiers
+from engine.types import Incarnation, host_port
+from telemetry.gpu_metrics import GpuMetrics, Nccl
+from telemetry.metrics import WorkerMetrics
+from transfer.config import TransferConfig
+from transfer.liveness import host_id
+from transfer.mover import Mover
+from transfer.registry import open_transports
+from worker.rpc import RpcLoop, dialable
+from worker.streams import Readers, RouterStream, methods
+
+
+class WorkerConfig(Protocol):
+    """What a worker of either role is told."""
+
+    @property
+    def engine(self) -> EngineConfig: ...
+
+    @property
+    def tiers(self) -> TierConfig: ...
+
+    @property
+    def transfer(self) -> TransferConfig: ...
+
+    @property
+    def step_limits(self) -> StepLimits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of it is open; the threads of the two movers do not run yet, and nobody empties the inbox."""
+
+    info: WorkerInfo
+    hello: Hello
+    """This worker's own, to other workers: it names every way to its memory."""
+    transfer: TransferConfig
+    device: Device
+    kv: KVCacheManager
+    tier_mover: TierMover | None
+    """None where there are no lower tiers."""
+    mover: Mover
+    metrics: WorkerMetrics
+    inbox: Inbox
+    rpc: RpcLoop
+    readers: Readers
+    routers: dict[int, RouterStream]
+
+
+def open_parts(
+    role: str,
+    name: str,
+    config: WorkerConfig,
+    host: str,
+    port: int,
+    closing: ExitStack,
+    progress: Progress | None = None,
+) -> Parts:
+    """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen; `closing` closes
+    all of it. `progress` hears of weights that are loaded, in bytes. Raises what `open_device` raises, ValueError for
+    tiers or a host that cannot be, and OSError for a taken port."""
+    host, transfer = dialable(host), config.transfer
+    incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
+    inbox = Inbox()
+
+    device = open_device(
+        config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes
+    )
+    closing.callback(device.kv.close)
+    tiering = open_tiers(config.tiers, device, name, inbox.put)
+    if tiering is not None:
+        closing.callback(tiering.mover.stop)
+    transports = open_transports(device.kv, incarnation, transfer, host)
+    mover = Mover(transports, device.kv, device.layout, inbox.put)
+    closing.callback(mover.stop)
+    mover.warm_up(transfer.wire)
+
+    metrics = WorkerMetrics(device.model, name, role)
+    closing.callback(metrics.close)
+    metrics.opened(
+        block_size=device.layout.block_size,
+        blocks=device.blocks,
+        dtype=device.layout.dtype,
+        transport=transfer.transport,
+        memory=msgspec.structs.asdict(device.memory),
+    )
+    nccl = cast("Nccl | None", transports.get("nccl"))
+    GpuMetrics(
+        metrics.families,
+        partial(device_memory, device.kv.device),
+        nccl,
+        lambda: device.compilations.counts,
+    )
+
+    rpc = RpcLoop(f"{name}-rpc")
+    closing.callback(rpc.stop, 0.0)
+    bound = rpc.start(host, port, methods(role, inbox.put))
+    info = WorkerInfo(
+        name=name,
+        role=role,
+        incarnation=incarnation,
+        address=host_port(host, bound),
+        model=device.model,
+        fingerprint=device.fingerprint,
+        arithmetic=device.arithmetic,
+        block_size=device.layout.block_size,
+        blocks=device.blocks,
+        context_tokens=device.context_tokens,
+        pid=os.getpid(),
+        host=host_id(),
+        metrics_address=host_port(host, metrics.serve(host)),
+        memory=device.memory,
+    )
+    hello = Hello(
+        info=info,
+        layout=device.layout.describe(),
+        endpoints=[transport.describe() for transport in transports.values()],
+        digest=transfer.digest_on(device.kv.device),
+        digest_share=transfer.digest_share,
+        wire=transfer.wire,
+    )
+    return Parts(
+        info=info,
+        hello=hello,
+        transfer=transfer,
+        device=device,
+        kv=device.manager(None if tiering is None else tiering.tiers),
+        tier_mover=None if tiering is None else tiering.mover,
+        mover=mover,
+        metrics=metrics,
+        inbox=inbox,
+        rpc=rpc,
+        readers=Readers(hello, transports, mover.submit),
+        routers={},
+    )

@@ -1,0 +1,166 @@
+"""The streams that others open to a worker: routers, who hear its reports, and readers, who ask it for KV blocks.
+
+To a router a worker first says who it is (`WorkerInfo`) and how it stands. A reader's stream begins with a hello in
+either direction: the reader names every way to its memory, the answer names the one that was chosen. Readers come to a
+prefill worker, and to a decode worker for the requests that it yields; they are watched until proof of their death.
+Between two lives blocks go one way only, so a peer is a reader or is read from, never both. What they say is put into
+the inbox that `worker/worker.py` empties.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from engine.messages import Hello, Record, decode_to_prefill_frame, encode
+from engine.types import Incarnation
+from transfer.handoff.commands import (
+    Connect,
+    FromReader,
+    ReaderDead,
+    ReaderEvent,
+    ReaderLost,
+    ReaderUp,
+)
+from transfer.handoff.negotiation import NegotiationError, negotiate
+from transfer.liveness import ProcessWatch
+from transfer.registry import choose
+from transfer.transport import Transport
+from worker.rpc import Accept, InboxStream, Send
+
+log = logging.getLogger(__name__)
+
+READ = "/headrace.v1.KVSource/Attach"
+ATTACH = {
+    "prefill": "/headrace.v1.PrefillWorker/Attach",
+    "decode": "/headrace.v1.DecodeWorker/Attach",
+}
+"""For routers. By role, so that one that dials the address of an earlier worker finds nobody."""
+
+
+class RouterStream(InboxStream):
+    """One stream; `link` is the number by which a scheduler knows it. It is itself an item: that it is open."""
+
+    def __init__(self, link: int, send: Send, put: Callable[[object], None]) -> None:
+        super().__init__(send, put)
+        self.link = link
+
+
+class ReaderStream(InboxStream):
+    """One stream. `peer` and `number` are known once its hello has come."""
+
+    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
+        super().__init__(send, put)
+        self.peer: Incarnation | None = None
+        self.number = 0
+
+
+def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
+    """What a worker of this role serves, by path; `put` fills its inbox."""
+    links = itertools.count(1)
+
+    def attach(send: Send) -> RouterStream:
+        stream = RouterStream(next(links), send, put)
+        put(stream)
+        return stream
+
+    return {ATTACH[role]: attach, READ: lambda send: ReaderStream(send, put)}
+
+
+class Readers:
+    """All streams of readers. Owner: the engine thread."""
+
+    # Mutable state: the streams by life, and the processes behind living and lost ones, as far as this host knows them.
+
+    def __init__(
+        self,
+        hello: Hello,
+        transports: Mapping[str, Transport],
+        submit: Callable[[Connect], None],
+    ) -> None:
+        """`hello` is this worker's own, whose endpoints are filled in by who asks."""
+        self._hello = hello
+        self._transports = transports
+        self._submit = submit
+        self._streams: dict[Incarnation, ReaderStream] = {}
+        self._watches: dict[Incarnation, ProcessWatch] = {}
+        self._lost: dict[Incarnation, ProcessWatch] = {}
+
+    def send(self, peer: Incarnation, records: list[Record]) -> None:
+        """To a reader that is gone nothing is sent: its loss is known, or on its way to the scheduler."""
+        stream = self._streams.get(peer)
+        if stream is not None:
+            stream.send(encode(records))
+
+    def frame(self, stream: ReaderStream, data: bytes, hear: Callable[[ReaderEvent], None]) -> None:
+        """Tell `hear` what a frame means to the scheduler. Each event has been acted on when `hear` returns: a lost
+        stream is closed in the transfer thread before its successor is opened there."""
+        try:
+            records = decode_to_prefill_frame(data)
+        except msgspec.MsgspecError as error:
+            log.error("a frame is not of this protocol, and is dropped: %s", error)
+            return
+        for record in records:
+            if isinstance(record, Hello):
+                self._welcome(stream, record, hear)
+            elif stream.peer is None or self._streams.get(stream.peer) is not stream:
+                log.info("%s on a stream that is not a peer's: dropped", type(record).__name__)
+            else:
+                hear(FromReader(stream.peer, record))
+
+    def _welcome(self, stream: ReaderStream, hello: Hello, hear: Callable[[ReaderEvent], None]) -> None:
+        """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""
+        peer, host = hello.info.incarnation, self._hello.info.host
+        known = self._streams.get(peer)
+        if known is not None and known.number > hello.stream:
+            stream.send(None)
+            return
+        name = choose(self._transports, host, hello.info.host)
+        transport = self._transports[name]
+        answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
+        try:
+            agreement = negotiate(answer, hello)
+        except NegotiationError as error:
+            log.error("decode worker %s is refused: %s", hello.info.name, error)
+            stream.send(encode([answer]))
+            return
+        if known is not None:
+            # The end of the older stream has not been heard of yet. What was said on it may be lost.
+            known.send(None)
+            hear(ReaderLost(peer))
+        stream.peer, stream.number = peer, hello.stream
+        self._streams[peer] = stream
+        for endpoint in hello.endpoints:
+            if endpoint.transport == name:
+                self._submit(Connect(peer, endpoint, agreement))
+        if hello.info.host == host:
+            self._watches[peer] = ProcessWatch(hello.info.pid)
+        self._lost.pop(peer, None)
+        stream.send(encode([answer]))
+        hear(ReaderUp(peer, transport.reads_remotely, tuple(hello.unfinished)))
+
+    def ended(self, stream: ReaderStream, why: str, hear: Callable[[ReaderEvent], None]) -> None:
+        peer = stream.peer
+        if peer is None or self._streams.get(peer) is not stream:
+            return
+        log.info("reader %x left: %s", peer, why)
+        del self._streams[peer]
+        watch = self._watches.pop(peer, None)
+        if watch is not None:
+            self._lost[peer] = watch
+        hear(ReaderLost(peer))
+
+    def deaths(self) -> list[ReaderDead]:
+        """Lost readers whose processes have ended since the last look."""
+        if not self._lost:
+            return []
+        dead = [peer for peer, watch in self._lost.items() if watch.is_dead()]
+        for peer in dead:
+            del self._lost[peer]
+        return [ReaderDead(peer) for peer in dead]
+
+    def close(self) -> None:
+        """End every stream, behind what was said on it."""
+        for stream in self._streams.values():
+            stream.send(None)

@@ -1,0 +1,277 @@
+"""A worker: the shell around a role's scheduler, the same for prefill and decode workers.
+
+Three threads: the engine (here), the asyncio loop of `worker.rpc`, and the transfer thread of `transfer.mover`; with
+lower tiers a fourth. All state belongs to the engine thread; the others put what they hear into its inbox and carry out
+what it hands them. What differs between the two is `decode_worker/role.py` and `prefill_worker/role.py`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine.kv.tier_io import TierEvent, TiersDied
+from engine.loop import Engine, EngineThread
+from engine.messages import (
+    FirstToken,
+    Handoff,
+    Load,
+    Offer,
+    PrefillFailed,
+    Record,
+    WorkerInfo,
+    encode,
+)
+from engine.model.config import Progress
+from engine.types import Incarnation
+from telemetry.audit import Auditor
+from telemetry.flight import Flight
+from telemetry.tier_metrics import TierMetrics
+from transfer.handoff.commands import (
+    Emit,
+    Leave,
+    MoverCommand,
+    MoverDied,
+    Posted,
+    PostRecv,
+    PostSend,
+    Received,
+    Sent,
+)
+from transfer.watchdog import Watchdog
+from worker.opening import Parts, WorkerConfig, open_parts
+from worker.role import Role, SharedEvent
+from worker.rpc import FrameIn, StreamEnded
+from worker.streams import ReaderStream, RouterStream
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E")
+
+HEARTBEAT_S = 0.25
+REPORT_S = 0.05
+"""Least time between two reports while steps run."""
+
+
+def open_worker(
+    role: str,
+    name: str,
+    config: WorkerConfig,
+    host: str,
+    port: int,
+    make_role: Callable[[Parts], Role[E]],
+    progress: Progress | None = None,
+) -> "Worker[E]":
+    """A worker that serves once it is started. `progress` hears of weights that are loaded, in bytes. Raises what
+    `open_parts` raises."""
+    with ExitStack() as closing:
+        parts = open_parts(role, name, config, host, port, closing, progress)
+        return Worker(parts, make_role(parts), closing.pop_all())
+
+
+class Worker(Generic[E]):
+    """Start it, wait for it, stop it."""
+
+    # Mutable state: what is settling, when it must have left and has reported, `parts.routers`, and what its parts
+    # and its role own.
+
+    def __init__(self, parts: Parts, role: Role[E], closing: ExitStack) -> None:
+        self.name = parts.info.name
+        self.info: WorkerInfo = msgspec.structs.replace(parts.info, growth_tokens=role.growth_tokens)
+        self.parts = parts
+        self.scheduler = role.scheduler
+        self._role = role
+        self._closing = closing
+        self._engine: Engine[SharedEvent | E, object] = Engine(
+            role.scheduler, parts.device.runner, time.monotonic, self._publish, parts.tier_mover
+        )
+        self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
+        self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
+        self._auditor = Auditor(
+            {"kv": parts.kv, "scheduler": role.scheduler}, time.monotonic, parts.metrics.audit_failed
+        )
+        self._watchdog = Watchdog(parts.transfer.stuck_s)
+        self._tier_watchdog = Watchdog(parts.transfer.stuck_s)
+        self._copying = 0
+        self._digesting: set[tuple[Handoff, int]] = set()
+        self._report_now = False
+        self._reported_at = 0.0
+        self._leave_by: float | None = None
+
+    def start(self) -> WorkerInfo:
+        """Serve. What is compiled from now on, some request waits for."""
+        self.parts.device.compilations.serve()
+        if self.parts.tier_mover is not None:
+            self.parts.tier_mover.start()
+        self.parts.mover.start()
+        self._thread.start()
+        return self.info
+
+    def leave(self, grace_s: float) -> None:
+        """Take no new work, finish what has begun or yield it, serve all reads, then end, at the latest in `grace_s`
+        seconds; `wait` returns. From any thread."""
+        self.parts.inbox.put(Leave(grace_s))
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leave_by is not None
+
+    def flights(self, request: str) -> list[Flight]:
+        """What is remembered of a request, or of the latest ones. From any thread."""
+        return self._role.journal.recorder.told(request)
+
+    def wait(self) -> None:
+        """Block until the worker has stopped, or left; raises what its engine died of."""
+        self._thread.ended.wait()
+        if self._thread.failure is not None:
+            self._role.journal.engine_failed()
+            raise self._thread.failure
+        if self._leave_by is not None:
+            self.stop()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End everything. Requests under way are lost; who has them notices."""
+        self._thread.stop(grace_s)
+        self.parts.rpc.stop(min(grace_s, 0.5))
+        self._closing.close()
+
+    # what the engine thread calls
+
+    def hear(self, items: list[object]) -> None:
+        for item in items:
+            self._take(item)
+
+    def is_settling(self) -> bool:
+        return self._copying > 0 or bool(self._digesting)
+
+    def step(self) -> bool:
+        self._engine.receive(self.parts.readers.deaths())
+        started = time.monotonic()
+        plan = self._engine.step()
+        now = time.monotonic()
+        if plan is not None:
+            self.parts.metrics.step(plan.computed_tokens, now - started)
+        else:
+            self._auditor.idle()
+        self._look_at_threads(now)
+        self._role.turned(plan, now - started, now)
+        interval_s = HEARTBEAT_S if plan is None else REPORT_S
+        if self._report_now or now - self._reported_at >= interval_s:
+            self._report(now)
+        if self._leave_by is not None and (self.scheduler.is_idle or now >= self._leave_by):
+            self._end()
+        return plan is not None
+
+    def _look_at_threads(self, now: float) -> None:
+        """A transfer thread that is stuck ends the worker; one that is stuck in the disk costs the disk tier."""
+        if self._watchdog.is_stuck(self.parts.mover.beat, now):
+            raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
+        tier_mover = self.parts.tier_mover
+        if tier_mover is not None and self._tier_watchdog.is_stuck(beat := tier_mover.beat, now):
+            tier_mover.abandon(beat, f"no call has come back: {self._tier_watchdog!r}")
+
+    def _end(self) -> None:
+        """Left: what was said is still delivered, then every stream ends."""
+        log.info("%s has left: %r", self.name, self.scheduler)
+        self.parts.readers.close()
+        self._role.close()
+        for router in self.parts.routers.values():
+            router.send(None)
+        self._thread.end()
+
+    def _take(self, item: object) -> None:
+        """Tell the scheduler what an item of the inbox means: the shell's own items first, the rest is the role's."""
+        parts = self.parts
+        match item:
+            case FrameIn(ReaderStream() as reader, data):
+                parts.readers.frame(reader, data, self._tell)
+            case StreamEnded(ReaderStream() as reader, why):
+                parts.readers.ended(reader, why, self._tell)
+            case RouterStream():
+                parts.routers[item.link] = item
+                item.send(encode([self.info, self._load([], time.monotonic())]))
+            case StreamEnded(RouterStream(link=link), why):
+                log.info("router stream %d ended: %s", link, why)
+                del parts.routers[link]
+                self._role.hear(item, self._tell)
+            case Leave(grace_s):
+                self._leave_by = time.monotonic() + grace_s
+                self._report_now = True
+                self._tell(item)
+            case Posted(handoff, seq) | Sent(handoff, seq):
+                self._digesting.discard((handoff, seq))
+                self._tell(item)
+            case Received():
+                self._copying -= 1
+                self._role.hear(item, self._tell)
+            case _ if isinstance(item, TierEvent):
+                self._tell(item)
+            case MoverDied(error) | TiersDied(error):
+                raise RuntimeError(f"a thread that moves KV has died: {error}")
+            case _:
+                self._role.hear(item, self._tell)
+
+    def _tell(self, event: SharedEvent | E) -> None:
+        self._role.journal.heard(event, time.monotonic())
+        self._engine.receive((event,))
+
+    def _publish(self, commands: Sequence[object]) -> None:
+        """Carry out what the scheduler asks: one frame per reader, copies to the transfer thread, the rest to the
+        role."""
+        self._role.journal.said(commands, time.monotonic())
+        to_readers: dict[Incarnation, list[Record]] = {}
+        rest: list[object] = []
+        for command in commands:
+            match command:
+                case Emit(peer, Offer() | FirstToken() | PrefillFailed() as record):
+                    to_readers.setdefault(peer, []).append(record)
+                case _ if isinstance(command, MoverCommand):
+                    self._copying += isinstance(command, PostRecv)
+                    if isinstance(command, PostSend):
+                        self._digesting.add((command.move.handoff, command.move.seq))
+                    self.parts.mover.submit(command)
+                case _:
+                    rest.append(command)
+        for peer, records in to_readers.items():
+            self.parts.readers.send(peer, records)
+        self._report_now |= self._role.carry_out(rest)
+
+    def _report(self, now: float) -> None:
+        self._reported_at, self._report_now = now, False
+        load = encode([self._load(self.parts.kv.take_evicted(), now)])
+        for router in self.parts.routers.values():
+            router.send(load)
+
+    def _load(self, evicted: list[bytes], now: float) -> Load:
+        """How the worker stands, with these blocks evicted since the last report; the metrics are told all there is."""
+        scheduler, source, kv = self.scheduler, self._role.source, self.parts.kv
+        mover, metrics, counts = self.parts.mover, self.parts.metrics, kv.pool.counts()
+        metrics.blocks(counts)
+        metrics.slots(*scheduler.slots)
+        metrics.evicted(len(evicted))
+        metrics.load(scheduler.waiting_requests, scheduler.running_requests, mover.outstanding)
+        metrics.handoffs_dropped("sender", source.sender.dropped)
+        metrics.transferred(
+            mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes
+        )
+        for since in source.take_quarantined():
+            metrics.quarantined(now - since)
+        if self._tier_metrics is not None and kv.tiers is not None:
+            self._tier_metrics.seen(kv.tiers)
+        load = Load(
+            step=self._engine.steps,
+            free_blocks=counts["free"],
+            cached_blocks=counts["cached"],
+            active_blocks=counts["active"],
+            reserved_blocks=counts["reserved"],
+            quarantined_blocks=counts["quarantined"],
+            waiting_requests=scheduler.waiting_requests,
+            running_requests=scheduler.running_requests,
+            evicted=evicted,
+            leaving=scheduler.leaving,
+            silent=source.silent(self.parts.transfer.escalate_s, now),
+        )
+        return self._role.load(load, now)
