@@ -183,10 +183,10 @@ class Links:
         finally:
             self._outboxes.pop(peer.name, None)
             call.cancel()
-            if writer is not None:
-                await _end(writer)
             if joined:
                 self._hub.lost(peer.name)
+            if writer is not None:
+                await _end(writer)
 
     def _introduction(self, frame: bytes) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
         """Who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
@@ -222,6 +222,9 @@ async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait until it has ended. If the caller is cancelled meanwhile, it hears of that: whoever awaits
+    the task itself cannot tell the task's cancellation from its own, and would go on for ever."""
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
