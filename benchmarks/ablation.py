@@ -31,7 +31,7 @@ from benchmarks import output
 from benchmarks.offline import Served, record, serve
 from benchmarks.shapes_of_work import SHAPES, AskedPrompt
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
@@ -43,7 +43,7 @@ ALL_ON = "nothing"
 OFF = ("paging", "batching", "prefix cache", "queue order", "delta")
 FIRST_COME = 1e12
 """λ in tokens a second of waiting: nothing that is cached outweighs it."""
-Make = Callable[[], Device]
+Make = Callable[[], EngineDevice]
 
 
 class Contiguous(KVCacheManager):
@@ -65,7 +65,7 @@ class Whole(KVCacheManager):
 
 
 @dataclass(frozen=True, slots=True)
-class Ablated(Device):
+class Ablated(EngineDevice):
     """A device whose manager is another."""
 
     managed_by: type[KVCacheManager] = KVCacheManager

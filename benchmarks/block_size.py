@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from benchmarks import figures, output
 from benchmarks.offline import Served, engine, record, serve
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.model.cache import prepare
 from fakes.colocated import Colocated
 
-Make = Callable[[int], Device]
+Make = Callable[[int], EngineDevice]
 COMMON = 16
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         model_dir = str(prepare(None, Path(folder)))
 
-        def make(block_size: int) -> Device:
+        def make(block_size: int) -> EngineDevice:
             return open_device(EngineConfig(model_dir=model_dir, threads=1, block_size=block_size))
 
         table = measure(make, options.sizes, asked, options.answer, options.at_once, options.repeats)

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import output
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers import Tiers
 from engine.model.cache import prepare
@@ -77,13 +77,17 @@ class TimedRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedDevice(Device):
+class TimedDevice(EngineDevice):
     def manager(self, tiers: Tiers | None = None) -> TimedManager:
         return TimedManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
 
 def measure(
-    open_one: Callable[[], Device], prompt_tokens: tuple[int, int], answer_tokens: int, batches: int, seed: int = 0
+    open_one: Callable[[], EngineDevice],
+    prompt_tokens: tuple[int, int],
+    answer_tokens: int,
+    batches: int,
+    seed: int = 0,
 ) -> dict[str, str | int | float]:
     """`batches` batches of eight requests; prompt lengths are drawn from `prompt_tokens`, both ends included."""
     devices, runners = [], []
@@ -122,7 +126,7 @@ def measure(
 
 
 def _record(
-    random: Random, name: str, lengths: tuple[int, int], answer_tokens: int, device: Device
+    random: Random, name: str, lengths: tuple[int, int], answer_tokens: int, device: EngineDevice
 ) -> RequestRecord:
     prompt = [random.randrange(device.vocab) for _ in range(random.randint(*lengths))]
     return RequestRecord(

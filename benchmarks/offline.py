@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
 
@@ -30,7 +30,7 @@ class Served:
 
 
 @contextmanager
-def engine(make: Callable[[], Device]) -> Iterator[Colocated]:
+def engine(make: Callable[[], EngineDevice]) -> Iterator[Colocated]:
     """Two new devices with both schedulers over them. Runs in namespaces of their own share nothing in it."""
     devices = make(), make()
     made = Colocated(*devices)

@@ -23,14 +23,14 @@ from benchmarks.offline import record
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tier_io import TierEvent, TiersDied
 from engine.model.cache import prepare
 from engine.tiering import Tiering, open_tiers
 from fakes.colocated import Colocated
 
-Make = Callable[[int], Device]
+Make = Callable[[int], EngineDevice]
 ANSWER = 8
 DECODED = 3
 """Tokens of the answer before the request is preempted."""
@@ -51,7 +51,7 @@ class Turn:
 class SchedulerPair:
     """One pair of schedulers. Mutable state: events of the tier thread that are held back."""
 
-    def __init__(self, prefill: Device, decode: Device) -> None:
+    def __init__(self, prefill: EngineDevice, decode: EngineDevice) -> None:
         self._held: list[TierEvent | TiersDied] | None = None
         self._decode_device = decode
         # All but what is less than a block comes from the prefill pool; its cache has no tier below it.
@@ -197,7 +197,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         model_dir = str(prepare(None, Path(folder)))
 
-        def make(block_size: int) -> Device:
+        def make(block_size: int) -> EngineDevice:
             config = EngineConfig(model_dir=model_dir, threads=1, block_size=block_size, pool_bytes=POOL_BYTES)
             return open_device(config)
 

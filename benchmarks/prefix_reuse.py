@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from benchmarks import figures, output
 from benchmarks.offline import Served, engine, record, serve
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.model.cache import prepare
 from fakes.colocated import Colocated
 
-Make = Callable[[], Device]
+Make = Callable[[], EngineDevice]
 SHARES = (0, 25, 50, 75, 100)
 
 

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import output
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers import Tiers
@@ -32,7 +32,7 @@ from engine.step import Drawn, StepPlan
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 
-Make = Callable[[], Device]
+Make = Callable[[], EngineDevice]
 Table = list[dict[str, str | int | float]]
 
 
@@ -65,7 +65,7 @@ class _Copying(KVCacheManager):
 
 
 @dataclass(frozen=True)
-class _Apart(Device):
+class _Apart(EngineDevice):
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
         return _Copying(self.blocks, self.layout.block_size, self.fingerprint, tiers)
 
@@ -119,7 +119,7 @@ def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool)
     return _run(make(), decode, [_record(prompt, answer, 0, width=n)], False)
 
 
-def _run(prefill: Device, decode: Device, records: list[RequestRecord], is_forking: bool) -> SharedRun:
+def _run(prefill: EngineDevice, decode: EngineDevice, records: list[RequestRecord], is_forking: bool) -> SharedRun:
     watched = _Watched(decode.runner)
     engine = Colocated(prefill, dataclasses.replace(decode, runner=watched))
     watched.pool = engine.decode.kv.pool

@@ -33,7 +33,7 @@ ANY_STEP = StepLimits(chunk_tokens=16)
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class EngineDevice:
     """One pool and what runs over it. `fingerprint` covers weights and dtype: peers must agree on it."""
 
     model: str
@@ -63,7 +63,7 @@ def open_device(
     host_tier_bytes: int = 0,
     progress: Progress | None = None,
     transport_bytes: int = 0,
-) -> Device:
+) -> EngineDevice:
     """Load the prepared model and allocate the pool. Sets this process's compute threads. `progress` hears of weights
     that are copied to a device, in bytes.
 
@@ -112,7 +112,7 @@ def open_device(
         opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
-    return Device(
+    return EngineDevice(
         model=shape.name,
         layout=layout,
         blocks=opened.kv.blocks,

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.config import TierConfig
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.kv.segments import SegmentFolder
 from engine.kv.tier_io import TierEvent, TiersDied
 from engine.kv.tier_memory import HostMemory
@@ -27,7 +27,7 @@ class Tiering:
 
 def open_tiers(
     config: TierConfig,
-    device: Device,
+    device: EngineDevice,
     name: str,
     on_event: Callable[[TierEvent | TiersDied], None],
 ) -> Tiering | None:
@@ -59,7 +59,7 @@ def open_tiers(
     return Tiering(tiers, TierMover(device.kv, host, folder, on_event))
 
 
-def _kind(device: Device) -> bytes:
+def _kind(device: EngineDevice) -> bytes:
     """What the bytes of a block depend on, besides its tokens and all before them."""
     told = f"{device.fingerprint}|{device.layout.describe()}|{device.is_deterministic}|{device.arithmetic}"
     return blake2b(told.encode(), digest_size=16).digest()

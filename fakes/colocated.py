@@ -13,7 +13,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.scheduler import events as decode_events
 from decode_worker.scheduler.events import ConnectPeer, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.loop import Engine
 from engine.messages import (
     Ended,
@@ -65,8 +65,8 @@ class Colocated:
 
     def __init__(
         self,
-        prefill: Device,
-        decode: Device,
+        prefill: EngineDevice,
+        decode: EngineDevice,
         *,
         prefill_config: PrefillConfig | None = None,
         decode_config: DecodeConfig | None = None,

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import msgspec
 
 from engine.config import EngineConfig, StepLimits, TierConfig
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.device_memory import device_memory
 from engine.kv.manager import KVCacheManager
 from engine.kv.tier_mover import TierMover
@@ -52,7 +52,7 @@ class Parts:
     hello: Hello
     """This worker's own, to other workers: it names every way to its memory."""
     transfer: TransferConfig
-    device: Device
+    device: EngineDevice
     kv: KVCacheManager
     tier_mover: TierMover | None
     """None where there are no lower tiers."""

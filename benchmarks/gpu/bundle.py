@@ -32,7 +32,7 @@ BUILT = (".pyc", ".so", ".egg-info")
 _MIB = 1 << 20
 
 
-class Refused(Exception):
+class BundleRefused(Exception):
     """There is no bundle; the message says why."""
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # An earlier bundle may lie in the tree.
             files = [path for path in project_files(ROOT) if ROOT / path != options.out.resolve()]
             write(options.out, files, wheels)
-        except Refused as error:
+        except BundleRefused as error:
             print(f"benchmarks.gpu.bundle: {error}", file=sys.stderr)
             return 1
     for line in contents(options.out):
@@ -70,7 +70,7 @@ def project_files(root: Path) -> list[Path]:
 
 
 def download(pythons: Sequence[str], folder: Path) -> list[Path]:
-    """The wheels of all packages for Linux on x86-64, none of which is built here. Raises Refused."""
+    """The wheels of all packages for Linux on x86-64, none of which is built here. Raises BundleRefused."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {normal(line.partition("==")[0]): line for line in lines if not line.startswith("#")}
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC]
@@ -81,12 +81,12 @@ def download(pythons: Sequence[str], folder: Path) -> list[Path]:
         command += [f"--platform={name}" for name in platforms]
         tried = subprocess.run([*command, *(pins[name] for name in PACKAGES)], capture_output=True, text=True)
         if tried.returncode:
-            raise Refused(f"pip cannot get wheels for Python {python}:\n{tried.stderr.strip()}")
+            raise BundleRefused(f"pip cannot get wheels for Python {python}:\n{tried.stderr.strip()}")
     return sorted(folder.glob("*.whl"))
 
 
 def write(out: Path, files: Sequence[Path], wheels: Sequence[Path]) -> None:
-    """Raises Refused, and leaves no file, where it is over the limit."""
+    """Raises BundleRefused, and leaves no file, where it is over the limit."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     try:
@@ -101,7 +101,7 @@ def write(out: Path, files: Sequence[Path], wheels: Sequence[Path]) -> None:
                 note.size = len(revision)
                 tar.addfile(note, io.BytesIO(revision))
         if part.stat().st_size > LIMIT_BYTES:
-            raise Refused(f"{part.stat().st_size / _MIB:.1f} MiB, and {LIMIT_BYTES / _MIB:.0f} are allowed")
+            raise BundleRefused(f"{part.stat().st_size / _MIB:.1f} MiB, and {LIMIT_BYTES / _MIB:.0f} are allowed")
         os.replace(part, out)
     finally:
         part.unlink(missing_ok=True)

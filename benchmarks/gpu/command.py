@@ -16,7 +16,7 @@ from benchmarks.gpu.card import Card, Line, NoCard, Sizes, describe, open_card
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.goals import judged
 from benchmarks.gpu.parts import LIMIT_S, PARTS, within
-from benchmarks.gpu.stages import Outcome
+from benchmarks.gpu.stages import PartOutcome
 from cluster.bench.environment import describe as describe_host
 from kernels.configs import DRY_RUN
 from telemetry.build import revision
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / options.file
 
-    def on_end(name: str, outcome: Outcome) -> None:
+    def on_end(name: str, outcome: PartOutcome) -> None:
         """What there is by now is written: a command that is cut short has not been for nothing."""
         print(
             f"{name}: {outcome.took_s:.1f} s of {outcome.limit_s:.0f} s {outcome.failure}",

@@ -67,7 +67,7 @@ IN_DRY_RUN = slice(8, 10)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CaseRows:
     """`q` `[rows, heads, head_dim]`: the last `counts[i]` rows of context i, whose blocks are in `tables[i]`."""
 
     q: Tensor
@@ -106,7 +106,7 @@ def check(card: Card, case: Case) -> Line:
     }
 
 
-def random_rows(card: Card, case: Case) -> Rows:
+def random_rows(card: Card, case: Case) -> CaseRows:
     """Contexts of several lengths, in shuffled blocks; the last half of each for prefill."""
     contexts = [max(1, card.sizes.tokens(n)) for n in (1, 37, 700, 2049)]
     counts = [1] * len(contexts) if case.kind == "decode" else [max(1, n // 2) for n in contexts]
@@ -115,10 +115,10 @@ def random_rows(card: Card, case: Case) -> Rows:
     Random(0).shuffle(order)
     tables = [order[sum(need[:at]) : sum(need[: at + 1])] for at in range(len(need))]
     pool = _pool(card, len(order), case.kv_heads, case.block, case.head_dim, case.dtype)
-    return Rows(card.random(sum(counts), case.heads, case.head_dim), pool, counts, contexts, tables)
+    return CaseRows(card.random(sum(counts), case.heads, case.head_dim), pool, counts, contexts, tables)
 
 
-def launched(card: Card, case: Case, rows: Rows) -> Tensor:
+def launched(card: Card, case: Case, rows: CaseRows) -> Tensor:
     """What the kernels make of `rows`, with the table's configuration."""
     key = case.key(card)
     config = config_for(key)
@@ -158,7 +158,7 @@ def _pool(
     return pool
 
 
-def _plain(rows: Rows) -> Tensor:
+def _plain(rows: CaseRows) -> Tensor:
     """Each step of attention rounded to the queries' 16 bits."""
     q, pool = rows.q, rows.pool
     out, row = torch.empty_like(q), 0

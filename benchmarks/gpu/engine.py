@@ -56,14 +56,14 @@ def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
     """
     batches = sorted({min(batch, 2 * card.sizes.batch) for batch in BATCHES})
     read = next(float(line["tb_per_s"]) for line in copy_rate(card) if line["what"] == "read")
-    bench = Bench(card, batches, recorder)
+    bench = EngineBench(card, batches, recorder)
     for batch in batches:
         bench.fill(batch)
         for how in bench.ways:
             yield bench.line(how, read * 1e12)
 
 
-class Bench:
+class EngineBench:
     """One engine, and requests that go on for as long as it is asked for steps."""
 
     def __init__(self, card: Card, batches: Sequence[int], recorder: Opener | None) -> None:

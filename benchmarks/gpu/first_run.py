@@ -63,7 +63,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RunStage:
     """`commands` run one after the other; if `is_tuned`, in a copy of the project with the measured table in place."""
 
     limit_s: float
@@ -107,12 +107,12 @@ def _profile(run: Run) -> list[Command]:
 
 
 STAGES = {
-    "check": Stage(160, _check),
-    "tests": Stage(170, _tests),
-    "whole": Stage(480, _whole),
-    "tune": Stage(350, _tune),
-    "tuned": Stage(295, _tuned, is_tuned=True),
-    "profile": Stage(120, _profile),
+    "check": RunStage(160, _check),
+    "tests": RunStage(170, _tests),
+    "whole": RunStage(480, _whole),
+    "tune": RunStage(350, _tune),
+    "tuned": RunStage(295, _tuned, is_tuned=True),
+    "profile": RunStage(120, _profile),
 }
 
 
@@ -175,7 +175,7 @@ def _versions(here: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _run(
-    stage: Stage, run: Run, limit_s: float, scratch: Path, here: Mapping[str, str], log: BinaryIO
+    stage: RunStage, run: Run, limit_s: float, scratch: Path, here: Mapping[str, str], log: BinaryIO
 ) -> str:
     """Why the stage failed, or nothing. All of its commands are run, whatever became of those before."""
     folder = ROOT

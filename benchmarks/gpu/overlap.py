@@ -43,7 +43,7 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StepAndCopies:
     """How long a step takes alone and beside copies, and from one piece to the next meanwhile."""
 
     alone_s: float
@@ -79,7 +79,7 @@ def beside(card: Card) -> Iterator[Line]:
         }
 
 
-def held_to(overlap: Overlap, period_s: float, rounds: int) -> Pair:
+def held_to(overlap: Overlap, period_s: float, rounds: int) -> StepAndCopies:
     """Medians of `rounds`, with a piece every `period_s` or, where copies are slower, as often as they can."""
     pause_s = period_s
     for _ in range(TRIES):
@@ -89,7 +89,7 @@ def held_to(overlap: Overlap, period_s: float, rounds: int) -> Pair:
         pause_s = max(0.0, pause_s + period_s - seen_s)
     # In turns, so that a clock that changes changes both.
     found = [(overlap.alone_s(), *overlap.beside(pause_s)) for _ in range(rounds)]
-    return Pair(*(statistics.median(column) for column in zip(*found, strict=True)))
+    return StepAndCopies(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def decode_step(card: Card) -> tuple[Work, int]:

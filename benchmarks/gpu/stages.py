@@ -33,7 +33,7 @@ _MIB = 1 << 20
 
 
 @dataclass(slots=True)
-class Outcome:
+class PartOutcome:
     """Of one part. `failure` is empty where it came to its end; `lines` are those that it had by then."""
 
     limit_s: float
@@ -47,7 +47,7 @@ def run(
     parts: Mapping[str, Part],
     open_card: Callable[[], Card],
     on_line: Callable[[str, Line], None],
-    on_end: Callable[[str, Outcome], None],
+    on_end: Callable[[str, PartOutcome], None],
 ) -> None:
     """Run all of `parts` in order. `open_card`, a function of a module, is called in each part's process; `on_line`
     hears of lines as they come, `on_end` of a part that is over."""
@@ -57,7 +57,7 @@ def run(
     for name, part in parts.items():
         began_s = time.monotonic()
         deadline_s += part.budget_s
-        outcome = Outcome(limit_s=deadline_s - began_s)
+        outcome = PartOutcome(limit_s=deadline_s - began_s)
         with tempfile.TemporaryDirectory(
             prefix="headrace-gpu-", ignore_cleanup_errors=True
         ) as scratch:
@@ -83,7 +83,7 @@ def run(
 def _hear(
     work: BaseProcess,
     heard: Connection,
-    outcome: Outcome,
+    outcome: PartOutcome,
     deadline_s: float,
     on_line: Callable[[Line], None],
 ) -> str:

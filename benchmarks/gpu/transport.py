@@ -76,7 +76,7 @@ def on_gpu(layout: KVLayout, blocks: int) -> DeviceKV:
     return DeviceKV(layout, blocks, "cuda:0")
 
 
-class Worker:
+class TransportWorker:
     """One end: a pool, a transport, and the thread that drives it."""
 
     def __init__(
@@ -113,7 +113,7 @@ def _move(seq: int, count: int) -> tuple[Handoff, tuple[BlockId, ...]]:
 
 def _send(pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: Any, opener: Opener) -> None:
     """The sender's process: posts a chunk for each number that it is told."""
-    worker = Worker(kind, SENDER, layout, blocks, pool_of, opener)
+    worker = TransportWorker(kind, SENDER, layout, blocks, pool_of, opener)
     worker.pool.memory.random_(0, 256)
     pipe.send(msgspec.msgpack.encode(worker.transport.describe()))
     worker.connect(RECEIVER, msgspec.msgpack.decode(pipe.recv(), type=Endpoint))
@@ -127,7 +127,7 @@ def _send(pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: A
     worker.close()
 
 
-class Bench:
+class TransportBench:
     """A receiver here, and its sender in another process."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Bench:
         self.sender = context.Process(target=_send, args=arguments)
         self.sender.start()
         there.close()
-        self.worker = Worker(kind, RECEIVER, layout, blocks, pool_of, opener)
+        self.worker = TransportWorker(kind, RECEIVER, layout, blocks, pool_of, opener)
         endpoint = msgspec.msgpack.decode(self._hear(), type=Endpoint)
         self.pipe.send(msgspec.msgpack.encode(self.worker.transport.describe()))
         self._hear()
@@ -215,7 +215,7 @@ class Bench:
 def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
     """All lines of one transport. Raises RuntimeError where a transfer fails."""
     began_s = time.monotonic()
-    bench = Bench(kind, **options)
+    bench = TransportBench(kind, **options)
     try:
         bench.seconds(1)
         first: Line = {"transport": kind, "meet_s": time.monotonic() - began_s}

@@ -68,7 +68,7 @@ class _Stream:
         self._put(None)
 
 
-class Pair:
+class WorkerPair:
     """Both workers, up and connected to. All of it raises RuntimeError, with the reason, where a worker has died or
     does not answer."""
 
@@ -189,7 +189,7 @@ class Pair:
 
 
 @contextmanager
-def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator[Pair]:
+def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator[WorkerPair]:
     """Both processes, for as long as it lasts; then both are stopped, whatever happened. What they say goes to `log`.
     Raises RuntimeError where one does not start, and cluster's LaunchError where one outlives its stop."""
     launcher, rpc = ProcessLauncher(), RpcLoop("front")
@@ -200,7 +200,7 @@ def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator
         with _errors_to(log):
             for kind, config in configs.items():
                 children.append(launcher.launch(_spec(kind, config)))
-        yield Pair(children, rpc)
+        yield WorkerPair(children, rpc)
     finally:
         rpc.stop()
         for child in children:

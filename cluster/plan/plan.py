@@ -8,10 +8,10 @@ from cluster.config import ClusterConfig, ConfigError
 from cluster.defaults import gpu_dtype
 from cluster.plan.flags import Asked
 from cluster.plan.planner import (
+    PlannedRequest,
     Pool,
-    Request,
     Shape,
-    Tokens,
+    TokenSizes,
     Waste,
     pool_of,
     rank_shape,
@@ -36,8 +36,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     weights_bytes: int | None
     """On each rank; None where only the KV of the model is known."""
-    sizes: Tokens
-    request: Request
+    sizes: TokenSizes
+    request: PlannedRequest
     many: int
     many_bytes: int
     """Of `many` requests, all ranks together, every head once."""

@@ -48,7 +48,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class TokenSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of KV memory, in bytes; `rank_` ones on each rank."""
 
     kv_heads_per_rank: int
@@ -59,7 +59,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     rank_block_bytes: int
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of `tokens` tokens."""
 
     tokens: int
@@ -143,12 +143,12 @@ def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
     return values * DTYPE_BYTES[dtype]
 
 
-def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> Tokens:
+def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> TokenSizes:
     """Sizes of a token and of a block. Raises KeyError for a format that is not in `KV_FORMATS`."""
     form = KV_FORMATS[kv_dtype]
     head_bytes = 2 * shape.layers * (shape.head_dim * form.value_bytes + form.scale_bytes)
     held = kv_heads_per_rank(shape.kv_heads, ranks)
-    return Tokens(
+    return TokenSizes(
         kv_heads_per_rank=held,
         token_bytes=shape.kv_heads * head_bytes,
         rank_token_bytes=held * head_bytes,
@@ -157,10 +157,10 @@ def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) ->
     )
 
 
-def request(sizes: Tokens, tokens: int) -> Request:
+def request(sizes: TokenSizes, tokens: int) -> PlannedRequest:
     blocks = -(-tokens // sizes.block_size)
     tail = blocks * sizes.block_size - tokens
-    return Request(
+    return PlannedRequest(
         tokens=tokens,
         token_bytes=tokens * sizes.token_bytes,
         blocks=blocks,
@@ -172,7 +172,7 @@ def request(sizes: Tokens, tokens: int) -> Request:
 
 def pool_of(
     name: str,
-    sizes: Tokens,
+    sizes: TokenSizes,
     blocks_per_request: int,
     *,
     kv_bytes: int | None = None,
@@ -204,7 +204,7 @@ def pool_of(
     )
 
 
-def waste(sizes: Tokens, lengths: Sequence[int], reserved: int) -> Waste:
+def waste(sizes: TokenSizes, lengths: Sequence[int], reserved: int) -> Waste:
     """Requests of these lengths, each with `reserved` tokens set aside; and in blocks."""
     live, slots = sum(lengths), reserved * len(lengths)
     paged = sum(request(sizes, length).blocks for length in lengths) * sizes.block_size

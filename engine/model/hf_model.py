@@ -17,7 +17,7 @@ from engine.model.config import (
     RopeScaling,
 )
 from engine.model.families import FAMILIES, Family, Source
-from engine.model.safetensors_reader import SafetensorsFile, Stored
+from engine.model.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
 from engine.text.hf_text import text_files
 
@@ -46,7 +46,7 @@ class HFModel:
     def read(self, name: str) -> FloatArray:
         return self._holder(name).read(name)
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """Where the tensor lies. Raises ModelError where it does not."""
         return self._holder(name).stored(name)
 

@@ -26,7 +26,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file, whose type is named as the file does."""
 
     path: Path
@@ -71,11 +71,11 @@ class SafetensorsFile:
         """All before the first tensor's bytes."""
         return self._bytes[: self._start].tobytes()
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """Where the tensor lies; KeyError if the file does not have it."""
         entry = self._entries[name]
         first, last = entry.data_offsets
-        return Stored(self.path, entry.dtype, entry.shape, self._start + first, last - first)
+        return StoredTensor(self.path, entry.dtype, entry.shape, self._start + first, last - first)
 
     def read(self, name: str) -> FloatArray:
         """The tensor in 32 bits; KeyError if the file does not have it."""

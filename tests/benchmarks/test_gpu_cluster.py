@@ -21,7 +21,7 @@ from benchmarks.gpu.judge import Judge
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.random_model import save_checkpoint
 from benchmarks.gpu.reference import Reference
-from benchmarks.gpu.stages import Outcome, run
+from benchmarks.gpu.stages import PartOutcome, run
 from benchmarks.gpu.workers import Answer, running
 from cluster.processes.process_launcher import ProcessChild, ProcessLauncher
 from decode_worker.config import DecodeConfig
@@ -188,7 +188,7 @@ def hangs_with_workers(card: Card) -> Iterator[Line]:
 def test_of_a_part_that_loses_a_worker_or_hangs_nothing_is_left() -> None:
     """Guards the card's memory, which workers that outlive their part hold, and the report, which quotes them."""
     here = "tests.benchmarks.test_gpu_cluster"
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PartOutcome] = {}
     parts = {name: Part(f"{here}:{name}", 12) for name in ("loses_a_worker", "hangs_with_workers")}
     try:
         run(parts, dry_card, lambda name, line: None, outcomes.__setitem__)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import first_run, wheels
-from benchmarks.gpu.first_run import STAGES, Run, Stage
+from benchmarks.gpu.first_run import STAGES, Run, RunStage
 from benchmarks.gpu.wheels import parsed, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ import sys
 from benchmarks.gpu import first_run
 first_run.SLOWER, first_run._versions = 1.0, lambda here: {{}}
 first_run.STAGES = {{
-    name: first_run.Stage({LIMIT_S}, lambda run, text=text: [[sys.executable, "-c", text]])
+    name: first_run.RunStage({LIMIT_S}, lambda run, text=text: [[sys.executable, "-c", text]])
     for name, text in {stages!r}.items()
 }}
 sys.exit(first_run.main({["--dry-run", "--out", str(tmp_path / "out"), *options]!r}))
@@ -111,7 +111,7 @@ def test_a_command_that_is_cut_short_has_said_what_it_had(tmp_path: Path) -> Non
 def test_the_measured_table_is_in_place_where_it_is_asked_for(tmp_path: Path) -> None:
     """Guards a second run that has the table of the first; one that has none says where it may come from."""
     script = "from kernels import configs; print(sorted({one.origin for one in configs.TABLE.values()}))"
-    stage = Stage(60, lambda run: [[sys.executable, "-c", script]], is_tuned=True)
+    stage = RunStage(60, lambda run: [[sys.executable, "-c", script]], is_tuned=True)
     run = Run(tmp_path, tmp_path / "measured.json")
     (tmp_path / "log").touch()
     with (tmp_path / "log").open("ab") as log:

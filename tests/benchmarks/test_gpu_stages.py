@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.parts import Part
-from benchmarks.gpu.stages import Outcome, run
+from benchmarks.gpu.stages import PartOutcome, run
 
 HERE = "tests.benchmarks.test_gpu_stages"
 
@@ -54,8 +54,8 @@ def leaves_one(card: Card) -> Iterator[Line]:
     yield {"what": "left", "child": child}
 
 
-def ended(*parts: tuple[str, float]) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
+def ended(*parts: tuple[str, float]) -> dict[str, PartOutcome]:
+    outcomes: dict[str, PartOutcome] = {}
     table = {name: Part(f"{HERE}:{name}", budget_s) for name, budget_s in parts}
     run(table, dry_card, lambda name, line: None, outcomes.__setitem__)
     return outcomes

@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.compressed_tree import CompressedTree
 from benchmarks.shapes_of_work import SHAPES
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
 from engine.types import BlockId
 from tests.integration.fake_device import fake_device
@@ -149,7 +149,7 @@ def test_hypotheses_share_what_they_have_in_common() -> None:
     assert (row["migrated"], row["migrated, not shared"]) == (6, 6)
 
 
-def _fake(size: int = 4, blocks: int = 200) -> Device:
+def _fake(size: int = 4, blocks: int = 200) -> EngineDevice:
     return fake_device(KVLayout(kv_heads=2, layers=2, block_size=size, head_dim=4), blocks)
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine import cores, device
 from engine.config import EngineConfig
 from engine.cores import Cores
-from engine.device import Device, open_device
+from engine.device import EngineDevice, open_device
 from engine.model.cache import prepare
 from engine.model.config import ModelConfig
 from engine.native_attention import NativeAttention
@@ -47,7 +47,7 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
     worker.close()
 
 
-def prefill(opened: Device, tokens: int) -> object:
+def prefill(opened: EngineDevice, tokens: int) -> object:
     record = RequestRecord(
         request=RequestId("r"),
         tokens=list(range(1, tokens + 1)),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.tiering import Tiering, open_tiers
@@ -36,7 +36,7 @@ def small_cluster(blocks: int, host_blocks: int = 0, **decode: object) -> Coloca
 
 
 def tiering(
-    config: TierConfig, device: Device, name: str
+    config: TierConfig, device: EngineDevice, name: str
 ) -> Callable[[Callable[[object], None]], Tiering]:
     """For `Colocated`: opens the lower tiers of the worker `name`."""
 

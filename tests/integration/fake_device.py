@@ -1,6 +1,6 @@
 """A device with the fake model (`engine.fake`), for both schedulers without weights."""
 
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.fake import FakeRunner
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
@@ -10,9 +10,9 @@ VOCAB = 257
 STOP_ID = 256
 
 
-def fake_device(layout: KVLayout, blocks: int) -> Device:
+def fake_device(layout: KVLayout, blocks: int) -> EngineDevice:
     kv = PagedKV(layout, blocks)
-    return Device(
+    return EngineDevice(
         model="fake",
         layout=layout,
         blocks=blocks,

@@ -12,7 +12,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
@@ -34,7 +34,7 @@ def prefill_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return found
 
 
-def _device(blocks: int = 48, layout: KVLayout = LAYOUT) -> Device:
+def _device(blocks: int = 48, layout: KVLayout = LAYOUT) -> EngineDevice:
     return fake_device(layout, blocks)
 
 

@@ -13,7 +13,7 @@ import pytest
 import worker.opening
 from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
-from engine.device import Device
+from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
 from engine.messages import Load, WorkerInfo, decode_worker_frame, encode
 from prefill_worker.config import PrefillConfig
@@ -34,11 +34,11 @@ OPEN: dict[str, Callable[[], Worker[Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[EngineDevice]:
     """Those that were opened; at the end of a test nothing of them may be left."""
-    opened: list[Device] = []
+    opened: list[EngineDevice] = []
 
-    def open_device(*config: object) -> Device:
+    def open_device(*config: object) -> EngineDevice:
         opened.append(fake_device(LAYOUT, 8))
         return opened[-1]
 
@@ -88,7 +88,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def is_closed(device: Device) -> bool:
+def is_closed(device: EngineDevice) -> bool:
     """Its pool's descriptor is gone, and nobody maps it."""
     kv: Any = device.kv
     try:
@@ -104,7 +104,7 @@ def ours() -> set[str]:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_router_hears_who_it_is_and_how_it_stands_until_it_has_left(
-    role: str, rpc: RpcLoop, devices: list[Device]
+    role: str, rpc: RpcLoop, devices: list[EngineDevice]
 ) -> None:
     one = OPEN[role]()
     info = one.start()
@@ -148,14 +148,14 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
         one.stop()
 
 
-def test_a_taken_port_leaves_nothing_open(devices: list[Device]) -> None:
+def test_a_taken_port_leaves_nothing_open(devices: list[EngineDevice]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
         open_prefill_worker("w", PrefillConfig(), port=taken.getsockname()[1])
     assert is_closed(devices[0]) and not ours()
 
 
 def test_a_role_that_cannot_be_made_leaves_nothing_open(
-    devices: list[Device], monkeypatch: pytest.MonkeyPatch
+    devices: list[EngineDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: object) -> None:
         raise ValueError("no such role")
