@@ -19,7 +19,7 @@ from engine.step import Drawn, Row, StepPlan
 
 
 class Runner(Protocol):
-    """Fulfilled by `ModelRunner` and by `engine.fake.FakeRunner`."""
+    """Fulfilled by `ModelRunner` and by `fakes.model.FakeRunner`."""
 
     kv: KVTensors
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
 from engine.device import EngineDevice
-from engine.fake import fake_next
 from engine.kv.layout import KVLayout
 from engine.tiering import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
+from fakes.model import fake_next
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 

@@ -1,10 +1,10 @@
-"""A device with the fake model (`engine.fake`), for both schedulers without weights."""
+"""A device with the fake model (`fakes.model`), for both schedulers without weights."""
 
 from engine.device import EngineDevice
-from engine.fake import FakeRunner
 from engine.kv.layout import KVLayout
 from engine.kv.paged import PagedKV
 from engine.messages import MemoryUse
+from fakes.model import FakeRunner
 
 VOCAB = 257
 STOP_ID = 256

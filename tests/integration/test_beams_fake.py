@@ -7,12 +7,12 @@ import pytest
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
-from engine.fake import fake_candidates
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.plan import banned_tokens, end_tokens
 from engine.types import Beam, BeamParams, FinishReason, RequestId, RequestRecord
 from fakes.colocated import LINK, Colocated
+from fakes.model import fake_candidates
 from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fake import kv_pattern
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
+from fakes.model import kv_pattern
 from tests.transfer import fake_device
 from tests.transfer.pair import DECODE, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS
