@@ -77,11 +77,26 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
-    kernels = config.kernels
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
     if config.device != "cpu":
         torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
+    if config.device == "cpu":
+        return _open(config, limits, host_tier_bytes, progress, transport_bytes)
+    from engine.gpu_memory import alone_on
+
+    with alone_on(torch.device(config.device)):
+        return _open(config, limits, host_tier_bytes, progress, transport_bytes)
+
+
+def _open(
+    config: EngineConfig,
+    limits: StepLimits | None,
+    host_tier_bytes: int,
+    progress: Progress | None,
+    transport_bytes: int,
+) -> EngineDevice:
+    model_dir, kernels = Path(config.model_dir), config.kernels
     native = _native(config)
     model = load_model(
         model_dir, device=config.device, panels=native is not None, progress=progress

@@ -7,11 +7,17 @@ addresses of its pool, and all is done once more over the real one.
 """
 
 import gc
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from engine.model.once import locked
 
 
 class GpuMemory(Protocol):
@@ -42,7 +48,7 @@ class Peak:
 def measure_peak(memory: GpuMemory, trial: Callable[[], object], pool_bytes: int) -> Peak:
     """Run the trial, whose pool has `pool_bytes`. What it returns holds all that it keeps, and is let go.
 
-    What other processes take meanwhile is not free either, and counts as the trial's own."""
+    What another process took meanwhile would count as the trial's own: workers of one card open it `alone_on` it."""
     memory.release()
     before = memory.free_bytes()
     kept = trial()
@@ -55,9 +61,18 @@ def measure_peak(memory: GpuMemory, trial: Callable[[], object], pool_bytes: int
 
 def auto_pool_bytes(peak: Peak, share: float, weights_bytes: int, kept_bytes: int) -> int:
     """The pool of a worker that may use `share` of its card and leaves `kept_bytes` alone; negative where it does not
-    fit. Two workers that start at once see each other's memory as free: only their shares keep them apart."""
+    fit. The first of two workers finds the other's memory free: only its share leaves it alone."""
     own = peak.total_bytes * share - weights_bytes - peak.own_bytes
     return int(min(own, peak.free_bytes)) - kept_bytes
+
+
+@contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """While a worker loads its weights, tries what it takes, and takes its pool, no other worker of this host does so
+    on the same card. A lock file in the temporary folder, which containers that share a card must share too."""
+    card = torch.cuda.get_device_properties(device).uuid
+    with locked(Path(tempfile.gettempdir()) / f"headrace-gpu-{os.getuid()}-{card}.lock"):
+        yield
 
 
 class CudaMemory:

@@ -3,7 +3,7 @@
 Run-time tuning would measure on a busy server, differ from process to process, and could not be compiled ahead or
 tested without a GPU. `origin` says what an entry rests on: "contract" was chosen by what the compiler reports
 (registers, spills, tiles in flight; `tests/kernels/contract`), "measured" comes from `measured.json` beside this file,
-which names the card and is written by `python -m benchmarks.gpu.tune`.
+which names the card and is written by `python3 -m benchmarks.gpu.tune`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which tile, warps and stages are fastest on this card: python -m benchmarks.gpu.tune --out DIR
+"""Which tile, warps and stages are fastest on this card: python3 -m benchmarks.gpu.tune --out DIR
 
 Writes `measured.json`, after each entry that it has measured. Copied to `kernels/measured.json`, its entries take the
 place of those that were chosen by the compiler's counts, on cards of the same compute capability
@@ -80,7 +80,7 @@ def _identity(entry: Line) -> tuple[str | int | float, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.tune", description=(__doc__ or "").partition(":")[0]
+        prog="python3 -m benchmarks.gpu.tune", description=(__doc__ or "").partition(":")[0]
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"for {MEASURED.name}")
     parser.add_argument(

@@ -1,9 +1,12 @@
 """A GPU's pool is what a trial leaves free at its peak: the rule, and the engine's own trial on a recorded card."""
 
 
+import fcntl
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -257,19 +260,39 @@ def test_a_warm_up_is_carried_out(folder: Path) -> None:
     assert torch.equal(kv.memory[BlockId(0)], kv.memory[BlockId(1)])
 
 
+def is_held(lock: Path) -> bool:
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @needs_interpreter
-def test_a_worker_on_a_gpu_opens_its_device_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_on_a_gpu_opens_its_device_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Guards the way from a worker's config to the trial: limits, what transports will take, the count of
     compilations. The card is of this host's memory, and the model's tensors are too."""
     model = load_model(folder, device=DEVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
-    monkeypatch.setattr("engine.device.load_model", lambda *args, **options: model)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-card"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lock = tmp_path / f"headrace-gpu-{os.getuid()}-a-card.lock"
+
+    def load(*args: object, **options: object) -> Llama:
+        assert is_held(lock), "a neighbour's weights would count as this worker's own"
+        return model
+
+    monkeypatch.setattr("engine.device.load_model", load)
     streams: list[object] = []
 
     def recorder(device: torch.device, stream: object) -> HoldingRecorder:
         streams.append(stream)
+        assert is_held(lock)
         return HoldingRecorder()
 
     monkeypatch.setattr("engine.graphs.CudaRecorder", recorder)
@@ -285,6 +308,7 @@ def test_a_worker_on_a_gpu_opens_its_device_so(folder: Path, monkeypatch: pytest
         assert opened.compilations is OWN
     assert sizes[0] - sizes[1] == pytest.approx(1 << 22, abs=opened.layout.block_bytes)
     assert streams == ["a stream"] * 4, "a trial and the real one, twice"
+    assert not is_held(lock)
 
 
 def test_the_cards_memory_is_read_off_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

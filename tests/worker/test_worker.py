@@ -148,6 +148,24 @@ def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> No
         one.stop()
 
 
+@pytest.mark.parametrize("role", sorted(OPEN))
+def test_what_is_compiled_while_it_serves_is_told_apart(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a count that stays at 0 because nobody said that serving has begun, and a transfer thread that compiles
+    while a request waits."""
+    warmed: list[str] = []
+    monkeypatch.setattr(Mover, "warm_up", lambda self, wire: warmed.append(wire))
+    one = OPEN[role]()
+    try:
+        compilations = one.parts.device.compilations
+        compilations.compiled("before")
+        assert warmed == [one.parts.transfer.wire]
+        one.start()
+        compilations.compiled("too late")
+        assert compilations.counts == {"start": 1, "serving": 1}
+    finally:
+        one.stop()
+
+
 def test_a_taken_port_leaves_nothing_open(devices: list[EngineDevice]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
         open_prefill_worker("w", PrefillConfig(), port=taken.getsockname()[1])
