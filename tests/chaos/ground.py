@@ -128,8 +128,12 @@ class Ground:
             transport=transport, escalate_s=escalate_s, stuck_s=stuck_s, stall_s=stall_s
         )
         self.hung_s = hung_s
+        # Threads that idle workers would lend make a prompt too short for a fault to strike in the middle of it.
         engine = EngineConfig(
-            pool_bytes=blocks * BLOCK_BYTES, deterministic=deterministic, attention=attention
+            pool_bytes=blocks * BLOCK_BYTES,
+            deterministic=deterministic,
+            attention=attention,
+            lend_cores=False,
         )
         config = ClusterConfig(
             launcher="ray" if launcher == "ray" else "process",
