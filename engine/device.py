@@ -77,6 +77,7 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
+    _ = config.kernels  # refused whether or not this machine has such a device
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
     if config.device != "cpu":
