@@ -33,7 +33,7 @@ from benchmarks.shapes_of_work import SHAPES, AskedPrompt
 from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.tiers import Tiers
 from engine.model.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated

@@ -16,7 +16,7 @@ from benchmarks import output
 from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.tiers import Tiers
 from engine.model.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan

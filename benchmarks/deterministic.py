@@ -17,15 +17,15 @@ import torch
 from rich.table import Table
 
 from benchmarks.figures import Middle, middle, show, write_json
-from engine.attention import TorchAttention
-from engine.determinism import deviations
+from engine.backends.attention import TorchAttention
+from engine.backends.determinism import deviations
+from engine.backends.native_attention import NativeAttention
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
-from engine.native_attention import NativeAttention
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
+from engine.storage.paged import PagedKV
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.native import native
 

@@ -25,9 +25,9 @@ from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
-from engine.kv.tier_io import TierEvent, TiersDied
+from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.model.cache import prepare
-from engine.tiering import Tiering, open_tiers
+from engine.storage.tiering import Tiering, open_tiers
 from fakes.colocated import Colocated
 
 Make = Callable[[int], EngineDevice]

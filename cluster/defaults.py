@@ -65,10 +65,10 @@ def gpu_dtype(stored: str) -> str:
 
 
 def stored_in(model: str) -> str:
-    """How the model that a configuration names keeps its weights (`engine.model.opening.stored_dtype`). Raises
+    """How the model that a configuration names keeps its weights (`engine.model.files.opening.stored_dtype`). Raises
     ModelError."""
     from engine.model.cache import find_demo_model
-    from engine.model.opening import stored_dtype
+    from engine.model.files.opening import stored_dtype
 
     return stored_dtype(Path(model).expanduser() if model else find_demo_model())
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_mover import TierMover
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
+from engine.storage.tier_mover import TierMover
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.backends.attention import AttentionBackend
+from engine.backends.graphs import DecodeGraphs
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.cores import Cores
-from engine.graphs import DecodeGraphs
-from engine.kv.paged import KVTensors
 from engine.model.llama import Llama
 from engine.sampling import Draw
 from engine.step import Drawn, Row, StepPlan
+from engine.storage.paged import KVTensors
 
 
 class Runner(Protocol):

@@ -12,8 +12,8 @@ import torch
 import xxhash
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.step import Candidates, Drawn, StepPlan
+from engine.storage.paged import PagedKV
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:

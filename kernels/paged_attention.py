@@ -16,7 +16,7 @@ holds does not grow with their sum. 8-bit rows are widened on the way. Source: P
 The library's kernel walks the keys in tiles of 512, and its products, given four rows or a multiple, add a tile's keys
 in an order that depends on the tile's width only: one order for every width up to 192 and from 384 on, since masked
 keys add exactly nothing there. So the last tile is widened to such a width with masked zero keys, and query rows are
-padded to a multiple of four. `engine.determinism` checks on each machine that this holds.
+padded to a multiple of four. `engine.backends.determinism` checks on each machine that this holds.
 """
 
 from collections.abc import Iterable

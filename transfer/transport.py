@@ -77,7 +77,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class KVMemory(Protocol):
-    """A worker's pool, as a transport sees it: bytes by block. `engine.kv.paged.PagedKV` fulfils it."""
+    """A worker's pool, as a transport sees it: bytes by block. `engine.storage.paged.PagedKV` fulfils it."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -91,7 +91,7 @@ class KVMemory(Protocol):
 
     @property
     def fd(self) -> int:
-        """The memfd that backs the pool, or -1. Its file layout is told in `engine.kv.paged`."""
+        """The memfd that backs the pool, or -1. Its file layout is told in `engine.storage.paged`."""
 
     def block(self, block: BlockId) -> memoryview:
         """A writable flat byte view of one block. Not on a device."""

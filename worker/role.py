@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from engine.kv.tier_io import TierEvent
+from engine.kv.tiers.commands import TierEvent
 from engine.loop import Scheduler
 from engine.messages import Load
 from engine.step import StepPlan

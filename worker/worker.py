@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from engine.kv.tier_io import TierEvent, TiersDied
+from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
     FirstToken,

@@ -15,11 +15,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from benchmarks.gpu.card import Card
-from engine.kv.paged import TORCH_DTYPES
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, LLAMA, Weight, layer_key
-from engine.model.hf_model import INDEX, model_config
+from engine.model.files.hf_model import INDEX, model_config
 from engine.model.llama import Llama
+from engine.storage.paged import TORCH_DTYPES
 
 GAIN = 1.25
 """Of a product's spread over its input's. With it attention looks at some tens of keys: a lost block shows."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention import TorchAttention
+from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.layout import KVLayout
-from engine.kv.paged import TORCH_DTYPES, PagedKV
 from engine.model.llama import load_model
+from engine.storage.paged import TORCH_DTYPES, PagedKV
 from engine.types import BlockId
 
 BLOCK = 16

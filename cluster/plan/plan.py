@@ -156,7 +156,7 @@ def _workspace(
     if asked.workspace is not None or plan.model.model is None:
         return asked.workspace
     # Imports torch, which the arithmetic does without.
-    from engine.workspace import estimate_workspace
+    from engine.backends.workspace import estimate_workspace
 
     shape = rank_shape(plan.model.model, plan.ranks)
     in_place = device != "cpu"

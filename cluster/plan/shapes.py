@@ -9,7 +9,7 @@ from cluster.config import ConfigError
 from cluster.plan.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
-from engine.model.opening import stored_dtype
+from engine.model.files.opening import stored_dtype
 
 _SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -130,11 +130,11 @@ def _demo() -> Path:
 def _read(path: Path) -> Shape:
     """Of a GGUF file, a prepared model, a Hugging Face directory, or the config.json of either."""
     if path.suffix == ".gguf":
-        from engine.model.gguf_model import GGUFModel
+        from engine.model.files.gguf_model import GGUFModel
 
         return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
-    from engine.model.hf_model import read_json, said_dtype
+    from engine.model.files.hf_model import read_json, said_dtype
 
     raw = read_json(file)
     if "num_hidden_layers" not in raw:
@@ -146,7 +146,7 @@ def _read(path: Path) -> Shape:
 
 def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:
     """Its sizes, also of a family that this engine does not run: a plan needs no more. Raises ModelError."""
-    from engine.model.hf_model import model_config
+    from engine.model.files.hf_model import model_config
 
     for key in ("kv_lora_rank", *_EXPERTS):
         if raw.get(key):

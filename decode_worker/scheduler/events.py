@@ -4,7 +4,7 @@ and what its parts say of a request that can be forgotten, or is to end."""
 import msgspec
 
 from decode_worker.scheduler.request import Request
-from engine.kv.tier_io import TierEvent
+from engine.kv.tiers.commands import TierEvent
 from engine.messages import (
     DecodeRecord,
     Fault,

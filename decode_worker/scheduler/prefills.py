@@ -29,7 +29,7 @@ from decode_worker.scheduler.orphans import NOBODY
 from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import Loaded
+from engine.kv.tiers.commands import Loaded
 from engine.messages import NeedPrefill, PeerAddress
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.kv.manager import Lease
-from engine.kv.stashes import Stash
+from engine.kv.tiers.stashes import Stash
 from engine.messages import FirstToken, Handoff, PeerAddress, RequestStats
 from engine.plan import StageClock
 from engine.types import Incarnation, RequestRecord

@@ -47,7 +47,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.swapping import Resumed, Swapping
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TierEvent
+from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.messages import (
     Cancel,
     Ended,

@@ -1,7 +1,7 @@
 """By which way a preempted request has its KV back, what each way costs, and the copies that swapping takes. Pure.
 
     preempted --computing is the cheaper, or host memory is full--> what is evicted meanwhile is computed again
-              --swapping is--> its whole blocks are copied to host memory and kept there (`engine.kv.stashes`)
+              --swapping is--> its whole blocks are copied to host memory and kept there (`engine.kv.tiers.stashes`)
 
 Ways: `pool`, computed on the prefill pool; `here`, computed here; `shared`, from a sample of its prompt that is fetched
 at the same time; `swap`, from a lower tier.
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Preempted, Request
 from engine.kv.manager import KVCacheManager
-from engine.kv.stashes import Stashes
-from engine.kv.tier_cost import FADING
-from engine.kv.tier_io import Stored
+from engine.kv.tiers.commands import Stored
+from engine.kv.tiers.cost import FADING
+from engine.kv.tiers.stashes import Stashes
 from engine.measure import mean
 
 

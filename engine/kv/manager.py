@@ -12,7 +12,7 @@ blocks: cached blocks stay cached until the room is really needed, and the promi
 then.
 
 With tiers below the device, a whole block that is evicted goes there before it is forgotten (`engine.kv.tiers`), and
-comes back by `engine.kv.fetches`.
+comes back by `engine.kv.tiers.fetches`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.tiers import Tiers
 from engine.types import BlockId
 
 

@@ -6,7 +6,7 @@
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
 `key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
-whole or not there. Where workers need not map the weights, a folder may do without: `engine.model.reference`.
+whole or not there. Where workers need not map the weights, a folder may do without: `engine.model.files.reference`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from engine.model.once import make_folder_once
 from engine.model.shards import Stamp
 
 if TYPE_CHECKING:
-    from engine.model.checkpoint import Checkpoint
+    from engine.model.files.checkpoint import Checkpoint
 
 CONVERTER_VERSION = 2
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
@@ -86,7 +86,7 @@ def prepare(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not mapped and path.is_dir():
-            from engine.model.reference import refer
+            from engine.model.files.reference import refer
 
             if (referred := refer(path, parts, dtype, CONVERTER_VERSION, cache)) is not None:
                 return referred
@@ -108,7 +108,7 @@ def _source_files(path: Path) -> list[Path]:
     if path.suffix in PICKLES:
         raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
     if path.is_dir():
-        from engine.model.hf_model import shards
+        from engine.model.files.hf_model import shards
 
         return [item for name in _BESIDE if (item := path / name).exists()] + shards(path)
     if not path.exists():
@@ -183,9 +183,9 @@ def _convert(
 def _opened(path: Path) -> "Checkpoint":
     """By a reader that is imported for its own kind of source alone: each needs a package of its own."""
     if path.is_dir():
-        from engine.model.hf_model import HFModel
+        from engine.model.files.hf_model import HFModel
 
         return HFModel(path)
-    from engine.model.gguf_model import GGUFModel
+    from engine.model.files.gguf_model import GGUFModel
 
     return GGUFModel(path)

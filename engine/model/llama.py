@@ -1,7 +1,8 @@
 """The forward pass of the families in `families.py` over paged KV. Everything is passed in, nothing kept.
 
 Row independence: with products over a multiple of four rows, a row's bits do not depend on the other rows (fewer rows
-take other kernels, with other bits); `engine.determinism` checks it on each machine. Only attention mixes rows.
+take other kernels, with other bits); `engine.backends.determinism` checks it on each machine. Only attention mixes
+rows.
 """
 
 import math
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.attention import AttentionBackend, HeadNorms, Rotation
+from engine.backends.attention import AttentionBackend, HeadNorms, Rotation
 from engine.batch import ForwardBatch
-from engine.kv.paged import KVTensors
 from engine.model.config import (
     FactorsRope,
     LinearRope,
@@ -30,6 +30,7 @@ from engine.model.loading import load_weights
 from engine.model.packed import packed_weights
 from engine.model.panels import panel_weights
 from engine.model.shards import fingerprint_of
+from engine.storage.paged import KVTensors
 from kernels.linear import Weight, linear
 from kernels.native import native
 from kernels.panels import Panels

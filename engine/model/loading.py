@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kv.paged import TORCH_DTYPES
 from engine.model.config import Progress
 from engine.model.mapped import map_weights
 from engine.model.shards import (
@@ -24,6 +23,7 @@ from engine.model.shards import (
 )
 from engine.model.streaming import stream
 from engine.model.weights import WEIGHTS_FILE, WeightIndex
+from engine.storage.paged import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kv.paged import TORCH_DTYPES
 from engine.model.weights import WEIGHTS_FILE, WeightIndex
+from engine.storage.paged import TORCH_DTYPES
 
 
 def map_weights(model_dir: Path) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.kv.paged import TORCH_DTYPES
 from engine.model.config import ModelError, Progress
 from engine.model.shards import Shard, ShardIndex, Stamp, check_stamp
+from engine.storage.paged import TORCH_DTYPES
 
 PIECE_BYTES = 4 << 20
 """A ring that stays in the processor's caches: larger pieces were read and hashed more slowly."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engine.model.checkpoint import Checkpoint, as_dtype, halves_from_pairs
 from engine.model.codes import Codes, stack
 from engine.model.config import ModelConfig, ModelError, Progress
 from engine.model.families import Source, Weight, layer_key
+from engine.model.files.checkpoint import Checkpoint, as_dtype, halves_from_pairs
 from engine.model.pieces import ALIGN_BYTES, Index, load_index
 
 WEIGHTS_FILE = "weights.bin"

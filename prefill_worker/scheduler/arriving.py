@@ -1,7 +1,7 @@
 """Which waiting prompts are held back because their next tokens are on their way into the cache. Pure.
 
 - A lower tier has them, and gives them back sooner than they would be computed: the fetch is begun while the prompt
-  waits (`engine.kv.fetches`). Nobody is held for longer than computing the prompt would have taken.
+  waits (`engine.kv.tiers.fetches`). Nobody is held for longer than computing the prompt would have taken.
 - Another prompt is computing them. Prompts that share an uncached prefix compute it once: the later ones wait until the
   first has come to where they part. What is less than a block is computed twice rather than waited for.
 """
@@ -9,7 +9,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from engine.kv.fetches import Fetch, Fetches
+from engine.kv.tiers.fetches import Fetch, Fetches
 from engine.types import RequestRecord
 
 LOOK_AHEAD = 4

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.kv.fetches import Fetch
 from engine.kv.manager import Lease
+from engine.kv.tiers.fetches import Fetch
 from engine.messages import Handoff
 from engine.types import RequestRecord
 

@@ -9,8 +9,8 @@ much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_w
 
 from collections.abc import Iterator
 
-from engine.kv.fetches import Fetches
 from engine.kv.manager import KVCacheManager
+from engine.kv.tiers.fetches import Fetches
 from engine.plan import share_budget
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.arriving import Arriving

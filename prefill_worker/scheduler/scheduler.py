@@ -14,9 +14,9 @@ A step is run by `engine/runner.py`.
 
 from collections.abc import Sequence
 
-from engine.kv.fetches import Fetches
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_io import DiskHung, Loaded, Spilled, Stored, TierEvent
+from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent
+from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.plan import banned_tokens, refusal
 from engine.step import Drawn, Row, StepPlan

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.model.cache import prepare
-from tests.engine.test_model_families import reference, save_hf
+from tests.engine.model.test_families import reference, save_hf
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from benchmarks.gpu.card import Line
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.transport import CHUNKS, measure
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
+from engine.storage.paged import PagedKV
 from engine.types import Incarnation
 from tests.transfer.fake_device import library_path
 from tests.transfer.wire import open_any

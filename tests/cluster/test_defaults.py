@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.model.config import ModelConfig, ModelError
 from prefill_worker.config import PrefillConfig
 from tests.cluster.test_config import origin, resolved
-from tests.engine.quantized import Kind, write_model
+from tests.engine.model.quantized import Kind, write_model
 
 ON_CUDA = ("--set", "prefill.engine.device=cuda", "--set", "decode.engine.device=cuda")
 GPUS = ("--set", "ray.address=auto", *ON_CUDA)

@@ -6,20 +6,20 @@ import msgspec
 import pytest
 import torch
 
-from engine.attention import TorchAttention
+from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Hello, WorkerInfo
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from fakes.model import fake_next
-from tests.engine.test_model_families import reference, save_hf
+from tests.engine.model.test_families import reference, save_hf
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.handoff.negotiation import NegotiationError, negotiate
 

@@ -5,16 +5,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.attention import TorchAttention
+from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch
 from engine.kv.layout import KVLayout
-from engine.kv.paged import KVTensors, PagedKV
 from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
+from engine.storage.paged import KVTensors, PagedKV
 from engine.types import RequestId, RequestRecord, SamplingParams
-from tests.engine.test_model_families import BASE, save_hf
+from tests.engine.model.test_families import BASE, save_hf
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 from engine.model.cache import find_demo_model
 from engine.model.config import ModelError
-from engine.model.opening import stored_dtype
-from tests.engine.quantized import Kind, write_model
+from engine.model.files.opening import stored_dtype
+from tests.engine.model.quantized import Kind, write_model
 
 
 def directory(folder: Path, said: dict[str, str]) -> Path:

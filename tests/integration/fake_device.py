@@ -2,8 +2,8 @@
 
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import MemoryUse
+from engine.storage.paged import PagedKV
 from fakes.model import FakeRunner
 
 VOCAB = 257

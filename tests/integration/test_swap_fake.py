@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.request import RequestState
 from engine.kv.block_pool import BlockState
-from engine.kv.tier_io import Store, Stored, TierLoad
-from engine.kv.tier_mover import TierMover
+from engine.kv.tiers.commands import Store, Stored, TierLoad
 from engine.messages import Cancel
+from engine.storage.tier_mover import TierMover
 from engine.types import FinishReason
 from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (

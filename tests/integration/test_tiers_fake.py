@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import TierConfig
-from engine.kv.disk_index import header_bytes
 from engine.kv.layout import KVLayout
-from engine.kv.tier_io import TierSlot
+from engine.kv.tiers.commands import TierSlot
+from engine.kv.tiers.disk_index import header_bytes
 from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig
 from tests.integration.crowd import record_of, tiering, wanted

@@ -21,7 +21,7 @@ from decode_worker.scheduler.handoffs import Handoffs
 from decode_worker.scheduler.request import RequestState
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
-from engine.kv.stashes import Stashes
+from engine.kv.tiers.stashes import Stashes
 from engine.messages import Landed, Refused
 from engine.types import FinishReason
 from transfer import digest

@@ -16,7 +16,7 @@ from engine.beam import BeamSearch
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.tiers import Tiers
 from engine.messages import Handoff, MemoryUse
 from engine.plan import banned_tokens, end_tokens, finish_reason
 from engine.step import Candidates, Drawn, Row, StepPlan
@@ -95,7 +95,7 @@ def block_digest(
 
 
 class ShadowKV:
-    """What `engine.kv.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
+    """What `engine.storage.paged.PagedKV` is to a worker. Mutable state: rows and generations by block."""
 
     device = "cpu"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import decode_worker.role
 import engine.device
 import engine.loop
-import engine.tiering
+import engine.storage.tiering
 import prefill_worker.role
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
@@ -30,7 +30,7 @@ import transfer.liveness
 import transfer.mover
 import transfer.registry
 import worker.rpc
-from engine.kv.tier_io import TierEvent
+from engine.kv.tiers.commands import TierEvent
 from engine.loop import Shell
 from tests.sim import shadow, tiering
 from tests.sim.clock import Process, Violation
@@ -222,7 +222,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (engine.loop.EngineThread, SimThread),
     (engine.loop.Inbox, SimInbox),
     (engine.device.open_device, _open_device),
-    (engine.tiering.open_tiers, _open_tiers),
+    (engine.storage.tiering.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.gpu_metrics.GpuMetrics, NullMetrics),
     (telemetry.metrics.WorkerMetrics, NullMetrics),

@@ -3,9 +3,9 @@
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
-from engine.kv.stashes import Stash
-from engine.kv.tier_io import Store, Stored
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.commands import Store, Stored
+from engine.kv.tiers.stashes import Stash
+from engine.kv.tiers.tiers import Tiers
 from telemetry.metrics import WorkerMetrics
 from telemetry.swap_metrics import SwapMetrics
 from tests.telemetry.test_metrics import samples

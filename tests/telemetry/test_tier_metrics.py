@@ -1,7 +1,7 @@
 """What is told of the tiers below the device: totals become counters, once."""
 
-from engine.kv.tier_io import Loaded, Spill, Spilled, TierSlot
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.commands import Loaded, Spill, Spilled, TierSlot
+from engine.kv.tiers.tiers import Tiers
 from engine.types import BlockId
 from telemetry.metrics import WorkerMetrics
 from telemetry.tier_metrics import TierMetrics

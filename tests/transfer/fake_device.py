@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv.paged import header_bytes
+from engine.storage.paged import header_bytes
 from engine.types import Incarnation
 from kernels.block_shape import BlockShape
 from kernels.pool import KVPool

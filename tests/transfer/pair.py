@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Handoff
+from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.wire import open_any
 from transfer.config import TransferConfig

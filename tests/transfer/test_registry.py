@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
+from engine.storage.paged import PagedKV
 from engine.types import Incarnation
 from transfer.config import TransferConfig
 from transfer.registry import choose, open_transport

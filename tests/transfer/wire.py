@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.device_pool import DeviceKV
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
+from engine.storage.device_pool import DeviceKV
+from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation
 from transfer.config import NcclConfig, TransferConfig
 from transfer.gpu.device import flat, words_of

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from engine.kv.paged import header_bytes
 from engine.messages import Endpoint
+from engine.storage.paged import header_bytes
 from engine.types import BlockId, Incarnation
 from transfer.gpu.device import Device, DeviceMemory, words_of
 from transfer.gpu.landing import DeviceLanding

@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class DeviceMemory(KVMemory, Protocol):
-    """A pool on a device. `engine.kv.paged.PagedKV` fulfils it on this host."""
+    """A pool on a device. `engine.storage.paged.PagedKV` fulfils it on this host."""
 
     @property
     def memory(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import pool_views
+from engine.storage.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
 from transfer.gpu.landing import DeviceConverted, held_heads, planes, store

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import pool_views
+from engine.storage.paged import pool_views
 from kernels.kv_write import quantize
 
 

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv.paged import header_bytes
 from engine.messages import Endpoint
+from engine.storage.paged import header_bytes
 from engine.types import BlockId, Incarnation
 from transfer.host.peer_file import map_peer_file
 from transfer.host.pull import Puller

@@ -18,7 +18,7 @@ from engine.model.cache import prepare
 from engine.model.shards import by_reference
 from prefill_worker.config import PrefillConfig
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS
-from tests.engine.test_model_families import reference, save_hf
+from tests.engine.model.test_families import reference, save_hf
 
 
 def test_bars_are_for_terminals_only() -> None:

@@ -17,7 +17,7 @@ from cluster.plan.shapes import find_shape
 from cluster.sizes import format_size, parse_share, parse_size
 from engine.messages import MemoryUse, WorkerInfo
 from engine.model.config import CONFIG_FILE, ModelConfig
-from tests.engine.quantized import Kind, write_model
+from tests.engine.model.quantized import Kind, write_model
 from tests.router.fake_cluster import worker_info
 
 SHAPE = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--context", "8192")

@@ -6,7 +6,7 @@ import pytest
 
 from decode_worker.scheduler.events import FromPeer
 from decode_worker.scheduler.swapping import KVCosts
-from engine.kv.tier_cost import FADING
+from engine.kv.tiers.cost import FADING
 from engine.measure import NEWEST
 from engine.messages import BlockOffer, FirstToken, Handoff, Offer
 from engine.types import BlockId, RequestId

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_cost import TierCost
-from engine.kv.tier_io import Loaded, TierLoad
-from engine.kv.tiers import Tiers
+from engine.kv.tiers.commands import Loaded, TierLoad
+from engine.kv.tiers.cost import TierCost
+from engine.kv.tiers.tiers import Tiers
 from engine.types import Incarnation
 from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
 from transfer.handoff.commands import ReaderUp

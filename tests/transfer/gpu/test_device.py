@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
+from engine.storage.paged import PagedKV
 from engine.types import Incarnation
 from kernels.block_copy import copy_blocks
 from kernels.configs import ConfigKey, config_for

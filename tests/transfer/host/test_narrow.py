@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import pool_views
 from engine.messages import Hello, WorkerInfo
+from engine.storage.paged import pool_views
 from engine.types import BlockId, Incarnation
 from tests.transfer.pair import BLOCKS, PREFILL, H, Pair, Worker
 from tests.transfer.wire import WAYS

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.kv.layout import KVLayout
-from engine.kv.paged import PagedKV
 from engine.messages import Handoff
+from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation, RequestId
 from tests.transfer.fake_device import TESTS, FakeDevice
 from tests.transfer.fake_device import library_path as fake_path

@@ -1,0 +1,139 @@
+"""The seam between a model and the kernels that its step runs on: five calls, everything passed in."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from engine.batch import ROW_MULTIPLE, ForwardBatch
+from engine.sampling import Draw, sample
+from engine.step import Drawn
+from engine.storage.paged import KVTensors
+from kernels.kv_write import plan_kv_write, write_kv
+from kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+
+
+class Rotation:
+    """One step's rotary embedding. `cos`, `sin`: the model's tables `[context, head_dim / 2]`; `positions`: of the
+    step's rows."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.positions = positions
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """`[rows, 1, head_dim]` each, so that `x * cos + roll(x, half) * sin` rotates one half against the other."""
+        cos, sin = self.cos[self.positions], self.sin[self.positions]
+        return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head's query and key before they are rotated: weights `[head_dim]` (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class AttentionBackend(Protocol):
+    """What a step computes beside products of matrices. One step at a time."""
+
+    row_multiple: int
+    """Rows of a step, and rows of logits, are padded to a multiple of it."""
+
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+        """Plan a step; called once before its first layer."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Norm, where the model does so, and rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]`,
+        write keys and values into the pool, then attend. Returns `[rows, heads * head_dim]`; padding rows are zero, and
+        write nothing."""
+
+    def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `x` `[rows, hidden]` in place; return the RMS norm of the sum, times `weight`."""
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
+
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+        """A token, or candidates, for each draw, row i of `logits` for draw i. All work of the step has ended when it
+        returns."""
+
+
+class TorchAttention:
+    """The CPU kernels over block tables. `stable`: a row's bits depend on its own prefix alone. `dtype`: of the model,
+    where the pool keeps another."""
+
+    row_multiple = ROW_MULTIPLE
+
+    def __init__(
+        self, heads: int, stable: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
+        self._heads = heads
+        self._stable = stable
+        self._dtype = dtype
+        self._plan: AttentionPlan | None = None
+        self._rows: Tensor | None = None
+
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+        self._plan = plan_attention(
+            batch.query_counts,
+            batch.context_lens,
+            batch.block_tables,
+            kv.tensor,
+            self._heads,
+            self._stable,
+            dtype=self._dtype,
+        )
+        self._rows = plan_kv_write(batch.slots, kv.tensor)
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        if self._plan is None or self._rows is None:
+            raise RuntimeError("attend before begin")
+        kv_heads = kv.tensor.shape[1]
+        cos, sin = rotation.rows
+        qk = qkv[:, : self._heads + kv_heads]
+        if norms is not None:
+            q, k = qk.split([self._heads, kv_heads], 1)
+            q = rms_norm(q, norms.q.shape, norms.q, norms.eps)
+            qk = torch.cat([q, rms_norm(k, norms.k.shape, norms.k, norms.eps)], 1)
+        qk = torch.addcmul(qk * cos, qk.roll(qkv.shape[-1] // 2, -1), sin)
+        q, k = qk.split([self._heads, kv_heads], 1)
+        write_kv(k, qkv[:, -kv_heads:], kv.tensor, layer, self._rows, kv.scales)
+        out = torch.empty_like(q)
+        out[batch.rows :] = 0
+        paged_attention(q, kv.tensor, layer, self._plan, out, kv.scales)
+        return out.view(q.shape[0], -1)
+
+    def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if delta is not None:
+            x += delta
+        return rms_norm(x, weight.shape, weight, eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+        return sample(logits, draws)

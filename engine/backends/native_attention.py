@@ -1,0 +1,73 @@
+"""The CPU's native kernels behind the engine's seam."""
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention import HeadNorms, Rotation, TorchAttention
+from engine.batch import ForwardBatch
+from engine.storage.paged import KVTensors
+from kernels.native import STORAGE, Native, PoolShape, Sequences
+
+_LANES = 16
+
+
+class NativeAttention(TorchAttention):
+    """For a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's kernels
+    attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
+
+    row_multiple = 1
+
+    def __init__(self, heads: int, kernels: Native) -> None:
+        super().__init__(heads, stable=True, dtype=torch.float32)
+        self._kernels = kernels
+        self._sequences: Sequences | None = None
+        self._slots: Tensor | None = None
+
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+        if not attends(kv):
+            super().begin(batch, kv)
+            return
+        self._slots = batch.slots
+        self._sequences = Sequences.of(batch.query_counts, batch.context_lens, batch.block_tables)
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        if not attends(kv):
+            return super().attend(layer, qkv, rotation, batch, kv, norms)
+        if self._sequences is None or self._slots is None:
+            raise RuntimeError("attend before begin")
+        _, kv_heads, layers, _, block_size, head_dim = kv.tensor.shape
+        shape = PoolShape(kv_heads, layers, block_size, head_dim)
+        self._kernels.rotate_and_write(
+            qkv,
+            self._heads,
+            (rotation.cos, rotation.sin),
+            rotation.positions,
+            None if norms is None else (norms.q, norms.k, norms.eps),
+            kv.tensor,
+            shape,
+            layer,
+            self._slots,
+        )
+        out = torch.empty(len(qkv), self._heads * head_dim)
+        out[batch.rows :] = 0
+        self._kernels.attend(qkv, self._heads, self._sequences, kv.tensor, shape, layer, out)
+        return out
+
+    def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return self._kernels.norm(x, delta, weight, eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return self._kernels.gate(gate_up)
+
+
+def attends(kv: KVTensors) -> bool:
+    """Whether the native kernels can read and write this pool."""
+    return kv.tensor.dtype in STORAGE and kv.tensor.shape[-1] % _LANES == 0

@@ -1,0 +1,234 @@
+"""The workspace of an engine: what a step holds at its peak beside weights and KV pool.
+
+The largest step of a worker is one chunk of a prompt together with a full batch of decoding sequences, all at the end
+of a full context. Its peak is found in two ways, by the same count of live tensor bytes:
+
+- **measured**: the step is run, with the prepared weights, the real runner and a sampler with every option on;
+- **estimated**: the engine's own forward pass is run over tensors without memory, for any shape of model.
+
+Nothing but the residual stream outlives a layer, so two layers reach the peak of all of them. What operators hold
+inside themselves is not seen; `docs/capacity.md` compares the count with a process's resident memory.
+"""
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from engine.backends.attention import HeadNorms, Rotation, TorchAttention
+from engine.batch import ForwardBatch, SequenceSlice
+from engine.config import StepLimits
+from engine.kv.layout import KVLayout
+from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES, layer_key
+from engine.model.llama import Llama
+from engine.model.mapped import map_weights
+from engine.runner import ModelRunner
+from engine.step import Row, StepPlan
+from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
+from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
+
+LAYERS = 2
+"""The second finds what the first has left behind."""
+
+SAMPLER_BYTES = 60
+"""Live bytes per vocabulary entry while one row is drawn with penalties, top-k, top-p and min-p in 64 bits."""
+
+EVERY_OPTION = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts the bytes of every storage that an operator returned and that is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, Tensor):
+                self._see(item.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._storages:
+            self._storages.add(key)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._storages.discard(key)
+        self.live -= nbytes
+
+
+def measure_workspace(
+    model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None
+) -> int:
+    """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
+    given. Raises ModelError."""
+    whole = ModelConfig.load(model_dir)
+    shape = _shallow(whole)
+    kv = PagedKV(_layout(shape, block_size, kv_dtype or shape.dtype), 1)
+    model = Llama(shape, map_weights(model_dir))
+
+    def run(rows: Sequence[tuple[int, int]]) -> None:
+        # An attention of its own: one keeps the plan of its latest step.
+        attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
+        ModelRunner(model, kv, attention).run(_plan(rows, block_size))
+
+    counter = LiveBytes()
+    try:
+        with counter:
+            # What is there before a step, weights and pool, is counted as it is first seen.
+            for rows in ([(2, 2)], [(1, 2), (2, 2)]):
+                run(rows)
+            before = counter.peak = counter.live
+            run(_largest(limits, shape))
+    finally:
+        kv.close()
+    return counter.peak - before
+
+
+def estimate_workspace(
+    shape: ModelConfig,
+    dtype: str,
+    block_size: int,
+    limits: StepLimits,
+    in_place: bool = False,
+    kv_dtype: str | None = None,
+) -> int:
+    """Bytes for a model that need not exist: `shape` is that of one rank. `in_place`: for attention kernels that read
+    KV where it lies and keep their scores on the chip; otherwise for the CPU's kernels, which gather some of it at a
+    time. `kv_dtype` is `dtype` unless given."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shape = _shallow(shape)
+    layout = _layout(shape, block_size, kv_dtype or dtype)
+    kind, counter = TORCH_DTYPES[dtype], LiveBytes()
+    backend = (_InPlace if in_place else TorchAttention)(shape.heads, dtype=kind)
+    with FakeTensorMode(), torch.inference_mode():
+        memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
+        kv = KVTensors(layout, memory, np.zeros(1, dtype=np.uint64))
+        model = Llama(shape, _weights(shape, kind))
+        with counter:
+            # Steps see the pool, through views of it; it is not theirs.
+            memory.view(-1)
+            before = counter.live
+            pieces = [
+                SequenceSlice([0] * count, end - count, _table(end, block_size), True)
+                for count, end in _largest(limits, shape)
+            ]
+            batch = ForwardBatch.build(pieces, block_size)
+            backend.begin(batch, kv)
+            logits = model.forward(batch, kv, backend)
+            drawing = counter.live + SAMPLER_BYTES * shape.vocab
+            del logits
+    return max(counter.peak, drawing) - before
+
+
+class _InPlace(TorchAttention):
+    """For tensors without content: allocates rotated queries and the answer alone."""
+
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+        pass
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        q = torch.empty_like(qkv[:, : self._heads])
+        return torch.empty_like(q).view(len(q), -1)
+
+
+def _shallow(shape: ModelConfig) -> ModelConfig:
+    return msgspec.structs.replace(shape, layers=min(LAYERS, shape.layers))
+
+
+def _layout(shape: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(
+        kv_heads=shape.kv_heads,
+        layers=shape.layers,
+        block_size=block_size,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+    )
+
+
+def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    family = FAMILIES[shape.family]
+    found = {
+        weight.name: torch.empty(weight.shape(shape), dtype=dtype)
+        for weight in family.weights
+        if weight.present(shape)
+    }
+    for layer in range(shape.layers):
+        for weight in family.layer_weights:
+            if weight.present(shape):
+                name = layer_key(layer, weight.name)
+                found[name] = torch.empty(weight.shape(shape), dtype=dtype)
+    return found
+
+
+def _largest(limits: StepLimits, shape: ModelConfig) -> list[tuple[int, int]]:
+    """(new tokens, context with them) of each sequence of the largest step."""
+    end = limits.context_tokens or shape.context_tokens
+    return [(1, end)] * limits.batch + [(min(limits.chunk_tokens, end), end)]
+
+
+def _plan(rows: Sequence[tuple[int, int]], block_size: int) -> StepPlan:
+    """Every row draws. All block tables name block 0 again and again: what is read makes no difference to memory."""
+    return StepPlan(
+        tuple(
+            Row(
+                request=(record := _record(end)).request,
+                record=record,
+                tokens=record.tokens,
+                start=end - count,
+                end=end,
+                blocks=_table(end, block_size),
+                draw=True,
+            )
+            for count, end in rows
+        )
+    )
+
+
+def _record(tokens: int) -> RequestRecord:
+    return RequestRecord(
+        request=RequestId("workspace"),
+        tokens=[0] * tokens,
+        prompt_tokens=1,
+        max_tokens=1,
+        seed=0,
+        sampling=EVERY_OPTION,
+    )
+
+
+def _table(end: int, block_size: int) -> list[BlockId]:
+    return [BlockId(0)] * -(-end // block_size)

@@ -1,0 +1,98 @@
+"""Prefixes on their way back from a lower tier into the device cache. Pure.
+
+A fetch holds a lease of its own: the cached blocks before those that it loads, and RESERVED blocks for them. When
+they are in place they are committed and let go: from then on they are cached like any other, and whoever waited for
+them finds them by a match. So a fetch belongs to nobody: a request that ends meanwhile leaves no trace, and one that
+wants the same prefix waits for the same fetch. Its blocks are given back only when the load has ended: until then it
+may write.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers.commands import Loaded, TierEvent
+from engine.kv.tiers.tiers import Tiers
+
+MAX_FETCHES = 2
+"""Under way at once: enough to keep the copying thread busy, few enough to push little else out of the cache."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A load under way, until `is_over`. Mutable; owned by `Fetches`."""
+
+    lease: Lease
+    tokens: Sequence[int]
+    """Up to the end of the last block that is loaded."""
+    cached_tokens: int
+    identities: frozenset[bytes]
+    is_over: bool = False
+
+
+class Fetches:
+    """Mutable state: `_under_way`, by the number of its load. Owner: the scheduler."""
+
+    def __init__(self, kv: KVCacheManager, tiers: Tiers) -> None:
+        self._kv = kv
+        self._tiers = tiers
+        self._under_way: dict[int, Fetch] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def wanted(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float
+    ) -> Fetch | None:
+        """What a sequence should wait for before it is computed, begun if it was not: its next blocks, where a tier has
+        them and gives them back sooner than they are computed. None: nothing, or there is no room now."""
+        kv, tiers = self._kv, self._tiers
+        match = kv.cache.match(namespace, tokens, limit)
+        nodes = match.nodes
+        parent = nodes[-1].identity if nodes else kv.cache.root_identity(namespace)
+        start = len(nodes) * kv.block_size
+        found = tiers.find(parent, tokens, start, limit, kv.block_size)
+        if not found:
+            return None
+        for fetch in self._under_way.values():
+            if found[0] in fetch.identities:
+                return fetch
+        count = tiers.worthwhile(found, kv.block_size, tokens_per_s)
+        if count < len(found):
+            tiers.counts.refused += 1
+        if not count or len(self) == MAX_FETCHES:
+            return None
+        return self._begin(namespace, tokens[: start + count * kv.block_size], start, found[:count])
+
+    def _begin(
+        self, namespace: bytes, tokens: Sequence[int], start: int, found: list[bytes]
+    ) -> Fetch | None:
+        kv, tiers = self._kv, self._tiers
+        places = tiers.pin(found)  # what is evicted to make room must not push them out
+        lease = kv.acquire(
+            namespace, tokens, match_limit=start, room_tokens=len(tokens), migrating=True
+        )
+        if lease is None:
+            tiers.unpin(places, found)
+            return None
+        number = tiers.load(places, found, lease.blocks[start // kv.block_size :])
+        fetch = Fetch(lease, tokens, start, frozenset(found))
+        self._under_way[number] = fetch
+        return fetch
+
+    def handle(self, event: TierEvent) -> None:
+        """A load or a spill has ended."""
+        self._tiers.handle(event)
+        if isinstance(event, Loaded):
+            fetch = self._under_way.pop(event.number)
+            whole = fetch.cached_tokens + event.blocks * self._kv.block_size
+            self._kv.landed(fetch.lease)
+            self._kv.commit(fetch.lease, fetch.tokens[:whole])
+            self._kv.release(fetch.lease)
+            fetch.is_over = True
+
+    def check(self) -> None:
+        """Recompute that nothing is loaded twice at once."""
+        loading = [ident for fetch in self._under_way.values() for ident in fetch.identities]
+        assert len(loading) == len(set(loading)), "a block is loaded twice at once"
+        assert not any(fetch.is_over or fetch.lease.released for fetch in self._under_way.values())

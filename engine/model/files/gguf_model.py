@@ -1,0 +1,121 @@
+"""A GGUF file as a checkpoint: metadata to ModelConfig, tensors back to Hugging Face order."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from engine.model.codes import Codes, FloatArray
+from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
+from engine.model.families import FAMILIES, Family, Source
+from engine.model.files.gguf_reader import GGUFFile
+from engine.text.files import TextFiles
+from engine.text.gguf_text import Vocabulary, text_files
+
+_QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GGUFModel:
+    """Fulfils `Checkpoint`. The model is named after its file, without suffix and quantization."""
+
+    rope_pairs = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GGUFFile(path)
+        architecture = self._file.need("general.architecture")
+        self.family = _family(path, architecture)
+        self.config = self._config(architecture)
+
+    def tensor_name(self, source: Source, layer: int) -> str:
+        return source.gguf.format(layer=layer)
+
+    def read(self, name: str) -> FloatArray:
+        return self._file.read(name)
+
+    def codes(self, name: str) -> Codes | None:
+        return self._file.codes(name)
+
+    def text(self) -> TextFiles:
+        get = self._file.get
+        files = text_files(
+            Vocabulary(
+                path=self.path,
+                model=get("tokenizer.ggml.model", ""),
+                pre=get("tokenizer.ggml.pre", "default"),
+                tokens=self._file.need("tokenizer.ggml.tokens"),
+                kinds=get("tokenizer.ggml.token_type", []),
+                merges=get("tokenizer.ggml.merges", []),
+                scores=get("tokenizer.ggml.scores", []),
+                add_bos=get("tokenizer.ggml.add_bos_token"),
+                add_eos=get("tokenizer.ggml.add_eos_token", False),
+                add_space_prefix=get("tokenizer.ggml.add_space_prefix", True),
+                bos=get("tokenizer.ggml.bos_token_id"),
+                eos=get("tokenizer.ggml.eos_token_id"),
+                eot=get("tokenizer.ggml.eot_token_id"),
+                unknown=get("tokenizer.ggml.unknown_token_id"),
+                padding=get("tokenizer.ggml.padding_token_id"),
+                template=get("tokenizer.chat_template", ""),
+            )
+        )
+        return files.of_model(self.config)
+
+    def _config(self, architecture: str) -> ModelConfig:
+        file, path = self._file, self.path
+
+        def need(key: str, default: int | None = None) -> int:
+            value = file.get(f"{architecture}.{key}", default)
+            if not isinstance(value, int):
+                raise ModelError(path, f"metadata {architecture}.{key} is {value!r}, not a number")
+            return value
+
+        if file.get(f"{architecture}.expert_count", 0):
+            raise ModelError(path, "mixtures of experts are not supported")
+        hidden, heads = need("embedding_length"), need("attention.head_count")
+        if heads < 1:
+            raise ModelError(path, f"metadata {architecture}.attention.head_count is {heads}")
+        head_dim = need("attention.key_length", hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if file.get(f"{architecture}.{key}", head_dim) != head_dim:
+                raise ModelError(path, f"metadata {architecture}.{key} differs from {head_dim}")
+        return ModelConfig(
+            family=self.family.name,
+            name=_QUANT_SUFFIX.sub("", path.stem),
+            layers=need("block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=need("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            intermediate=need("feed_forward_length"),
+            vocab=file.shape("token_embd.weight")[0],
+            context_tokens=need("context_length"),
+            norm_eps=float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon")),
+            rope_theta=float(file.get(f"{architecture}.rope.freq_base", 10000.0)),
+            rope_scaling=self._rope_scaling(architecture),
+            tied="output.weight" not in file,
+            qkv_bias="blk.0.attn_q.bias" in file,
+            output_bias="blk.0.attn_output.bias" in file,
+            mlp_bias="blk.0.ffn_down.bias" in file,
+            qk_norm=self.family.qk_norm,
+        ).check(path)
+
+    def _rope_scaling(self, architecture: str) -> RopeScaling | None:
+        if _ROPE_FACTORS in self._file:
+            factors = np.asarray(self._file.read(_ROPE_FACTORS), dtype=np.float64)
+            return FactorsRope(factors=tuple(factors.ravel().tolist()))
+        kind = self._file.get(f"{architecture}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if kind == "linear":
+            factor = float(self._file.need(f"{architecture}.rope.scaling.factor"))
+            return LinearRope(factor=factor)
+        raise ModelError(self.path, f"rope scaling {kind!r} is not supported")
+
+
+def _family(path: Path, architecture: str) -> Family:
+    for family in FAMILIES.values():
+        if family.gguf == architecture:
+            return family
+    known = ", ".join(sorted(family.gguf for family in FAMILIES.values()))
+    raise ModelError(path, f"unknown architecture {architecture!r}; known: {known}")

@@ -1,0 +1,136 @@
+"""Opening a GGUF file: the `gguf` package's reader, made quick and made to say what is wrong.
+
+That reader takes seconds because it builds one numpy view per element of the vocabulary. Here arrays are walked
+over the raw bytes. If a later version of the package renames the two methods overridden below, files still open,
+only slower.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField, ReaderTensor
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from engine.model.codes import Codes, FloatArray
+from engine.model.config import ModelError
+from engine.model.files.gguf_codes import codes_of
+
+_BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
+"""What the package raises on bytes that are no GGUF."""
+
+
+class _QuickReader(GGUFReader):
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
+            return super()._get_field_parts(orig_offs, raw_type)
+        raw = self.data.data
+        offset = int(orig_offs)
+        item_type, length = struct.unpack_from("<IQ", raw, offset)
+        item = GGUFValueType(item_type)
+        offset += 12
+        scalar = self.gguf_scalar_to_np.get(item)
+        if scalar is not None:
+            size = length * np.dtype(scalar).itemsize
+            if offset + size > len(raw):
+                raise ValueError("an array runs past the end of the file")
+            values = np.frombuffer(raw, dtype=scalar, count=length, offset=offset)
+            return offset + size - orig_offs, [values], [0], [GGUFValueType.ARRAY, item]
+        if item != GGUFValueType.STRING:
+            raise ValueError(f"arrays of {item.name} are not supported")
+        strings: list[memoryview] = []
+        for _ in range(length):
+            (size,) = struct.unpack_from("<Q", raw, offset)
+            offset += 8 + size
+            if offset > len(raw):
+                raise ValueError("a string runs past the end of the file")
+            strings.append(raw[offset - size : offset])
+        return (
+            offset - orig_offs,
+            strings,
+            list(range(length)),
+            [GGUFValueType.ARRAY, item],
+        )
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        for field in fields:
+            _, name_data, _, dims, raw_dtype, offset = field.parts
+            name = bytes(name_data).decode("utf-8")
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_dtype[0])]
+            elements = 1
+            for dim in dims.tolist():
+                elements *= int(dim)
+            end = int(start_offs) + int(offset[0]) + elements // block * block_bytes
+            if end > len(self.data):
+                raise ValueError(f"tensor {name} ends at byte {end} of {len(self.data)}: truncated")
+        super()._build_tensors(start_offs, fields)
+
+
+class GGUFFile:
+    """A GGUF file's metadata and tensors. Raises ModelError whenever the file is not what it should be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            reader = _QuickReader(path)
+        except OSError as error:
+            raise ModelError(path, f"cannot be read: {error.strerror}") from error
+        except _BROKEN as error:
+            raise ModelError(path, f"not a sound GGUF file: {error}") from error
+        self._fields = reader.fields
+        self._tensors: dict[str, ReaderTensor] = {item.name: item for item in reader.tensors}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value as plain Python, or `default` where the file does not have it."""
+        field = self._fields.get(key)
+        if field is None:
+            return default
+        try:
+            return field.contents()
+        except _BROKEN as error:
+            raise ModelError(self.path, f"metadata {key}: {error}") from error
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ModelError(self.path, f"metadata {key} is missing")
+        return value
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Rows first, unlike in the file."""
+        return tuple(int(size) for size in reversed(self._find(name).shape))
+
+    def bytes_by_type(self) -> dict[str, int]:
+        """How many bytes of tensors there are of each type, by GGML's name for it."""
+        sizes: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            kind = tensor.tensor_type.name
+            sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
+        return sizes
+
+    def read(self, name: str) -> FloatArray:
+        """A tensor, dequantized to 32 bits."""
+        if (codes := self.codes(name)) is not None:
+            return codes.widen()
+        found = self._find(name)
+        try:
+            values = dequantize(found.data, found.tensor_type)
+        except (NotImplementedError, *_BROKEN) as error:
+            kind = found.tensor_type.name
+            raise ModelError(self.path, f"tensor {name} ({kind}): {error}") from error
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
+
+    def codes(self, name: str) -> Codes | None:
+        """A quantized matrix as it is stored, None where `codes_of` does not know the format."""
+        found = self._find(name)
+        return codes_of(found.data, found.tensor_type)
+
+    def _find(self, name: str) -> ReaderTensor:
+        if name not in self._tensors:
+            raise ModelError(self.path, f"tensor {name} is missing")
+        return self._tensors[name]

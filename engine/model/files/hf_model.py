@@ -1,0 +1,179 @@
+"""A Hugging Face directory as a checkpoint: config.json, *.safetensors and tokenizer.json. Pickles are refused."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.model.codes import Codes, FloatArray
+from engine.model.config import (
+    PICKLES,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    ModelError,
+    RopeScaling,
+)
+from engine.model.families import FAMILIES, Family, Source
+from engine.model.files.checkpoint import most_of
+from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
+from engine.text.files import TextFiles
+from engine.text.hf_text import text_files
+
+INDEX = "model.safetensors.index.json"
+
+
+class HFModel:
+    """Fulfils `Checkpoint`. The model is named after its directory."""
+
+    rope_pairs = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        raw = read_json(path / "config.json")
+        self.family = _family(path / "config.json", raw)
+        self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
+        self._raw = raw
+        self.shards = [SafetensorsFile(shard) for shard in shards(path)]
+        self._where: dict[str, SafetensorsFile] = {}
+        for shard in self.shards:
+            self._where.update(dict.fromkeys(shard.names(), shard))
+
+    def tensor_name(self, source: Source, layer: int) -> str:
+        return source.hugging_face.format(layer=layer)
+
+    def read(self, name: str) -> FloatArray:
+        return self._holder(name).read(name)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where the tensor lies. Raises ModelError where it does not."""
+        return self._holder(name).stored(name)
+
+    def _holder(self, name: str) -> SafetensorsFile:
+        if name not in self._where:
+            raise ModelError(self.path, f"tensor {name} is missing")
+        return self._where[name]
+
+    def codes(self, name: str) -> Codes | None:
+        return None
+
+    def text(self) -> TextFiles:
+        return text_files(self.path, self._raw).of_model(self.config)
+
+
+def stored_dtype(path: Path) -> str:
+    """See `engine.model.files.opening.stored_dtype`: what config.json says (`dtype` since transformers 4.56,
+    `torch_dtype` before), else the type of most bytes of the weights."""
+    said = said_dtype(read_json(path / "config.json"))
+    if said is not None:
+        return said
+    sizes: Counter[str] = Counter()
+    for shard in shards(path):
+        sizes.update(SafetensorsFile(shard).bytes_by_type())
+    return most_of(sizes)
+
+
+def said_dtype(raw: dict[str, Any]) -> str | None:
+    """The type of the weights that a config.json whose content is `raw` names, if it does."""
+    said = raw.get("dtype") or raw.get("torch_dtype")
+    return said.removeprefix("torch.") if isinstance(said, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelError(path, f"cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(path, f"not a JSON object: {error}") from error
+
+
+def shards(path: Path) -> list[Path]:
+    """The weight files of a directory. Raises ModelError where there are none, or only pickles."""
+    if (path / INDEX).exists():
+        names = read_json(path / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise ModelError(path / INDEX, "weight_map is not a table of tensor and file names")
+        found = sorted({path / Path(name).name for name in names.values()})
+    else:
+        found = sorted(path.glob("*.safetensors"))
+    if found:
+        return found
+    if any(item.suffix in PICKLES for item in path.iterdir()):
+        raise ModelError(
+            path, "holds only pickled weights, which are never loaded: use safetensors"
+        )
+    raise ModelError(path, "holds no *.safetensors file")
+
+
+def _family(path: Path, raw: dict[str, Any]) -> Family:
+    kind = raw.get("model_type")
+    for family in FAMILIES.values():
+        if family.hugging_face == kind:
+            return family
+    known = ", ".join(sorted(family.hugging_face for family in FAMILIES.values()))
+    raise ModelError(path, f"unknown model_type {kind!r}; known: {known}")
+
+
+def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
+    """The sizes and options of a config.json whose content is `raw`. Raises ModelError."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
+    kinds = {"sliding_attention"} if raw.get("use_sliding_window") else raw.get("layer_types") or ()
+    if not set(kinds) <= {"full_attention"}:
+        raise ModelError(path, f"layer_types {sorted(set(kinds))} are not supported, only full_attention")
+    bias = bool(raw.get("attention_bias", False))
+    theta, scaling = _rope(path, raw)
+    try:
+        return ModelConfig(
+            family=family.name,
+            name=name,
+            layers=int(raw["num_hidden_layers"]),
+            hidden=int(raw["hidden_size"]),
+            heads=int(raw["num_attention_heads"]),
+            kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
+            head_dim=int(
+                raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1)
+            ),
+            intermediate=int(raw["intermediate_size"]),
+            vocab=int(raw["vocab_size"]),
+            context_tokens=int(raw["max_position_embeddings"]),
+            norm_eps=float(raw["rms_norm_eps"]),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+        ).check(path)
+    except KeyError as error:
+        raise ModelError(path, f"{error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(path, f"a size is not a number: {error}") from error
+
+
+def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """`rope_parameters` is how transformers 5 writes it, `rope_theta` with `rope_scaling` how it was before."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    try:
+        theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+        if kind == "default":
+            return theta, None
+        if kind == "linear":
+            return theta, LinearRope(factor=float(rope["factor"]))
+        if kind == "llama3":
+            return theta, Llama3Rope(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_context_tokens=int(rope["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise ModelError(path, f"rope scaling {kind!r} lacks {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(path, f"rope scaling {kind!r}: {error}") from error
+    raise ModelError(path, f"rope scaling {kind!r} is not supported")

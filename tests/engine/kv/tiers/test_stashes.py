@@ -1,0 +1,39 @@
+"""Stashes one by one, where the machine over tiers seldom comes (`test_kv_tiers_machine`)."""
+
+from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers.commands import Store, Stored
+from engine.kv.tiers.stashes import Stashes
+from engine.kv.tiers.tiers import Tiers
+
+SIZE = 4
+
+
+def _computed(kv: KVCacheManager, tokens: list[int]) -> Lease:
+    lease = kv.acquire(b"", tokens, match_limit=len(tokens) - 1, room_tokens=len(tokens))
+    assert lease is not None
+    kv.copied(lease)
+    kv.commit(lease, tokens)
+    return lease
+
+
+def test_host_memory_that_is_full_stays_as_it_was() -> None:
+    """Guards pins of what is there already: they outlived the refusal, and the slot was nobody's for ever."""
+    tiers = Tiers(2, 1000)
+    kv = KVCacheManager(8, SIZE, "m", tiers)
+    stashes = Stashes(kv, tiers)
+    first = stashes.put(_computed(kv, [1, 1, 1, 1, 2, 2, 2, 2]), 2 * SIZE)
+    assert first is not None
+    (store,) = tiers.take_commands()
+    assert isinstance(store, Store)
+    stored = Stored(store.number, 2, 0.1)
+    tiers.handle(stored)
+    stashes.stored(stored)
+    stashes.drop(first)
+    longer = _computed(kv, [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4, 4])
+    before = kv.pool.counts()
+    assert stashes.put(longer, 3 * SIZE) is None, "one of its blocks is there, and one slot for two"
+    assert kv.pool.counts() == before and not tiers.take_commands()
+    assert tiers.host.room == 2 and tiers.blocks["host"] == 2 and not stashes.kept
+    assert stashes.put(longer, 2 * SIZE) is not None
+    kv.check()
+    stashes.check()

@@ -1,0 +1,57 @@
+"""The demo model, converted and run: against transformers reading the same file."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backends.attention import TorchAttention
+from engine.batch import ForwardBatch, SequenceSlice
+from engine.kv.layout import KVLayout
+from engine.model.cache import find_demo_model, prepare
+from engine.model.llama import load_model
+from engine.storage.paged import PagedKV
+from engine.text.bundle import TextModel
+
+PROMPT = "Write a short poem about the sea, 42 whales and 你好 😀."
+
+
+@pytest.mark.slow
+def test_demo_model_equals_transformers(tmp_path: Path) -> None:
+    """Guards the whole way from a real quantized file to logits, and that a second start does no work again."""
+    from transformers import AutoConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    source = find_demo_model()
+    folder = prepare(None, tmp_path)
+    start = time.perf_counter()
+    assert prepare(None, tmp_path) == folder
+    assert time.perf_counter() - start < 1.0
+    text = TextModel.load(folder)
+    ids = text.encode_chat_text(text.render_chat([("user", PROMPT)]))
+
+    model = load_model(folder)
+    config = model.config
+    layout = KVLayout(
+        kv_heads=config.kv_heads, layers=config.layers, block_size=16, head_dim=config.head_dim
+    )
+    blocks = list(range(layout.blocks_for(len(ids))))
+    kv = PagedKV(layout, len(blocks))
+    attention = TorchAttention(config.heads)
+    batch = ForwardBatch.build([SequenceSlice(ids, 0, blocks, True)], layout.block_size)
+    attention.begin(batch, kv)
+    logits = model.forward(batch, kv, attention)[0]
+    kv.close()
+
+    with torch.inference_mode():
+        oracle = LlamaForCausalLM(
+            AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        ).eval()
+        read = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=oracle)
+        missing, unexpected = oracle.load_state_dict(read["tensors"], strict=False)
+        assert (missing, unexpected) == (["lm_head.weight"], [])
+        oracle.tie_weights()
+        wanted = oracle.float()(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert logits.topk(5).indices.tolist() == wanted.topk(5).indices.tolist()

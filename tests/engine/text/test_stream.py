@@ -1,0 +1,150 @@
+"""Detokenizing a stream, chat templates, and what importing the text side costs."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from engine.model.cache import find_demo_model
+from engine.model.files.gguf_model import GGUFModel
+from engine.text.bundle import TextModel
+from engine.text.chat import ChatTemplate
+from engine.text.detokenize import DetokenizerFactory
+from engine.types import FieldError
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, "Ġthe", "ðŁĺĢ", "ðŁĺ", "Ã", "Ã©", "ing"]
+    words = list(dict.fromkeys(words))
+    made = Tokenizer(BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    made.add_tokens([AddedToken("naïve 中", normalized=False), AddedToken("<tool>")])
+    return made
+
+
+def sentence_piece() -> Tokenizer:
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "▁the", "a", "ing", "é", "中", "\ufffd", "▁▁"]
+    made = Tokenizer(BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([AddedToken("</s>", special=True)])
+    return made
+
+
+@pytest.mark.parametrize("build", [byte_level, sentence_piece])
+def test_stream_equals_decoding_at_once(build: Callable[[], Tokenizer]) -> None:
+    """Guards the stream: bytes lost, doubled or replaced at the borders of pushes, for valid and for absurd output."""
+    made = build()
+    factory = DetokenizerFactory(made)
+    dice = random.Random(4)
+    size = made.get_vocab_size()
+    smiley = [made.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode()]
+    if None in smiley:
+        smiley = [made.token_to_id("ðŁĺ"), made.token_to_id("Ģ"), made.token_to_id("Ã©")]
+    for _ in range(400):
+        ids: list[int] = []
+        for _ in range(dice.randint(1, 12)):
+            ids += smiley if dice.random() < 0.2 else [dice.randrange(size)]
+        stream = factory.make()
+        pushed, start = "", 0
+        while start < len(ids):
+            step = dice.randint(0, 3)
+            pushed += stream.push(ids[start : start + step])
+            start += step
+        assert pushed + stream.flush() == made.decode(ids, skip_special_tokens=True), ids
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    folder = tmp_path_factory.mktemp("demo")
+    GGUFModel(find_demo_model()).text().save(folder)
+    return TextModel.load(folder)
+
+
+def test_never_half_a_character(demo: TextModel) -> None:
+    """Guards the client: an emoji of several tokens must arrive whole, and as soon as it is whole."""
+    text = "Ünïcode 👩‍👩‍👧‍👦 你好世界 ខ្មែរ 𝔘𝔫𝔦 end"
+    ids = demo.encode(text, add_special=False)
+    assert len(ids) > len(text), "every character a token of its own would prove nothing"
+    stream = demo.detokenizer()
+    pushes = [stream.push([token]) for token in ids]
+    assert "".join(pushes) == text
+    assert not any("\ufffd" in push for push in pushes)
+    assert stream.flush() == ""
+
+
+def test_unfinished_character_is_flushed_as_a_replacement(demo: TextModel) -> None:
+    """Guards the end of an answer that stopped at max_tokens inside a character: nothing hangs, nothing raises."""
+    ids = demo.encode("😀", add_special=False)[:-1]
+    stream = demo.detokenizer()
+    assert stream.push(ids) == ""
+    assert stream.flush() == "\ufffd"
+
+
+def test_special_and_unknown_ids_give_no_text(demo: TextModel) -> None:
+    """Guards against ids past the vocabulary, which padded embeddings can produce."""
+    stream = demo.detokenizer()
+    assert stream.push([2, 0, 10**6, *demo.encode("ok", add_special=False), 2]) == "ok"
+
+
+def test_demo_chat(demo: TextModel) -> None:
+    assert demo.render_chat([("user", "Hi"), ("assistant", "Yes?"), ("user", "{{ 1 }}")]) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n"
+        "<|im_start|>user\n{{ 1 }}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    asked = demo.render_chat([("system", "S"), ("user", "Hi")], add_generation_prompt=False)
+    assert asked == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert demo.encode_chat_text(asked)[:2] == [1, *demo.encode("system", add_special=False)]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "no chat template"),
+        ("{% for m in %}", "cannot be parsed"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "the chat template failed"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template failed"),
+        ("{{ messages[0].content + 1 }}", "the chat template failed"),
+        ("{{ messages[7].content }}", "the chat template failed"),
+        ("{% for i in range(10**9) %}{% endfor %}", "the chat template failed"),
+    ],
+)
+def test_template_faults_name_the_field(source: str, message: str) -> None:
+    """Guards the router: whatever a template does ends as the caller's error, and it cannot reach Python's insides."""
+    with pytest.raises(FieldError, match=message) as caught:
+        ChatTemplate(source, {}).render([("user", "x")])
+    assert caught.value.field == "messages"
+
+
+def test_template_helpers() -> None:
+    """Guards templates of real models, which use these and fail without."""
+    source = "{{ bos_token }}{% generation %}{{ messages[0] | tojson }}{% endgeneration %}{{ strftime_now('%Y') }}"
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render([("user", "<é>")])
+    assert text.startswith('<s>{"role": "user", "content": "<é>"}20')
+    loop = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(loop, {}).render([("user", "x"), ("assistant", "y")]) == "user"
+
+
+def test_text_side_needs_no_torch() -> None:
+    """Guards the router's memory and start time."""
+    code = "import sys, engine.text.bundle; print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert done.stdout.strip() == "[]"
