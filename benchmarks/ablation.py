@@ -34,7 +34,7 @@ from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.tiers import Tiers
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import RequestId, RequestRecord, SamplingParams

@@ -6,7 +6,7 @@ Needs the `dev` extra; the product itself never imports transformers.
 from pathlib import Path
 from typing import Any
 
-from engine.model.cache import find_demo_model
+from engine.model.prepared.cache import find_demo_model
 
 
 def read() -> Any:

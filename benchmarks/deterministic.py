@@ -21,8 +21,8 @@ from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention
 from engine.kv.layout import KVLayout
-from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import PagedKV

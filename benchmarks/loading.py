@@ -22,9 +22,9 @@ import xxhash
 
 from benchmarks import output
 from benchmarks.gpu.random_model import reshard, save_checkpoint
-from engine.model.cache import prepare
-from engine.model.shards import ShardIndex
-from engine.model.streaming import PIECE_BYTES, stream
+from engine.model.prepared.cache import prepare
+from engine.model.prepared.shards import ShardIndex
+from engine.model.prepared.streaming import PIECE_BYTES, stream
 
 SIZES = {
     "hidden_size": 1024,

@@ -20,8 +20,8 @@ from benchmarks.bed import Bed, random_prompt, transfer_config
 from benchmarks.counting import CopyCounts
 from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
-from engine.model.cache import prepare
 from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
 
 TOKENS = (1, 64, 256, 512, 1024, 1500)
 TRANSPORTS = ("shm", "tcp")

@@ -19,7 +19,7 @@ import httpx
 
 from benchmarks import checkpoint
 from cluster.processes.spec import LaunchError
-from engine.model.cache import find_demo_model
+from engine.model.prepared.cache import find_demo_model
 
 SLOTS, CONTEXT = 8, 2048
 READY_S, STOP_S = 600.0, 30.0

@@ -26,8 +26,8 @@ from engine.config import EngineConfig, TierConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import TierEvent, TiersDied
-from engine.model.cache import prepare
-from engine.storage.tiering import Tiering, open_tiers
+from engine.model.prepared.cache import prepare
+from engine.storage.tiers.opening import Tiering, open_tiers
 from fakes.colocated import Colocated
 
 Make = Callable[[int], EngineDevice]

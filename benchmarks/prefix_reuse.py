@@ -19,7 +19,7 @@ from benchmarks import figures, output
 from benchmarks.offline import Served, engine, record, serve
 from engine.config import EngineConfig
 from engine.device import EngineDevice, open_device
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from fakes.colocated import Colocated
 
 Make = Callable[[], EngineDevice]

@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.bed import Bed, TimedAnswer, Watch, random_prompt, transfer_config
 from benchmarks.figures import Middle, middle, numbers, show, write_json
 from engine.config import EngineConfig
-from engine.model.cache import prepare
 from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
 
 TOKENS = (1, 256, 1500)
 KILLED_AT = (1, 8, 24)

@@ -26,7 +26,7 @@ from engine.device import EngineDevice, open_device
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.tiers import Tiers
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams

@@ -1,7 +1,7 @@
 """The admin surface: what operators ask of a running cluster, as HTTP with JSON on a Unix socket (docs/operations.md).
 
     GET  /status              Status
-    GET  /overview            router.overview.Overview, asked of the router
+    GET  /overview            router.status.overview.Overview, asked of the router
     GET  /flights?request=R   the timelines of a request, or of the latest, of every process
     GET  /config              every setting with its value and origin; secrets as set or not
     POST /drain               Drain    answered when the worker has left

@@ -8,7 +8,7 @@ import msgspec
 from cluster.admin import Drain, Flights, Scale, Status
 from cluster.processes.spec import LaunchError
 from cluster.rundir import RunDir
-from router.overview import Overview
+from router.status.overview import Overview
 
 QUICK_S = 15.0
 

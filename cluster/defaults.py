@@ -67,8 +67,8 @@ def gpu_dtype(stored: str) -> str:
 def stored_in(model: str) -> str:
     """How the model that a configuration names keeps its weights (`engine.model.files.opening.stored_dtype`). Raises
     ModelError."""
-    from engine.model.cache import find_demo_model
     from engine.model.files.opening import stored_dtype
+    from engine.model.prepared.cache import find_demo_model
 
     return stored_dtype(Path(model).expanduser() if model else find_demo_model())
 

@@ -10,7 +10,7 @@ import msgspec
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`model_dir` is a prepared model (see `engine.model.cache`), never the file a user names."""
+    """`model_dir` is a prepared model (see `engine.model.prepared.cache`), never the file a user names."""
 
     model_dir: str = ""
     dtype: str = "auto"

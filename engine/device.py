@@ -18,7 +18,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.messages import MemoryUse
 from engine.model.config import ModelConfig, Progress
 from engine.model.llama import Llama, load_model
-from engine.model.loading import loaded_bytes
+from engine.model.prepared.loading import loaded_bytes
 from engine.runner import ModelRunner, Opened, Runner
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
 from engine.text.files import TextFiles
@@ -84,7 +84,7 @@ def open_device(
         torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
     if config.device == "cpu":
         return _open(config, limits, host_tier_bytes, progress, transport_bytes)
-    from engine.backends.gpu_memory import alone_on
+    from engine.backends.gpu.memory import alone_on
 
     with alone_on(torch.device(config.device)):
         return _open(config, limits, host_tier_bytes, progress, transport_bytes)
@@ -162,7 +162,7 @@ def _open_on_cpu(
     kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
     kv = PagedKV(layout, config.blocks_in(kv_bytes, layout.block_bytes))
     if config.kernels == "triton":
-        from engine.backends.triton_attention import TritonAttention
+        from engine.backends.gpu.attention import TritonAttention
 
         rows = limits.batch + limits.prompts if limits is not None else 1
         attention = TritonAttention(model.config, layout, "cpu", max_batch=rows)
@@ -183,9 +183,9 @@ def _open_on_gpu(
     transport_bytes: int,
 ) -> Opened:
     # Triton is imported by those who use it.
-    from engine.backends.gpu_memory import CudaMemory
-    from engine.backends.graphs import CudaRecorder
-    from engine.backends.triton_runner import TritonOpener
+    from engine.backends.gpu.graphs import CudaRecorder
+    from engine.backends.gpu.memory import CudaMemory
+    from engine.backends.gpu.runner import TritonOpener
 
     # One for the trial and for what comes after it: workspaces of libraries stay with it.
     stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from engine.kv.manager import KVCacheManager
 from engine.runner import Runner
 from engine.step import Drawn, StepPlan
-from engine.storage.tier_mover import TierMover
+from engine.storage.tiers.mover import TierMover
 
 log = logging.getLogger(__name__)
 

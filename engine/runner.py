@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
-from engine.backends.graphs import DecodeGraphs
+from engine.backends.gpu.graphs import DecodeGraphs
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.cores import Cores
 from engine.model.llama import Llama

@@ -24,7 +24,7 @@ from engine.messages import (
     Tokens,
     UsePrefill,
 )
-from engine.storage.tiering import Tiering
+from engine.storage.tiers.opening import Tiering
 from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.scheduler import PrefillScheduler

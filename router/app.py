@@ -19,10 +19,10 @@ from router.front.frontend import Frontend
 from router.front.output import ServedModel
 from router.grpc.service import Service
 from router.hub import Hub
-from router.journal import RouterJournal
-from router.observer import Observer
-from router.overview import Overview, overview
 from router.roster import ScrapeTarget
+from router.status.journal import RouterJournal
+from router.status.observer import Observer
+from router.status.overview import Overview, overview
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0

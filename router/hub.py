@@ -49,9 +49,9 @@ from router.core.events import (
     Tick,
 )
 from router.core.registry import Life
-from router.journal import RouterJournal
-from router.observer import Observer
 from router.roster import Roster
+from router.status.journal import RouterJournal
+from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from router.app import RouterAddresses, RouterApp
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from router.front.output import ServedModel
-from router.journal import RouterJournal
-from router.observer import Observer
-from router.overview import Overview
+from router.status.journal import RouterJournal
+from router.status.observer import Observer
+from router.status.overview import Overview
 from telemetry import tracing
 from telemetry.flight import Flight
 from telemetry.router_metrics import RouterMetrics

@@ -45,7 +45,7 @@ def _shm(
 def _tcp(
     memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
 ) -> Transport:
-    from transfer.host.tcp import TcpTransport
+    from transfer.host.tcp.transport import TcpTransport
 
     return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK, config.stall_s)
 

@@ -8,15 +8,15 @@ from typing import Protocol, cast
 
 import msgspec
 
-from engine.backends.device_memory import device_memory
+from engine.backends.gpu.device_memory import device_memory
 from engine.config import EngineConfig, StepLimits, TierConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox
 from engine.messages import Hello, WorkerInfo
 from engine.model.config import Progress
-from engine.storage.tier_mover import TierMover
-from engine.storage.tiering import open_tiers
+from engine.storage.tiers.mover import TierMover
+from engine.storage.tiers.opening import open_tiers
 from engine.types import Incarnation, host_port
 from telemetry.gpu_metrics import GpuMetrics, Nccl
 from telemetry.metrics import WorkerMetrics

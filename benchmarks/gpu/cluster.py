@@ -21,8 +21,8 @@ from benchmarks.gpu.workers import running
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.messages import Load
-from engine.model.cache import prepare
 from engine.model.config import ModelError
+from engine.model.prepared.cache import prepare
 from prefill_worker.config import PrefillConfig
 from transfer.config import NcclConfig, TransferConfig
 

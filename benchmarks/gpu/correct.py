@@ -2,7 +2,7 @@
 
 The rule is FlashAttention's: a kernel may be wrong by twice what the plain one is. Each case stands by itself: one that
 is refused, fails or breaks its process costs its own line. The whole suite, with its odd sizes and poisoned memory, is
-`python -m pytest tests/kernels tests/engine/backends/test_triton_step.py tests/engine/backends/test_graphs.py`.
+`python -m pytest tests/kernels tests/engine/backends/gpu/test_step.py tests/engine/backends/gpu/test_graphs.py`.
 """
 
 from collections.abc import Iterator

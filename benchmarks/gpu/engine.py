@@ -17,15 +17,15 @@ from benchmarks.gpu.random_model import random_llama, read_bytes
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Command, Event, FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
-from engine.backends.graphs import CudaRecorder, DecodeGraphs, Recorder
-from engine.backends.triton_attention import TritonAttention
+from engine.backends.gpu.attention import TritonAttention
+from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder
+from engine.backends.gpu.pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
 from engine.runner import ModelRunner, Runner
 from engine.step import Drawn, StepPlan
-from engine.storage.device_pool import DeviceKV
 from engine.storage.paged import KVTensors
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.receiver import KVReceiver

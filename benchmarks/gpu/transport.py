@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.gpu.card import Card
+from engine.backends.gpu.pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
-from engine.storage.device_pool import DeviceKV
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation, RequestId
 from transfer.config import NcclConfig, TransferConfig

@@ -1,6 +1,6 @@
 """The rule of thumb for two pools: late first tokens are the prefill side's, slow tokens the decode side's."""
 
-from router.overview import Overview
+from router.status.overview import Overview
 
 TTFT_S = 0.5
 ITL_S = 0.05

@@ -18,8 +18,8 @@ from cluster.cli.hints import hints
 from cluster.cli.status_view import STYLES, duration
 from cluster.processes.spec import LaunchError
 from cluster.sizes import format_size
-from router.journal import Recent
-from router.overview import Overview, WorkerOverview
+from router.status.journal import Recent
+from router.status.overview import Overview, WorkerOverview
 
 BAR_CELLS = 10
 BLOCKS = (("active", "█", "green"), ("reserved", "▒", "yellow"), ("quarantined", "!", "red"))

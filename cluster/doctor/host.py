@@ -210,7 +210,7 @@ def _is_synchronized() -> bool | None:
 
 
 def _folders(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Check]:
-    from engine.model.cache import default_cache_dir
+    from engine.model.prepared.cache import default_cache_dir
 
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
     cache = cache or default_cache_dir(Path.home())

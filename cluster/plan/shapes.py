@@ -122,7 +122,7 @@ def shape_of(model: ModelConfig, stored: str = "bfloat16") -> Shape:
 
 
 def _demo() -> Path:
-    from engine.model.cache import find_demo_model
+    from engine.model.prepared.cache import find_demo_model
 
     return find_demo_model()
 

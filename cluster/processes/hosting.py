@@ -114,7 +114,7 @@ def _check_allocator(config: PrefillConfig | DecodeConfig) -> None:
 def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:
     """The folder of the model on this host, converted unless the cache has it. `report` hears of weights in bytes.
     Raises engine's ModelError."""
-    from engine.model.cache import prepare
+    from engine.model.prepared.cache import prepare
 
     cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
     return str(prepare(source.model or None, cache_dir, source.dtype, report, source.mapped))

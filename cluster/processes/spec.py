@@ -34,7 +34,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     dtype: str = "float32"
     mapped: bool = True
-    """Whether any worker maps the weights, as those on a CPU do (`engine.model.cache.prepare`)."""
+    """Whether any worker maps the weights, as those on a CPU do (`engine.model.prepared.cache.prepare`)."""
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Result, Tell
-from decode_worker.scheduler.forks import shared_tokens
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import (
@@ -19,6 +18,7 @@ from decode_worker.scheduler.request import (
     Request,
     RequestState,
 )
+from decode_worker.scheduler.samples.forks import shared_tokens
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
 from engine.plan import StageClock, refusal

@@ -8,8 +8,8 @@ A request without a block for its next token has no row in the step; it has one 
 from collections.abc import Sequence
 
 from decode_worker.config import DecodeConfig
-from decode_worker.scheduler.beams import Beams
 from decode_worker.scheduler.request import Request, RequestState
+from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager
 from engine.plan import banned_tokens, finish_reason, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan

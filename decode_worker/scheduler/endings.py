@@ -4,7 +4,7 @@
 
 A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. What its client
 may come back for outlives its router: which requests are orphans, and what is remembered of ended ones, is the business
-of `decode_worker.scheduler.orphans`.
+of `decode_worker.scheduler.leaving.orphans`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.departures import Departure, Departures
 from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
-from decode_worker.scheduler.orphans import NOBODY, Orphans, orphan
+from decode_worker.scheduler.leaving.departures import Departure, Departures
+from decode_worker.scheduler.leaving.orphans import NOBODY, Orphans, orphan
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import Request, RequestState

@@ -6,9 +6,9 @@ in chunks, until it can decode. Pure.
     handoff --no use in trying again--> ASKING --another worker is named--> handoff
     none is left --> LOCAL --last chunk--> READY
 
-From then on others may share its blocks, and those that waited for them begin (`decode_worker.scheduler.forks`). Until
-a load has ended its blocks are written by the tier thread: they are RESERVED, and a request that has ended keeps them
-until then. What could not be loaded is had as if there were no tier.
+From then on others may share its blocks, and those that waited for them begin
+(`decode_worker.scheduler.samples.forks`). Until a load has ended its blocks are written by the tier thread: they are
+RESERVED, and a request that has ended keeps them until then. What could not be loaded is had as if there were no tier.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
-from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import (
     MAX_ATTEMPTS,
     HandoffResult,
@@ -25,8 +24,9 @@ from decode_worker.scheduler.handoffs import (
     KVReceived,
     Unserved,
 )
-from decode_worker.scheduler.orphans import NOBODY
+from decode_worker.scheduler.leaving.orphans import NOBODY
 from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
+from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded

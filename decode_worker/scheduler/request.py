@@ -67,7 +67,7 @@ FETCHING = frozenset({_S.CONNECTING, _S.HANDOFF, _S.FENCING, _S.ASKING, _S.LOADI
 
 @dataclass(slots=True)
 class Ownership:
-    """Whose the request is: changed by `decode_worker.scheduler.orphans` only."""
+    """Whose the request is: changed by `decode_worker.scheduler.leaving.orphans` only."""
 
     router: Incarnation
     losses: int

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
-from decode_worker.scheduler.departures import Departures
 from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import (
     Command,
@@ -39,12 +38,13 @@ from decode_worker.scheduler.events import (
     RouterLost,
     Tell,
 )
-from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs, Migrated
-from decode_worker.scheduler.orphans import Orphans
+from decode_worker.scheduler.leaving.departures import Departures
+from decode_worker.scheduler.leaving.orphans import Orphans
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import Request, RequestState
+from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Resumed, Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent

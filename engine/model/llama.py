@@ -26,10 +26,10 @@ from engine.model.config import (
     Progress,
 )
 from engine.model.families import FAMILIES, layer_key
-from engine.model.loading import load_weights
-from engine.model.packed import packed_weights
-from engine.model.panels import panel_weights
-from engine.model.shards import fingerprint_of
+from engine.model.prepared.loading import load_weights
+from engine.model.prepared.packed import packed_weights
+from engine.model.prepared.panels import panel_weights
+from engine.model.prepared.shards import fingerprint_of
 from engine.storage.paged import KVTensors
 from kernels.linear import Weight, linear
 from kernels.native import native

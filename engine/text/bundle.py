@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelConfig, ModelError
-from engine.model.shards import contents, fingerprint_of
+from engine.model.prepared.shards import contents, fingerprint_of
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
@@ -39,7 +39,7 @@ class TextModel:
 
     @staticmethod
     def load(model_dir: Path) -> "TextModel":
-        """Read a prepared model directory (`engine.model.cache.prepare`). Raises ModelError."""
+        """Read a prepared model directory (`engine.model.prepared.cache.prepare`). Raises ModelError."""
         files = TextFiles.load(model_dir)
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer)

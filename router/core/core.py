@@ -6,8 +6,9 @@ in `router/core/call_table.py`. Only tokens of the current placement, in order, 
 
 A request whose decode worker was lost waits again with its old turn, hence at the head of the queue, and goes on behind
 the tokens that its client has (`router/core/losses.py`). So does one that a leaving worker has yielded
-(`router/core/moves.py`), whose KV the next worker fetches there; one of an earlier router is taken over where it is
-(`router/core/adoption.py`). Samples of one prompt are requests of their own, each placed, recovered and ended alone.
+(`router/core/leaving/moves.py`), whose KV the next worker fetches there; one of an earlier router is taken over where
+it is (`router/core/leaving/adoption.py`). Samples of one prompt are requests of their own, each placed, recovered and
+ended alone.
 """
 
 from engine.messages import (
@@ -29,7 +30,6 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId
 from router.config import RouterConfig
-from router.core.adoption import Adoptions
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
@@ -55,8 +55,9 @@ from router.core.events import (
     TellWorker,
     Tick,
 )
+from router.core.leaving.adoption import Adoptions
+from router.core.leaving.moves import due_moves, together
 from router.core.losses import Losses, poisonous
-from router.core.moves import due_moves, together
 from router.core.placement import Placer
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned

@@ -6,7 +6,7 @@ from engine.messages import Ended, Fault, RequestStats
 from engine.types import FinishReason
 from router.core.call import Call, State
 from router.core.events import Complete, Fail
-from router.core.moves import together
+from router.core.leaving.moves import together
 
 DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
 LEFT = Fault("CANCELLED", "the client left before the request ended")

@@ -12,11 +12,11 @@ import msgspec
 
 from engine.messages import Place
 from engine.types import FinishReason, RequestId
-from router.core.adoption import Adoptions
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.events import Command, Fail, TellWorker
+from router.core.leaving.adoption import Adoptions
 from router.core.placement import Placer
 from router.core.policy import Choice, Demand
 from router.core.registry import ModelKey

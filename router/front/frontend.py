@@ -27,7 +27,7 @@ from router.front.samples import BeamSink, Samples, SamplesReader, of_sample
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.hub import Hub
-from router.observer import Observer
+from router.status.observer import Observer
 
 
 class Frontend:

@@ -18,8 +18,8 @@ from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started
 from router.front.output import Output
 from router.front.timing import Timeline
-from router.journal import RequestSummary, RouterJournal
-from router.observer import Observer
+from router.status.journal import RequestSummary, RouterJournal
+from router.status.observer import Observer
 
 DEADLINE_SLACK_S = 0.01
 """gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from tests.engine.model.test_families import reference, save_hf
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu import decode, engine, others, sampling
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import Clock, dry_card
 from benchmarks.gpu.parts import LIMIT_S, PARTS, within
-from tests.engine.backends.recording import FakeRecorder
+from tests.engine.backends.gpu.recording import FakeRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures the real card instead")
 

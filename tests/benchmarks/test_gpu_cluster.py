@@ -26,7 +26,7 @@ from benchmarks.gpu.workers import Answer, running
 from cluster.processes.process_launcher import ProcessChild, ProcessLauncher
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from prefill_worker.config import PrefillConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card runs the part itself")

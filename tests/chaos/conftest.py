@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from tests.chaos.ground import Ground
 from tests.chaos.strike import Reference
 

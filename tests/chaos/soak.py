@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from tests.chaos.faults import NoEffectError
 from tests.chaos.ground import MODES, Ask, Ground, tokens
 from tests.chaos.rows import Fault

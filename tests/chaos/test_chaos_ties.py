@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.cache import find_demo_model
+from engine.model.prepared.cache import find_demo_model
 from tests.chaos import faults
 from tests.chaos.ground import Ground, tokens
 from tests.chaos.strike import END_S, SETTLE_S

@@ -13,7 +13,7 @@ from engine.messages import (
     UsePrefill,
 )
 from engine.types import BlockId, FinishReason, Incarnation, RequestRecord
-from tests.decode_worker.scheduler.test_orphans import Bench, R
+from tests.decode_worker.scheduler.leaving.test_orphans import Bench, R
 from transfer.handoff.commands import Emit, Received
 
 PEER, P = PeerAddress("p0", "p0:1"), Incarnation(5)

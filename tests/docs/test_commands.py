@@ -16,7 +16,7 @@ import pytest
 
 from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

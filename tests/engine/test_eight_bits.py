@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.device import open_device
 from engine.kv.layout import KVLayout
 from engine.messages import Hello, WorkerInfo
-from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.model.prepared.cache import prepare
 from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams

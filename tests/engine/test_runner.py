@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch
 from engine.kv.layout import KVLayout
-from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import KVTensors, PagedKV

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.model.cache import find_demo_model
 from engine.model.config import ModelError
 from engine.model.files.opening import stored_dtype
+from engine.model.prepared.cache import find_demo_model
 from tests.engine.model.quantized import Kind, write_model
 
 

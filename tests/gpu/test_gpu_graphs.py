@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from engine.backends.graphs import CudaRecorder
+from engine.backends.gpu.graphs import CudaRecorder
 
 pytestmark = pytest.mark.gpu
 

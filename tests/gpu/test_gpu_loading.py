@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.random_model import reshard, save_checkpoint
-from engine.model.cache import prepare
-from engine.model.loading import load_weights
-from engine.model.mapped import map_weights
-from engine.model.shards import ShardIndex, by_reference
-from engine.model.streaming import stream
+from engine.model.prepared.cache import prepare
+from engine.model.prepared.loading import load_weights
+from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.shards import ShardIndex, by_reference
+from engine.model.prepared.streaming import stream
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
-from engine.storage.tiering import Tiering, open_tiers
+from engine.storage.tiers.opening import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
 from fakes.model import fake_next

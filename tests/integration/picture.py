@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from telemetry.dashboards.grafana import WIDTH, build
 from telemetry.dashboards.overview import OVERVIEW
 from tests.integration.prometheus import Points, Prometheus

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from telemetry.dashboards.alerts import ALERTS
 from telemetry.dashboards.catalog import catalog
 from telemetry.dashboards.pages import DASHBOARDS

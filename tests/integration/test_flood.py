@@ -12,7 +12,7 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.messages import Finish, encode
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.types import RequestId, SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, GenerateCall

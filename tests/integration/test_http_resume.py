@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from router.config import RouterConfig
 from router.http.answers import RESUME_TOKEN_HEADER
 

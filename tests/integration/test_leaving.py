@@ -18,7 +18,7 @@ from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.messages import PeerAddress
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig

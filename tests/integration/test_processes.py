@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.device import open_device
 from engine.kv.manager import KVCacheManager
 from engine.messages import PeerAddress
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from prefill_worker.config import PrefillConfig

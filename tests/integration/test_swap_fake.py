@@ -13,7 +13,7 @@ from decode_worker.scheduler.request import RequestState
 from engine.kv.block_pool import BlockState
 from engine.kv.tiers.commands import Store, Stored, TierLoad
 from engine.messages import Cancel
-from engine.storage.tier_mover import TierMover
+from engine.storage.tiers.mover import TierMover
 from engine.types import FinishReason
 from fakes.colocated import LINK, Colocated
 from tests.integration.crowd import (

@@ -14,7 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from engine.types import SamplingParams
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
-from engine.model.cache import prepare
+from engine.model.prepared.cache import prepare
 from tests.cluster.processes.test_launchers import eventually
 
 pytestmark = pytest.mark.slow

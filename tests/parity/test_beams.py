@@ -7,7 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.cache import find_demo_model, prepare
+from engine.model.prepared.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord
 from fakes.colocated import Colocated

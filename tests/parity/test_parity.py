@@ -15,7 +15,7 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.cache import find_demo_model, prepare
+from engine.model.prepared.cache import find_demo_model, prepare
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated

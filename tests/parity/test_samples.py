@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from engine.config import EngineConfig
 from engine.device import open_device
-from engine.model.cache import find_demo_model, prepare
+from engine.model.prepared.cache import find_demo_model, prepare
 from engine.sampling import Draw, sample
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams

@@ -11,7 +11,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.router.worker_process import WorkerProcess
 

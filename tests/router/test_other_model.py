@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.cache import prepare
 from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
 from engine.text.bundle import fingerprint
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
 OURS = "0123abcd"

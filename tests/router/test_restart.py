@@ -27,7 +27,7 @@ from router.front.api import (
 from router.front.resume import Context, pack, unpack
 from router.front.timing import WORKER_STAGES
 from router.grpc.client import Client
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 
 ANSWER = "wörld 🙂 ok, thé énd"

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from decode_worker.scheduler import handoffs
-from decode_worker.scheduler.beams import Beams
-from decode_worker.scheduler.departures import Departures
 from decode_worker.scheduler.endings import Endings
 from decode_worker.scheduler.events import Tell
-from decode_worker.scheduler.forks import Forks
 from decode_worker.scheduler.handoffs import Handoffs
+from decode_worker.scheduler.leaving.departures import Departures
 from decode_worker.scheduler.request import RequestState
+from decode_worker.scheduler.samples.beams import Beams
+from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.stashes import Stashes

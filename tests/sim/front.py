@@ -11,7 +11,7 @@ from router.core.core import Router
 from router.core.policy import make_policy
 from router.dispatch import ATTACH, PAUSE_S
 from router.hub import Hub
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.sim.client import Client
 from tests.sim.clock import Process, Violation
 from tests.sim.link import Link

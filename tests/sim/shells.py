@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import decode_worker.role
 import engine.device
 import engine.loop
-import engine.storage.tiering
+import engine.storage.tiers.opening
 import prefill_worker.role
 import router.hub  # noqa: F401  (its log is listened to)
 import telemetry.audit
@@ -222,7 +222,7 @@ _REPLACED: list[tuple[Any, Any]] = [
     (engine.loop.EngineThread, SimThread),
     (engine.loop.Inbox, SimInbox),
     (engine.device.open_device, _open_device),
-    (engine.storage.tiering.open_tiers, _open_tiers),
+    (engine.storage.tiers.opening.open_tiers, _open_tiers),
     (telemetry.audit.Auditor, NullAuditor),
     (telemetry.gpu_metrics.GpuMetrics, NullMetrics),
     (telemetry.metrics.WorkerMetrics, NullMetrics),

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.scheduler.beams import Beams
 from decode_worker.scheduler.request import Request
+from decode_worker.scheduler.samples.beams import Beams
 from tests.sim.client import Searcher
 from tests.sim.scenarios import _plan, _search
 from tests.sim.test_every_token import holds

@@ -46,7 +46,7 @@ WORN = 0.1
 def open_tiers(
     world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]
 ) -> SimpleNamespace | None:
-    """As `engine.storage.tiering.open_tiers`, of the size that the plan says."""
+    """As `engine.storage.tiers.opening.open_tiers`, of the size that the plan says."""
     plan = world.plan
     blocks = plan.decode_tier_blocks if world.starting.role == "decode" else plan.tier_blocks
     if not blocks:
@@ -56,7 +56,7 @@ def open_tiers(
 
 
 class SimTierMover:
-    """Stands in for `engine.storage.tier_mover.TierMover`. Mutable state: the rows of slots and segments."""
+    """Stands in for `engine.storage.tiers.mover.TierMover`. Mutable state: the rows of slots and segments."""
 
     def __init__(self, world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]) -> None:
         self._world = world

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.messages import Endpoint
-from transfer.host.door import MAX_STRANGERS
 from transfer.host.shm import ShmTransport
-from transfer.host.tcp import TcpTransport
+from transfer.host.tcp.door import MAX_STRANGERS
+from transfer.host.tcp.transport import TcpTransport
 from transfer.transport import Move, Outcome, TransferError
 
 ME = 2**64 - 5

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.gpu.pool import DeviceKV
 from engine.kv.layout import KVLayout
-from engine.storage.device_pool import DeviceKV
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation
 from transfer.config import NcclConfig, TransferConfig

@@ -13,7 +13,7 @@ from engine.messages import Endpoint
 from engine.types import Incarnation
 from transfer.bell import Bell
 from transfer.gpu.pulse import Pulse
-from transfer.host.door import TOKEN_BYTES, Door, greeting
+from transfer.host.tcp.door import TOKEN_BYTES, Door, greeting
 from transfer.nccl.library import dotted
 from transfer.nccl.peer import Dial, NcclDetails, NcclPeer, connected
 from transfer.nccl.wire import Said, Welcome, Wire

@@ -14,7 +14,7 @@ import msgspec
 from engine.types import Incarnation
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.narrow import DevicePacked
-from transfer.host.door import tune
+from transfer.host.tcp.door import tune
 from transfer.nccl.communicator import Communicator
 from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.wire import Said, Wire

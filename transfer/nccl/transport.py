@@ -25,7 +25,7 @@ from transfer.gpu.device import Device, DeviceMemory, words_of
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.narrow import DevicePacked
 from transfer.gpu.pulse import Pulse
-from transfer.host.link import chunk_key
+from transfer.host.tcp.link import chunk_key
 from transfer.nccl.budget import CommunicatorBudget, NcclReport
 from transfer.nccl.dispatch import PieceDispatcher
 from transfer.nccl.library import NcclLibrary

@@ -9,8 +9,8 @@ from engine.model.codes import Codes, FloatArray
 from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
 from engine.model.families import FAMILIES, Family, Source
 from engine.model.files.gguf_reader import GGUFFile
+from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
-from engine.text.gguf_text import Vocabulary, text_files
 
 _QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -17,9 +17,9 @@ from engine.model.config import (
 )
 from engine.model.families import FAMILIES, Family, Source
 from engine.model.files.checkpoint import most_of
+from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
-from engine.text.hf_text import text_files
 
 INDEX = "model.safetensors.index.json"
 

@@ -4,7 +4,8 @@ in the type that the engine computes in, and workers that copy them to a device 
     <cache>/<key>/    config.json, shards.json, tokenizer.json, chat_template.jinja, text.json; contents.json in time
 
 `key` is a digest of the stamps of the directory's files, so that nothing of them is read to find the folder, and its
-headers and text to make it. What the weights are, the first worker that loads them says (`engine.model.shards`).
+headers and text to make it. What the weights are, the first worker that loads them says
+(`engine.model.prepared.shards`).
 """
 
 import hashlib
@@ -17,9 +18,9 @@ import xxhash
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.files.hf_model import HFModel
 from engine.model.files.safetensors_reader import STORED, SafetensorsFile
-from engine.model.once import make_folder_once
-from engine.model.shards import Shard, ShardIndex, Stamp, Stretch
-from engine.model.weights import check_shape, prepared_weights
+from engine.model.prepared.once import make_folder_once
+from engine.model.prepared.shards import Shard, ShardIndex, Stamp, Stretch
+from engine.model.prepared.weights import check_shape, prepared_weights
 
 
 def refer(path: Path, parts: Sequence[Path], dtype: str, version: int, cache: Path) -> Path | None:

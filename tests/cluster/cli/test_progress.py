@@ -14,8 +14,8 @@ from cluster.processes.prepare import model_source
 from cluster.processes.spec import ModelSource
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
-from engine.model.cache import prepare
-from engine.model.shards import by_reference
+from engine.model.prepared.cache import prepare
+from engine.model.prepared.shards import by_reference
 from prefill_worker.config import PrefillConfig
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS
 from tests.engine.model.test_families import reference, save_hf

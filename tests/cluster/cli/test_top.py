@@ -12,8 +12,8 @@ from cluster.cli.status_view import duration, print_status
 from cluster.cli.top import frame
 from cluster.cli.trace_view import print_latest, print_trace, request_of
 from engine.messages import Load
-from router.journal import Recent
-from router.overview import Overview, WorkerOverview
+from router.status.journal import Recent
+from router.status.overview import Overview, WorkerOverview
 from telemetry.flight import FlightRecorder
 
 

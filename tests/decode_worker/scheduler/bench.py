@@ -15,7 +15,7 @@ from engine.messages import (
     StartPrefill,
 )
 from engine.types import BlockId, Incarnation, RequestId, RequestRecord, SamplingParams
-from tests.decode_worker.scheduler.test_departures import Bench
+from tests.decode_worker.scheduler.leaving.test_departures import Bench
 from transfer.handoff.commands import Received
 
 HERE = PeerAddress("", "")

@@ -5,7 +5,7 @@ tests/integration/test_swap_ends.py."""
 from decode_worker.scheduler.events import FromPeer, PeerUp
 from engine.messages import Ended, FirstToken, Handoff, PeerAddress, Place, Stop
 from engine.types import RequestRecord
-from tests.decode_worker.scheduler.test_departures import ME, PROMPT, SOURCE, A, Bench
+from tests.decode_worker.scheduler.leaving.test_departures import ME, PROMPT, SOURCE, A, Bench
 
 
 def test_blocks_of_an_answer_that_has_ended_are_not_waited_for_beyond_its_deadline() -> None:

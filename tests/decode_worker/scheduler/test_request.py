@@ -4,7 +4,7 @@
 import pytest
 
 from decode_worker.scheduler.request import MOVES, Request, RequestState
-from tests.decode_worker.scheduler.test_departures import A, Bench
+from tests.decode_worker.scheduler.leaving.test_departures import A, Bench
 
 
 def _request() -> Request:

@@ -15,8 +15,8 @@ from engine.backends.native_attention import NativeAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.config import EngineConfig
 from engine.kv.layout import KVLayout
-from engine.model.cache import prepare
 from engine.model.llama import Llama, load_model
+from engine.model.prepared.cache import prepare
 from engine.storage.paged import PagedKV
 from engine.types import BlockId
 from kernels.native import native

@@ -12,8 +12,8 @@ from engine.backends.native_attention import NativeAttention
 from engine.config import EngineConfig
 from engine.cores import Cores
 from engine.device import EngineDevice, open_device
-from engine.model.cache import prepare
 from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
 from engine.step import Row, StepPlan
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from kernels.native import native

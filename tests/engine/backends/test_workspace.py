@@ -9,8 +9,8 @@ import torch
 from engine.backends.workspace import LiveBytes, estimate_workspace, measure_workspace
 from engine.config import EngineConfig, StepLimits
 from engine.device import open_device
-from engine.model.cache import prepare
 from engine.model.config import ModelConfig
+from engine.model.prepared.cache import prepare
 from tests.engine.model.test_families import reference, save_hf
 
 LIMITS = [

@@ -9,8 +9,8 @@ import torch
 from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.layout import KVLayout
-from engine.model.cache import find_demo_model, prepare
 from engine.model.llama import load_model
+from engine.model.prepared.cache import find_demo_model, prepare
 from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
 

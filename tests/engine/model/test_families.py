@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch, SequenceSlice
 from engine.kv.layout import KVLayout
-from engine.model.cache import prepare
 from engine.model.config import ModelError
 from engine.model.llama import Llama, load_model
-from engine.model.mapped import map_weights
+from engine.model.prepared.cache import prepare
+from engine.model.prepared.mapped import map_weights
 from engine.storage.paged import PagedKV
 
 VOCAB = 320

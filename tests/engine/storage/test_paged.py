@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 
+from engine.backends.gpu.generations import Generations
 from engine.kv.layout import KVLayout
-from engine.storage.generations import Generations
 from engine.storage.paged import PagedKV
 
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=4)

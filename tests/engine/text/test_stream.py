@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from engine.model.cache import find_demo_model
 from engine.model.files.gguf_model import GGUFModel
+from engine.model.prepared.cache import find_demo_model
 from engine.text.bundle import TextModel
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import DetokenizerFactory

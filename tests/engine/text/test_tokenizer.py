@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from engine.model.cache import find_demo_model
 from engine.model.config import ModelError
 from engine.model.files.gguf_model import GGUFModel
+from engine.model.files.gguf_text import Vocabulary, text_files
+from engine.model.prepared.cache import find_demo_model
 from engine.text.bundle import TextModel
 from engine.text.files import TextFiles
-from engine.text.gguf_text import Vocabulary, text_files
 from engine.types import FieldError
 
 WORDS = """

@@ -31,7 +31,7 @@ from router.core.events import (
 from router.core.placement import LOCAL
 from router.core.recovery import MAX_UNHEARD, RetryBudget
 from router.hub import Hub
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.bench import STOP_ID, A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
 

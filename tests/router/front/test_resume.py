@@ -25,7 +25,7 @@ from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
 from router.grpc.progress import RECONNECT_S, Progress
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
 

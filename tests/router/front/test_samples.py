@@ -13,7 +13,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent, Started
 from router.grpc.client import Client
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 from tests.router.http.test_resume import FORMS, complete, go_on, last_id, parts, post

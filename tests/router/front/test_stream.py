@@ -8,7 +8,7 @@ from router.front.api import Started
 from router.front.output import Output
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteDetokenizer
 
 

@@ -17,7 +17,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
 from router.grpc.client import Client
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
 Body = Callable[[Client, FakeWorkers], Awaitable[None]]

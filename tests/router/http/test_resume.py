@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.openai_stream import EventPosition, event_id, positions
-from router.observer import NullObserver
+from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 
 ANSWER = "wörld 🙂 ok, thé énd"

@@ -30,8 +30,9 @@ from transfer.handoff.conversion import landed_tokens, rows_by_block
 from transfer.handoff.migration import HandoffError
 from transfer.handoff.negotiation import unit
 from transfer.handoff.receiver import KVReceiver
-from transfer.host import link, pull
+from transfer.host import pull
 from transfer.host.loopback import FaultKind, ScriptedFault
+from transfer.host.tcp import link
 
 BASE = {"layers": 2, "head_dim": 4}
 POISON = 0xA5

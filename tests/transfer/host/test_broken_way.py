@@ -21,8 +21,8 @@ from transfer.handoff.commands import (
     Unreachable,
 )
 from transfer.handoff.negotiation import Agreement
-from transfer.host.link import header
-from transfer.host.tcp import TcpTransport
+from transfer.host.tcp.link import header
+from transfer.host.tcp.transport import TcpTransport
 from transfer.transport import Move, Outcome
 
 STALL_S = 0.3

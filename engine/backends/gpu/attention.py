@@ -1,0 +1,278 @@
+"""The GPU kernels behind the engine's seam: everything in a step but the products of matrices.
+
+A step's decoding sequences come first, one row each, and go through `decode_attention` by a work list; chunks of
+prompts go through `prefill_attention`, into the same output. Rows that read the same leading blocks read them once.
+While the device runs a step, the work list of the next one is made: the same rows, each one token longer. A step that
+turns out otherwise is planned when it comes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention import HeadNorms, Rotation
+from engine.backends.gpu.sampling import draw_tokens
+from engine.batch import ROW_MULTIPLE, ForwardBatch
+from engine.kv.layout import KVLayout
+from engine.model.config import ModelConfig
+from engine.sampling import Draw, sample
+from engine.step import Drawn
+from engine.storage.paged import TORCH_DTYPES, KVTensors
+from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
+from kernels.decode_attention import decode_attention
+from kernels.decode_buffers import DecodeBuffers
+from kernels.decode_plan import DecodePlan, SharedPrefix, geometry_for, plan_decode
+from kernels.launch import interpreted
+from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_tile
+from kernels.rms_norm import rms_norm
+from kernels.rope_kv_write import rope_kv_write
+from kernels.shared_prefixes import shared_prefixes
+from kernels.silu_mul import silu_mul
+
+PROGRAMS_PER_SM = 3
+"""As many of the decode kernel's programs fit on an SM of the GPUs it was compiled for (docs/kernels.md)."""
+INTERPRETED_PROGRAMS = 4
+
+_Rows = tuple[list[int], list[SharedPrefix]]
+
+PLAIN, SHARED = "decode", "decode_shared"
+"""The two kinds of decode launch, by the names of their configurations: the second has tiles for rows of many
+sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A decode launch of one kind, and its buffers."""
+
+    kind: str
+    config: KernelConfig
+    buffers: DecodeBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`decoding` rows by the plan in `room`; then, if there are any, the tiles of chunks."""
+
+    room: _Room | None
+    decoding: int
+    tiles: Tensor | None
+    tables: Tensor | None
+    slots: Tensor  # int64 [padded rows], -1 for padding
+
+
+@dataclass(slots=True)
+class Planning:
+    """How decode steps came by their work lists, since the start: a figure for benchmarks and tests."""
+
+    ahead: int = 0
+    at_once: int = 0
+
+
+class TritonAttention:
+    """Fulfils `AttentionBackend`, and what `engine.backends.gpu.graphs` asks for, on CUDA or in Triton's interpreter.
+
+    `max_batch`: decoding sequences of a step; more of them cost new buffers. `programs`: the decode grid's size; 0: by
+    the device. `share_tokens`: what rows must have in common for it to be read once. Raises ValueError where there is
+    neither a GPU nor the interpreter.
+    """
+
+    row_multiple = ROW_MULTIPLE
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        layout: KVLayout,
+        device: torch.device | str,
+        *,
+        max_batch: int = 64,
+        programs: int = 0,
+        share_tokens: int = 256,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda" and not interpreted():
+            raise ValueError(
+                f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)"
+            )
+        self.planning = Planning()
+        self._heads, self._kv_heads = shape.heads, layout.kv_heads
+        self._head_dim, self._block_size = layout.head_dim, layout.block_size
+        self._table_blocks = layout.blocks_for(shape.context_tokens)
+        self.max_batch = max_batch
+        self.share_tokens = share_tokens
+        self._programs = programs or _programs(self.device)
+        group, arch = shape.heads // layout.kv_heads, arch_of(self.device)
+        stored = "float32" if shape.dtype == "float32" else layout.dtype
+        dtype = str(TORCH_DTYPES[stored]).removeprefix("torch.")
+        self._configs = {
+            name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
+            for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
+        } | {
+            name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch))
+            for name in ("rms_norm", "silu_mul")
+        }
+        self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
+        self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
+        # Mutable: buffers by kind and size, the step under way, its decoding rows, and the plan for their successors.
+        self._rooms: dict[tuple[str, int], _Room] = {}
+        self._step: _Step | None = None
+        self._latest: _Rows | None = None
+        self._ahead: tuple[_Rows, DecodePlan] | None = None
+
+    def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
+        counts = batch.query_counts
+        decoding = next((at for at, count in enumerate(counts) if count > 1), len(counts))
+        tables = [table.tolist() for table in batch.block_tables]
+        room = self._latest = None
+        if decoding:
+            room = self._load(batch.context_lens[:decoding], tables[:decoding])
+        tiles = chunk_tables = None
+        if decoding < len(counts):
+            planned = plan_prefill(
+                counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile
+            )
+            tiles = self._int32([(s, row + decoding, n, at) for s, row, n, at in planned])
+            width = max(map(len, tables[decoding:]))
+            chunk_tables = self._int32(
+                [table + [0] * (width - len(table)) for table in tables[decoding:]]
+            )
+        slots = torch.nn.functional.pad(
+            batch.slots, (0, len(batch.tokens) - batch.rows), value=-1
+        )
+        self._step = _Step(room, decoding, tiles, chunk_tables, slots)
+
+    def kinds(self, rows: int) -> Sequence[str]:
+        """Of which kinds the work list of so many rows may be: one row shares with nobody."""
+        return (PLAIN, SHARED) if rows > 1 else (PLAIN,)
+
+    def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
+        """Bring the work list of these decoding rows to the device, and say of which kind it is. `lengths` with the new
+        tokens; `tables` cover them."""
+        return self._load(lengths, tables).kind
+
+    def fix(self, kind: str, rows: int, slots: Tensor) -> None:
+        """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots`, where they
+        lie: what is recorded in a graph."""
+        self._step = _Step(self._room(kind, rows), rows, None, None, slots)
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        step = self._step
+        if step is None:
+            raise RuntimeError("attend before begin")
+        pool, configs = kv.pool, self._configs
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        q = rope_kv_write(
+            qkv,
+            pool,
+            layer,
+            step.slots,
+            rotation.positions,
+            rotation.cos,
+            rotation.sin,
+            configs["rope_kv_write"],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+        out = torch.empty_like(q)
+        out[batch.rows :] = 0
+        if step.room is not None:
+            rows, room = slice(step.decoding), step.room
+            decode_attention(q[rows], pool, layer, room.buffers, room.config, out=out[rows])
+        if step.tiles is not None and step.tables is not None:
+            prefill_attention(q, pool, layer, step.tiles, step.tables, configs["prefill"], out=out)
+        return out.view(len(q), -1)
+
+    def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        config = self._configs["rms_norm"]
+        if delta is None:
+            return rms_norm(x, weight, eps, config)
+        return rms_norm(delta, weight, eps, config, residual=x)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up, self._configs["silu_mul"])
+
+    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+        if any(draw.candidates for draw in draws):
+            # A beam search is among them: the kernel draws tokens only.
+            self._plan_ahead()
+            return sample(logits.cpu(), draws)
+        tokens = draw_tokens(logits, draws, self._configs["sample"]) if draws else None
+        self._plan_ahead()
+        if tokens is not None:
+            return list(tokens.tolist())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return []
+
+    def _plan_ahead(self) -> None:
+        """The device is at work; the CPU is not."""
+        if self._latest is None:
+            return
+        lengths, shared = self._latest
+        rows = ([length + 1 for length in lengths], shared)
+        room = self._room(SHARED if shared else PLAIN, len(lengths))
+        self._ahead = rows, plan_decode(rows[0], room.buffers.geometry, shared)
+
+    def _load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> _Room:
+        shared = shared_prefixes(tables, lengths, self._block_size, self.share_tokens)
+        room = self._room(SHARED if shared else PLAIN, len(lengths))
+        if self._ahead is not None and self._ahead[0] == (lengths, shared):
+            plan = self._ahead[1]
+            self.planning.ahead += 1
+        else:
+            plan = plan_decode(lengths, room.buffers.geometry, shared)
+            self.planning.at_once += 1
+        self._ahead, self._latest = None, (lengths, shared)
+        room.buffers.load(plan, lengths, tables)
+        return room
+
+    def _room(self, kind: str, rows: int) -> _Room:
+        """With buffers for at least so many rows. Those for `max_batch` are made once and never move."""
+        size = max(self.max_batch, 1 << max(0, rows - 1).bit_length())
+        if (kind, size) not in self._rooms:
+            config = self._configs[kind]
+            self._rooms[kind, size] = _Room(kind, config, self._make(config, size))
+        return self._rooms[kind, size]
+
+    def _make(self, config: KernelConfig, batch: int) -> DecodeBuffers:
+        geometry = geometry_for(
+            batch=batch,
+            kv_heads=self._kv_heads,
+            group=self._heads // self._kv_heads,
+            programs=self._programs,
+            tile=config.tile,
+            packed_rows=config.rows,
+        )
+        return DecodeBuffers(
+            geometry,
+            batch=batch,
+            heads=self._heads,
+            head_dim=self._head_dim,
+            table_blocks=self._table_blocks,
+            device=self.device,
+        )
+
+    def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+
+
+def arch_of(device: torch.device) -> int:
+    """The configuration table's name of a GPU; the interpreter's is 90."""
+    return table_arch(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 90
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS_PER_SM * sms

@@ -1,0 +1,172 @@
+"""Decode steps that are recorded once per batch size and then replayed: one launch instead of hundreds.
+
+A recording holds addresses and sizes, never values: whatever varies from step to step is brought into the same memory
+before each replay. Tokens, positions and slots lie in one tensor here, work list and block tables in the attention's
+buffers; logits of every size are left in one tensor, which no recording owns. A step of n rows runs in the smallest
+recorded size that holds it; the rows beyond have no context, write no KV, and their logits are not looked at. Mixed
+steps, and larger ones than were recorded, run as they are. Every size and kind is recorded before the first step.
+
+What is recorded is left to a `Recorder`: CUDA graphs on a device, a fake one in tests.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.model.llama import Llama
+from engine.step import Row
+from engine.storage.paged import KVTensors
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """Attention that can be recorded: `engine.backends.gpu.attention.TritonAttention`."""
+
+    max_batch: int
+
+    def kinds(self, rows: int) -> Sequence[str]:
+        """Of which kinds the work list of so many decoding rows may be."""
+
+    def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str: ...
+
+    def fix(self, kind: str, rows: int, slots: Tensor) -> None: ...
+
+
+class Recording(NamedTuple):
+    """`replay` queues the work again, over the same memory; `result` is where its answer then lies, as the work said.
+    What the work itself allocated belongs to the recording, and to the ones after it."""
+
+    replay: Callable[[], None]
+    result: Tensor
+
+
+class Recorder(Protocol):
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        """Run `work` at least once and record it. It reads and writes device memory alone."""
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, which share the memory of what is given back while they are recorded. `stream`: the
+    one to record on, else a new one; libraries keep workspaces for each that they have seen."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        # Once outside of the capture: kernels are compiled and libraries set up, which must not be recorded.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads ask of the device meanwhile is their affair: the transfer thread looks at its events, and
+        # by default each such look would fail, and the recording with it.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            result = work()
+        self._pool = graph.pool()
+        return Recording(graph.replay, result)
+
+
+class DecodeGraphs:
+    """The recordings of one model over one pool. `sizes`: batch sizes to record, at most the attention's `max_batch`.
+
+    `replays` counts by (kind, size). Owner: the runner.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        kv: KVTensors,
+        attention: GraphAttention,
+        recorder: Recorder,
+        sizes: Sequence[int],
+    ) -> None:
+        if not sizes or max(sizes) > attention.max_batch:
+            raise ValueError(f"batches of {list(sizes)} where {attention.max_batch} is the largest")
+        self.replays: Counter[tuple[str, int]] = Counter()
+        self._model = model
+        self._kv = kv
+        self._attention = attention
+        self._recorder = recorder
+        self._sizes = sorted(sizes)
+        self._recordings: dict[tuple[str, int], Recording] = {}
+        # Rows of an even number of 64-bit words begin at multiples of 16 bytes, as what is computed unrecorded does:
+        # kernels are not compiled again for them.
+        shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
+        on_device = model.device.type == "cuda"
+        # Two, in turns: the copy of the step before may still be reading the other one.
+        self._hosts = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)
+        ]
+        self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self._inputs[2] = -1
+        # Not of the recordings: each would keep as many rows as it has, together several times the largest.
+        self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
+        self._every_row = torch.arange(self._sizes[-1], device=model.device)
+
+    def prepare(self) -> None:
+        """Record every size of every kind, largest first, so that no step waits for it."""
+        for size in reversed(self._sizes):
+            for kind in self._attention.kinds(size):
+                self._record(kind, size)
+
+    def takes(self, rows: Sequence[Row]) -> bool:
+        """Is this a pure decode step of a size that is recorded?"""
+        return len(rows) <= self._sizes[-1] and all(row.end - row.start == 1 for row in rows)
+
+    def run(self, rows: Sequence[Row]) -> Tensor:
+        """Logits float32 `[>= wanted rows, vocab]`, those of rows that draw, in order; valid until the next step."""
+        block_size = self._kv.layout.block_size
+        size = next(size for size in self._sizes if size >= len(rows))
+        host = self._hosts[0]
+        self._hosts.reverse()
+        host[:2, :size] = 0
+        host[2, :size] = -1
+        host[:, : len(rows)] = torch.tensor(
+            [
+                [row.tokens[row.start] for row in rows],
+                [row.start for row in rows],
+                [_slot(row, block_size) for row in rows],
+            ]
+        )
+        self._inputs.copy_(host, non_blocking=True)
+        kind = self._attention.load(
+            [row.end for row in rows],
+            [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows],
+        )
+        recording = self._recordings[kind, size]
+        recording.replay()
+        self.replays[kind, size] += 1
+        if all(row.draw for row in rows):
+            return recording.result
+        return recording.result[[at for at, row in enumerate(rows) if row.draw]]
+
+    def _record(self, kind: str, size: int) -> None:
+        tokens, positions, slots = self._inputs[:, :size]
+        # All of it stays here: a recording keeps addresses alive no more than values.
+        rows = self._every_row[:size]
+        batch = ForwardBatch(tokens, positions, rows, slots, [], [], [], size, size)
+        logits = self._logits[:size]
+
+        def work() -> Tensor:
+            return self._model.forward(batch, self._kv, self._attention, logits)
+
+        # Outside of what is recorded: it may allocate buffers, which a replay would clear.
+        self._attention.fix(kind, size, slots)
+        self._recordings[kind, size] = self._recorder.record(work)
+
+
+def ladder(most: int) -> list[int]:
+    """Batch sizes up to `most`: powers of two to 8, then by eights to 64, then by 32; the last is `most`."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
+    return [*(size for size in steps if size < most), most]
+
+
+def _slot(row: Row, block_size: int) -> int:
+    return row.blocks[row.start // block_size] * block_size + row.start % block_size

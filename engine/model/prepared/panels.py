@@ -1,0 +1,81 @@
+"""Weights in panels, made once per host: a prepared model's matrices in the order in which our own kernels read them,
+in a file beside them that every worker maps. Quantized ones stay as small as they came.
+
+    <prepared model>/panels-<version of the layout>.bin, .json
+
+Where the file cannot be made, each process makes panels of its own.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from engine.model.codes import Codes
+from engine.model.config import ModelError
+from engine.model.prepared.codes_file import CodesFile
+from engine.model.prepared.mapped import map_file, map_weights, matrices
+from engine.model.prepared.once import make_once
+from engine.model.prepared.pieces import Made, PieceIndex, load_index
+from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
+
+log = logging.getLogger(__name__)
+
+
+def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Panels]:
+    """Every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`. `weights`
+    are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the folder is
+    not whole."""
+    path = model_dir / f"panels-{VERSION}.bin"
+    try:
+        # Made from mappings of its own: their pages go when they do.
+        make_once(path, lambda: _made(model_dir, map_weights(model_dir)))
+        panels = _map(path)
+        _compare(panels, weights)
+    except (OSError, ModelError) as error:
+        log.warning("every worker makes panels of its own: %s", error)
+        return dict(_panels(model_dir, weights))
+    return panels
+
+
+def _panels(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Panels]]:
+    stored = CodesFile(model_dir)
+    for name, weight in matrices(weights).items():
+        codes = stored.get(name if name in weights else "embedding")  # tied: the head's codes too
+        yield name, pack_plain(weight) if codes is None else _packed(codes)
+
+
+def _packed(codes: Codes) -> Panels:
+    offsets = None if codes.offsets is None else torch.from_numpy(codes.offsets)
+    scales = torch.from_numpy(codes.scales)
+    return pack_codes(torch.from_numpy(codes.codes), scales, offsets, codes.bits)
+
+
+def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:
+    for name, panels in _panels(model_dir, weights):
+        shape = (panels.rows, panels.columns)
+        yield Made(name, shape, panels.kind.encode(), panels.raw.numpy().data)
+
+
+def _map(path: Path) -> dict[str, Panels]:
+    index = load_index(path, PieceIndex)
+    mapped = map_file(path, index.size_bytes)
+    found = {}
+    for name, piece in index.pieces.items():
+        rows, columns = piece.shape
+        kind = cast(Kind, piece.form.decode())
+        try:
+            found[name] = Panels(rows, columns, kind, mapped[piece.span])
+        except ValueError as error:
+            raise ModelError(path, f"{name}: {error}") from error
+    return found
+
+
+def _compare(panels: dict[str, Panels], weights: dict[str, Tensor]) -> None:
+    """Raises ModelError for panels of other matrices than these."""
+    wanted = {name: tuple(weight.shape) for name, weight in matrices(weights).items()}
+    if wanted != {name: (item.rows, item.columns) for name, item in panels.items()}:
+        raise ModelError("panels", "they are of another model's matrices")

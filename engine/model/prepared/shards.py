@@ -1,0 +1,151 @@
+"""Weights by reference: which bytes of whose files make each weight, and what those files hold.
+
+    <prepared model>/shards.json     what lies where, written when the model is prepared
+    <prepared model>/contents.json   the digest of each shard, written by the first load that has read them all
+
+A digest is XXH3 of 128 bits over a whole file, header included: what `xxhsum -H2` prints of it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from engine.model.config import ModelError
+from engine.model.prepared.once import locked
+
+SHARDS_FILE = "shards.json"
+CONTENTS_FILE = "contents.json"
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Which file it is, as far as can be told without reading it."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @staticmethod
+    def of(path: str | Path, file: int | None = None) -> "Stamp":
+        """`file` is a descriptor of the file, where it is open. Raises OSError."""
+        found = os.stat(path if file is None else file)
+        return Stamp(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """`size_bytes` of a file from `offset_bytes` on are those of a weight from `at_bytes` on: a weight of several
+    tensors has one for each, whose rows lie under each other."""
+
+    weight: str
+    at_bytes: int
+    offset_bytes: int
+    size_bytes: int
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A file, and what of it is wanted, in the order of the file."""
+
+    stamp: Stamp
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def name(self) -> str:
+        return Path(self.stamp.path).name
+
+    def within(self, start: int, end: int) -> Iterator[Stretch]:
+        """What of the file's bytes `start` to `end` is wanted."""
+        for stretch in self.stretches:
+            first = max(start, stretch.offset_bytes)
+            last = min(end, stretch.offset_bytes + stretch.size_bytes)
+            if first < last:
+                at = stretch.at_bytes + first - stretch.offset_bytes
+                yield Stretch(stretch.weight, at, first, last - first)
+
+
+class ShardIndex(msgspec.Struct, frozen=True):
+    """Every weight's shape, and the files that hold them, in the order in which they are read."""
+
+    dtype: str
+    shapes: dict[str, tuple[int, ...]]
+    shards: tuple[Shard, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What the weights take."""
+        width = 4 if self.dtype == "float32" else 2
+        return sum(prod(shape) * width for shape in self.shapes.values())
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(shard.stamp.size_bytes for shard in self.shards)
+
+    @staticmethod
+    def load(model_dir: Path) -> "ShardIndex":
+        """Raises ModelError."""
+        try:
+            return msgspec.json.decode((model_dir / SHARDS_FILE).read_bytes(), type=ShardIndex)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ModelError(model_dir, f"not a prepared model: {error}") from error
+
+    def save(self, model_dir: Path) -> None:
+        (model_dir / SHARDS_FILE).write_bytes(msgspec.json.encode(self))
+
+
+def by_reference(model_dir: Path) -> bool:
+    """Does the prepared model leave its weights where they were found?"""
+    return (model_dir / SHARDS_FILE).exists()
+
+
+def check_stamp(was: Stamp, now: Stamp, is_known: bool) -> None:
+    """Raises ModelError for a file that another has taken the place of since the model was prepared. One whose digest
+    `is_known` may have been copied or linked since: its bytes decide, when they have been read."""
+    if now.size_bytes != was.size_bytes:
+        raise ModelError(
+            was.path, f"has {now.size_bytes} bytes, and had {was.size_bytes} when the model was prepared"
+        )
+    if now != was and not is_known:
+        raise ModelError(was.path, "has changed since the model was prepared; start again to prepare it anew")
+
+
+def contents(model_dir: Path) -> dict[str, str] | None:
+    """Digests of the shards by name; None before the first load. Raises ModelError."""
+    path = model_dir / CONTENTS_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(path, f"cannot be read: {error}") from error
+
+
+def agree(model_dir: Path, index: ShardIndex, found: dict[str, str]) -> None:
+    """Hold what a load has read against what the first one has; the first one's is kept. Raises ModelError naming a
+    shard that differs."""
+    with locked(model_dir.with_name(f"{model_dir.name}.lock")):
+        known = contents(model_dir)
+        if known is None:
+            partial = model_dir / f"{CONTENTS_FILE}.{os.getpid()}"
+            partial.write_bytes(msgspec.json.encode(found))
+            partial.rename(model_dir / CONTENTS_FILE)
+            return
+    for shard in index.shards:
+        was, now = known.get(shard.name), found[shard.name]
+        if was != now:
+            raise ModelError(
+                shard.stamp.path,
+                f"holds other bytes than when it was first loaded: XXH3 {now}, and was {was}",
+            )
+
+
+def fingerprint_of(prepared: str, found: dict[str, str] | None) -> str:
+    """A prepared model's fingerprint with the digests of its weights, as far as they are known: `<prepared>`, which
+    covers all but them, or `<prepared>-<weights>`."""
+    if found is None:
+        return prepared
+    said = "\n".join(f"{found[name]} {name}" for name in sorted(found))
+    return f"{prepared}-{hashlib.blake2b(said.encode(), digest_size=16).hexdigest()}"

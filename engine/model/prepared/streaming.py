@@ -1,0 +1,220 @@
+"""Files to tensors in one pass: every byte is read once, into a small ring of buffers, and from there it is copied to
+its place on the device and hashed.
+
+    reading thread    file ─▶ buffers 0 1 2 3      waits until what was copied from a buffer has arrived
+    calling thread              └▶ copies to the device are queued, then the digest takes the bytes
+
+A GPU's copies run by themselves, out of pinned buffers, while this thread hashes and the other reads on. Nothing holds
+more of the model than the ring. One thread reads, from beginning to end: it is what the system's own reading ahead is
+made for, and faster from a disk than two or four that share a file.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.model.config import ModelError, Progress
+from engine.model.prepared.shards import Shard, ShardIndex, Stamp, check_stamp
+from engine.storage.paged import TORCH_DTYPES
+
+PIECE_BYTES = 4 << 20
+"""A ring that stays in the processor's caches: larger pieces were read and hashed more slowly."""
+PIECES = 4
+
+Read = Callable[[int, list[memoryview], int], int]
+"""`os.preadv`: descriptor, buffers, offset; how many bytes came."""
+
+
+class Copies(Protocol):
+    """How bytes get from a buffer to the device. Fulfilled by `HostCopies` and `PinnedCopies`."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Host memory to copy from, uint8."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes, or queue the copy."""
+
+    def mark(self) -> Callable[[], None]:
+        """What waits until all copies so far have been made; may be called from any thread."""
+
+
+class HostCopies:
+    """To memory of this process, at once."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def mark(self) -> Callable[[], None]:
+        return _nothing
+
+
+class PinnedCopies:
+    """To a GPU, by its copy engine, on the calling thread's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._stream = torch.cuda.current_stream(self._device)
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+
+        def arrive() -> None:
+            # A thread's device is number 0 unless it says otherwise, and being asked there would cost memory there.
+            with torch.cuda.device(self._device):
+                event.synchronize()
+
+        return arrive
+
+
+def _nothing() -> None:
+    pass
+
+
+class Streamed(NamedTuple):
+    """`digests` of the files by name: none where none were wanted."""
+
+    weights: dict[str, Tensor]
+    digests: dict[str, str]
+
+
+def stream(
+    index: ShardIndex,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    hashed: bool = True,
+    is_known: bool = False,
+    copies: Copies | None = None,
+    read: Read = os.preadv,
+    piece_bytes: int = PIECE_BYTES,
+) -> Streamed:
+    """Every weight of `index` on `device`, and the digests of its files. `is_known`: the digests will be held against
+    earlier ones. `progress` hears of bytes of files.
+
+    Raises ModelError naming a file that cannot be read, is shorter than it was, or has changed.
+    """
+    dtype = TORCH_DTYPES[index.dtype]
+    weights = {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in index.shapes.items()
+    }
+    targets = {name: weight.view(-1).view(torch.uint8) for name, weight in weights.items()}
+    by = copies or (PinnedCopies(device) if device.type == "cuda" else HostCopies())
+    digests, done = dict[str, str](), 0
+    with ExitStack() as stack:
+        files = [stack.enter_context(_OpenFile(shard, read, is_known)) for shard in index.shards]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        pieces = (_Piece(file, *span) for file in files for span in file.spans(piece_bytes))
+        ahead: deque[tuple[_Piece, Tensor, Future[None]]] = deque()
+
+        def read_next(buffer: Tensor, is_free: Callable[[], None]) -> None:
+            for piece in islice(pieces, 1):
+                ahead.append((piece, buffer, pool.submit(_fill, piece, buffer, is_free)))
+
+        size = min(piece_bytes, max((file.size_bytes for file in files), default=0))
+        for _ in range(PIECES):
+            read_next(by.buffer(size), _nothing)
+        while ahead:
+            (file, start, end), buffer, filled = ahead.popleft()
+            filled.result()
+            for part in file.shard.within(start, end):
+                target = targets[part.weight][part.at_bytes : part.at_bytes + part.size_bytes]
+                first = part.offset_bytes - start
+                by.copy(target, buffer[first : first + part.size_bytes])
+            is_free = by.mark()
+            if hashed:
+                file.digest.update(buffer[: end - start].numpy().data)
+            if hashed and end == file.size_bytes:
+                digests[file.shard.name] = file.digest.hexdigest()
+            read_next(buffer, is_free)
+            done += end - start
+            if progress is not None:
+                progress(done, index.file_bytes)
+        by.mark()()
+        for file in files:
+            file.check()
+    return Streamed(weights, digests)
+
+
+class _OpenFile:
+    """A shard that is being read. Raises ModelError where it is not what it was."""
+
+    def __init__(self, shard: Shard, read: Read, is_known: bool) -> None:
+        self.shard = shard
+        self.digest = xxhash.xxh3_128()
+        self._read_into = read
+        path = shard.stamp.path
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelError(path, f"cannot be read: {error.strerror}") from error
+        try:
+            self._opened = Stamp.of(path, self._file)
+            check_stamp(shard.stamp, self._opened, is_known)
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> "_OpenFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._opened.size_bytes
+
+    def spans(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.size_bytes, piece_bytes):
+            yield start, min(start + piece_bytes, self.size_bytes)
+
+    def fill(self, into: memoryview, offset: int) -> None:
+        at, path = 0, self.shard.stamp.path
+        while at < len(into):
+            try:
+                count = self._read_into(self._file, [into[at:]], offset + at)
+            except OSError as error:
+                raise ModelError(path, f"cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise ModelError(path, f"ends at byte {offset + at}: cut short while it was read")
+            at += count
+
+    def check(self) -> None:
+        """It is still what was opened."""
+        now = Stamp.of(self.shard.stamp.path, self._file)
+        if (now.size_bytes, now.mtime_ns) != (self._opened.size_bytes, self._opened.mtime_ns):
+            raise ModelError(now.path, "was written to while it was read")
+
+
+class _Piece(NamedTuple):
+    """The bytes `start` to `end` of a file, which go to the beginning of a buffer."""
+
+    file: _OpenFile
+    start: int
+    end: int
+
+
+def _fill(piece: _Piece, buffer: Tensor, is_free: Callable[[], None]) -> None:
+    """`is_free` waits until nothing is copied from the buffer any more."""
+    is_free()
+    piece.file.fill(buffer[: piece.end - piece.start].numpy().data, piece.start)

@@ -1,0 +1,251 @@
+"""Moves the bytes of the lower tiers. Saves are made at once, by the engine's own thread, before the device blocks that
+they copy are written again: one copy in memory each. All else happens in a thread of its own, with calls that release
+the GIL; the engine never waits for the disk. Stores go first: somebody waits for the blocks that they read. What was
+stored has a digest, of the bytes on the device where the CPU sees them, which is compared when it is loaded.
+
+A disk may never answer, as one behind a network. Who sees that by `beat` abandons the thread: another one goes on with
+what is queued, without the disk. The old one is left in its call, and changes nothing that others see if it comes back:
+what it reads goes into a buffer of its own first, and what it writes is a file with digests.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+from engine.kv.tiers.commands import (
+    DiskHung,
+    Loaded,
+    OnDisk,
+    Place,
+    Save,
+    Spill,
+    Spilled,
+    Store,
+    Stored,
+    TierCommand,
+    TierDrop,
+    TierEvent,
+    TierLoad,
+    TiersDied,
+    TierSlot,
+)
+from engine.storage.tiers.memory import HostMemory, TierDeviceMemory
+from engine.storage.tiers.segments import SegmentFolder, block_digest
+from engine.types import BlockId
+
+log = logging.getLogger(__name__)
+
+NO_DIGEST = -1
+"""No block has it: what was not stored whole is never loaded as if it were."""
+_STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
+_URGENCY = {Store: _STORE, TierLoad: _LOAD, TierDrop: _DROP, Spill: _SPILL}
+
+
+class TierMover:
+    """`save` and `submit` are the engine thread's; `on_event` is called in the mover's own. Without one: `run_once`."""
+
+    def __init__(
+        self,
+        device: TierDeviceMemory,
+        host: HostMemory,
+        folder: SegmentFolder | None,
+        on_event: Callable[[TierEvent | TiersDied], None],
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._folder = folder
+        self._is_cpu = device.memory.device.type == "cpu"
+        self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
+        self._on_event = on_event
+        self._digests: dict[TierSlot, int] = {}
+        """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
+        self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Held by the thread while it changes what others see, and by whoever abandons it."""
+        self._under_way: TierCommand | None = None
+        self._loaded = Loaded(0, 0, 0.0, 0.0)
+        """Of the load under way: how far it has come."""
+        self._beats = 0
+
+    @property
+    def beat(self) -> int | None:
+        """Changes with every command and every block that is moved; None while there is nothing to do."""
+        return None if self._under_way is None else self._beats
+
+    def save(self, commands: Iterable[TierCommand]) -> None:
+        """Make the copies among the commands, before anybody hears that their device blocks are handed out anew."""
+        for command in commands:
+            if isinstance(command, Save):
+                self._digests.pop(command.slot, None)
+                self._host.memory[command.slot.index].copy_(self._device.memory[command.block])
+
+    def submit(self, commands: Iterable[TierCommand]) -> None:
+        """Queue the rest; never blocks."""
+        for command in commands:
+            if not isinstance(command, Save):
+                self._queue.put((_URGENCY[type(command)], next(self._order), command))
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._main, name="tiers", daemon=True)
+        self._thread.start()
+
+    def abandon(self, beat: int | None, why: str) -> None:
+        """The thread is stuck at `beat`: if the disk has it, give the disk up, and answer what is under way with what
+        is there. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
+        with self._lock:
+            if beat != self.beat:
+                return  # it has just come back
+            answer: TierEvent | None = None
+            match self._under_way:
+                case _ if self._folder is None:
+                    raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
+                case Spill(segment):
+                    answer = Spilled(segment, why)
+                case TierLoad(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
+                    answer = self._loaded
+                case TierLoad() | Store():
+                    raise RuntimeError(f"the tier thread is stuck in one copy: {why}")
+                case TierDrop():
+                    pass
+            log.warning("the disk tier does not answer, and is given up: %s", why)
+            self._under_way, self._folder = None, None
+            self._on_event(DiskHung(why))
+            if answer is not None:
+                self._on_event(answer)
+            self.start()
+
+    @property
+    def _is_abandoned(self) -> bool:
+        return self._thread not in (None, threading.current_thread())
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after what it is at. Raises RuntimeError if it does not end: the memory must stay then."""
+        self._queue.put((_STOP, next(self._order), None))
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise RuntimeError(f"the disk tier's thread did not end within {timeout_s} s")
+        if self._folder is not None:
+            self._folder.close()
+
+    def run_once(self) -> bool:
+        """Do what is queued; False if there was nothing."""
+        worked = False
+        while not self._queue.empty():
+            _, _, command = self._queue.get()
+            if command is not None:
+                self._do(command)
+                worked = True
+        return worked
+
+    def _main(self) -> None:
+        try:
+            while not self._is_abandoned and (command := self._queue.get()[2]) is not None:
+                self._beats += 1
+                self._under_way = command
+                self._do(command)
+                self._answer(None)
+        except Exception:
+            self._answer(TiersDied(traceback.format_exc()))
+
+    def _answer(self, event: TierEvent | TiersDied | None) -> None:
+        """The command under way is over, and this is to be said of it."""
+        with self._lock:
+            if self._is_abandoned:
+                return
+            self._under_way = None
+            self._beats += 1
+            if event is not None:
+                self._on_event(event)
+
+    def _do(self, command: TierCommand) -> None:
+        match command:
+            case Store():
+                self._answer(self._store(command))
+            case TierLoad():
+                self._answer(self._load(command))
+            case Spill():
+                self._answer(self._spill(command))
+            case TierDrop(segment) if self._folder is not None:
+                try:
+                    self._folder.drop(segment)
+                except OSError as error:  # the next life finds it, and takes it over
+                    log.warning("segment %d of the disk tier stays where it is: %s", segment, error)
+
+    def _store(self, store: Store) -> Stored:
+        started_s = time.perf_counter()
+        try:
+            for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
+                self._host.memory[slot.index].copy_(self._device.memory[block])
+                seen = self._device.block(block) if self._is_cpu else self._host.block(slot)
+                self._digests[slot] = block_digest(seen, ident)
+                self._beats += 1
+        except RuntimeError as error:  # torch's, of a device that would not be read
+            log.warning("KV blocks could not be stored: %s", error)
+            self._digests.update(dict.fromkeys(store.slots, NO_DIGEST))
+            return Stored(store.number, 0, 0.0, str(error))
+        return Stored(store.number, len(store.blocks), time.perf_counter() - started_s)
+
+    def _spill(self, spill: Spill) -> Spilled:
+        if self._folder is None:
+            return Spilled(spill.segment, "the disk tier was given up")
+        try:
+            blocks = [self._host.block(slot) for slot in spill.slots]
+            self._folder.write(spill.segment, spill.identities, blocks, self._has_moved)
+        except OSError as error:
+            log.warning("the disk tier is given up: %s", error)
+            return Spilled(spill.segment, str(error))
+        return Spilled(spill.segment)
+
+    def _has_moved(self) -> None:
+        """A part of the command under way is done."""
+        with self._lock:
+            if not self._is_abandoned:
+                self._beats += 1
+
+    def _load(self, load: TierLoad) -> Loaded:
+        seconds = {TierSlot: 0.0, OnDisk: 0.0}
+        loaded = Loaded(load.number, 0, 0.0, 0.0)
+        for count, (ident, place, target) in enumerate(
+            zip(load.identities, load.places, load.targets, strict=True), start=1
+        ):
+            with self._lock:
+                if self._is_abandoned:
+                    break
+                self._loaded = loaded
+                self._beats += 1
+            started_s = time.perf_counter()
+            if not self._fill(target, ident, place):
+                break
+            seconds[type(place)] += time.perf_counter() - started_s
+            loaded = Loaded(load.number, count, seconds[TierSlot], seconds[OnDisk])
+        return loaded
+
+    def _fill(self, target: BlockId, ident: bytes, place: Place) -> bool:
+        """False: there is no such block, or it is not whole."""
+        if isinstance(place, TierSlot):
+            return self._lift(place, ident, target)
+        return self._read(place, ident, target)
+
+    def _lift(self, slot: TierSlot, ident: bytes, target: BlockId) -> bool:
+        self._device.memory[target].copy_(self._host.memory[slot.index])
+        if slot not in self._digests:
+            return True
+        seen = self._device.block(target) if self._is_cpu else self._host.block(slot)
+        return block_digest(seen, ident) == self._digests[slot]
+
+    def _read(self, place: OnDisk, ident: bytes, target: BlockId) -> bool:
+        folder, staging = self._folder, self._staging
+        if folder is None or not folder.read(place.segment, place.at, ident, staging.block(TierSlot(0))):
+            return False
+        with self._lock:
+            if self._is_abandoned:
+                return False
+            self._device.memory[target].copy_(staging.memory[0])
+        return True

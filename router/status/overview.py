@@ -1,0 +1,63 @@
+"""The router's report to an operator: its workers as it sees them, its queue, and the figures of the last minute."""
+
+import msgspec
+
+from engine.messages import Load
+from router.hub import Hub
+from router.status.journal import Recent
+
+
+class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """A connected worker. `age_s`: since its last report, which is `load`."""
+
+    name: str
+    role: str
+    address: str
+    incarnation: str
+    host: str
+    pid: int
+    metrics_address: str
+    block_size: int
+    blocks: int
+    age_s: float
+    load: Load | None = None
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """`waiting` requests stand in line; `open` ones wait, or are held by some worker."""
+
+    model: str
+    ready: bool
+    waiting: int
+    open: int
+    workers: list[WorkerOverview]
+    recent: Recent
+
+
+def overview(hub: Hub, model: str, now: float) -> Overview:
+    """To be called on the hub's event loop."""
+    workers = [
+        WorkerOverview(
+            name=worker.name,
+            role=worker.info.role,
+            address=worker.info.address,
+            incarnation=f"{worker.info.incarnation:016x}",
+            host=worker.info.host,
+            pid=worker.info.pid,
+            metrics_address=worker.info.metrics_address,
+            block_size=worker.info.block_size,
+            blocks=worker.info.blocks,
+            age_s=now - worker.seen_s,
+            # Identities of evicted blocks are for the router alone.
+            load=worker.load and msgspec.structs.replace(worker.load, evicted=[]),
+        )
+        for worker in sorted(hub.core.registry, key=lambda worker: worker.name)
+    ]
+    return Overview(
+        model=model,
+        ready=hub.ready(),
+        waiting=hub.core.waiting,
+        open=hub.core.open,
+        workers=workers,
+        recent=hub.journal.recent(now),
+    )

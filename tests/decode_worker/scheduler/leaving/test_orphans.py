@@ -1,0 +1,369 @@
+"""Resumable requests outlive their router: whose they are, who is told of them, and when they end. Event by event; with
+routers that crash and freeze in tests/sim, and on real processes in tests/chaos."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from decode_worker.config import DecodeConfig
+from decode_worker.scheduler.events import (
+    Command,
+    Event,
+    FromRouter,
+    PeerDown,
+    PeerUp,
+    RouterLost,
+    Tell,
+)
+from decode_worker.scheduler.leaving import orphans
+from decode_worker.scheduler.scheduler import DecodeScheduler
+from engine.kv.manager import KVCacheManager
+from engine.messages import (
+    Cancel,
+    Ended,
+    Finish,
+    NeedPrefill,
+    Orphan,
+    OrphansTold,
+    PeerAddress,
+    Place,
+    Record,
+    RouterHello,
+    StartPrefill,
+    Tokens,
+)
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from transfer.handoff.commands import Emit
+from transfer.handoff.receiver import KVReceiver
+
+A, B, C = Incarnation(11), Incarnation(22), Incarnation(33)
+R = RequestId("r")
+HERE = PeerAddress("", "")
+SECRET = b"the token"
+KEEP_S = 30.0
+
+
+class Bench:
+    """A decode worker whose step draws tokens 100, 101 and so on. `now` is its clock; every event is checked."""
+
+    def __init__(self, blocks: int = 64) -> None:
+        self.kv = KVCacheManager(blocks, 4, "m")
+        self.scheduler = DecodeScheduler(
+            config=DecodeConfig(orphan_s=KEEP_S),
+            kv=self.kv,
+            receiver=KVReceiver(),
+            name="d0",
+            incarnation=Incarnation(1),
+            fingerprint="m",
+            vocab=1000,
+            context_tokens=1000,
+            stop_ids=frozenset(),
+            block_bytes=1,
+        )
+        self.now = 0.0
+        self._next = 100
+
+    def do(self, event: Event) -> Sequence[Command]:
+        commands = self.scheduler.handle(event, self.now)
+        self.scheduler.check()
+        return commands
+
+    def hear(self, link: int, record: Record) -> list[tuple[int, Record]]:
+        return told(self.do(FromRouter(link, record)))  # type: ignore[arg-type]
+
+    def lose(self, link: int) -> list[tuple[int, Record]]:
+        return told(self.do(RouterLost(link)))
+
+    def place(
+        self,
+        link: int,
+        name: RequestId = R,
+        context: bytes = SECRET,
+        prefill: PeerAddress = HERE,
+        **more: object,
+    ) -> list[tuple[int, Record]]:
+        record = RequestRecord(
+            request=name,
+            tokens=[1, 2, 3, 4, 5, 6],
+            prompt_tokens=6,
+            max_tokens=8,
+            seed=1,
+            context=context,
+            **more,  # type: ignore[arg-type]
+        )
+        return self.hear(link, Place(record=record, placement=3, prefill=prefill, losses=2))
+
+    def step(self, count: int = 1) -> list[tuple[int, Record]]:
+        """Steps; what routers are told meanwhile."""
+        said = []
+        for _ in range(count):
+            plan, commands = self.scheduler.plan(self.now)
+            said += told(commands)
+            assert plan is not None, "nothing to compute"
+            drawn = []
+            for row in plan.rows:
+                if row.draw:
+                    drawn.append(self._next)
+                    self._next += 1
+            said += told(self.scheduler.complete(plan, drawn, self.now))
+            self.scheduler.check()
+        return said
+
+    def tick(self, now: float) -> list[tuple[int, Record]]:
+        self.now = now
+        commands = self.scheduler.tick(now)
+        self.scheduler.check()
+        return told(commands)
+
+    def is_quiet(self) -> bool:
+        counts = self.kv.pool.counts()
+        return counts["free"] + counts["cached"] == self.kv.pool.total
+
+
+def told(commands: Sequence[Command]) -> list[tuple[int, Record]]:
+    return [(c.link, c.record) for c in commands if isinstance(c, Tell)]
+
+
+def reasons(said: list[tuple[int, Record]]) -> list[tuple[str, FinishReason]]:
+    return [(r.request, r.reason) for _, r in said if isinstance(r, Ended)]
+
+
+def running(bench: Bench, tokens: int = 3) -> None:
+    """Router A on stream 1, and its request with so many tokens."""
+    assert bench.hear(1, RouterHello(A)) == [(1, OrphansTold())]
+    bench.place(1)
+    bench.step(tokens)
+
+
+def test_another_router_takes_over_a_running_request() -> None:
+    """Guards against a request that ends with its router, and against tokens lost or doubled when it is handed over."""
+    bench = Bench()
+    running(bench)
+    assert bench.lose(1) == [], "it ended with its router"
+    bench.now = 2.0
+    bench.step()
+    (two, orphan), last = bench.hear(2, RouterHello(B))
+    assert isinstance(orphan, Orphan) and last == (2, OrphansTold()) and two == 2
+    assert orphan.tokens == [100, 101, 102, 103] and orphan.record.context == SECRET
+    assert (orphan.placement, orphan.losses, orphan.age_s, orphan.prefill) == (3, 2, 2.0, "")
+    assert bench.step() == [(2, Tokens(R, 3, 4, [104]))]
+    *_, (link, ended) = bench.step(3)
+    assert link == 2 and isinstance(ended, Ended) and ended.reason is FinishReason.LENGTH
+    assert bench.is_quiet()
+
+
+def test_the_same_router_has_placed_it_again() -> None:
+    """Guards against a request that runs twice after a cut stream, here and where its router has placed it since."""
+    bench = Bench()
+    running(bench)
+    bench.lose(1)
+    said = bench.hear(2, RouterHello(A))
+    assert reasons(said) == [(R, FinishReason.CANCELLED)] and said[-1] == (2, OrphansTold())
+    assert bench.is_quiet() and not len(bench.scheduler.endings.orphans)
+
+
+def test_the_same_router_may_be_back_before_the_cut_is_heard_of() -> None:
+    """Guards against an old request that talks on over a half-open stream."""
+    bench = Bench()
+    running(bench)
+    assert reasons(bench.hear(2, RouterHello(A))) == [(R, FinishReason.CANCELLED)]
+    assert bench.lose(1) == [(2, OrphansTold())] and bench.is_quiet()
+
+
+def test_a_router_that_is_dead_may_be_taken_for_alive() -> None:
+    """Guards against a new router that is told that there is nothing, while the old one's stream is not closed yet."""
+    bench = Bench()
+    running(bench)
+    assert bench.hear(2, RouterHello(B)) == [], (
+        "taken from a router that may live, or called complete"
+    )
+    assert bench.step() == [(1, Tokens(R, 3, 3, [103]))]
+    (_, orphan), last = bench.lose(1)
+    assert isinstance(orphan, Orphan) and orphan.tokens == [100, 101, 102, 103]
+    assert last == (2, OrphansTold())
+
+
+def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
+    """Guards against a handover into nothing: the router never heard of it, and must not be taken to have placed it.
+
+    Found by the simulator: the decode worker had been frozen while the router's first stream to it broke."""
+    bench = Bench()
+    running(bench)
+    bench.place(1, RequestId("ended"))
+    bench.step(5)
+    bench.lose(1)
+    first = bench.hear(2, RouterHello(B))
+    bench.lose(2)
+    again = bench.hear(3, RouterHello(B))
+    names = [
+        [r.record.request for _, r in said if isinstance(r, Orphan)] for said in (first, again)
+    ]
+    assert sorted(names[0]) == sorted(names[1]) == ["ended", "r"]
+    assert bench.hear(3, RouterHello(B)) == [(3, OrphansTold())], "told twice on one stream"
+
+
+def test_who_placed_a_request_is_told_of_its_end_once() -> None:
+    """Guards a router that never lost its side: what it has forgotten since would be adopted anew."""
+    bench = Bench()
+    running(bench, 4)
+    assert any(isinstance(record, Ended) for _, record in bench.step(4))
+    assert bench.hear(2, RouterHello(A)) == [(2, OrphansTold())]
+
+
+def test_an_end_told_on_a_stream_whose_end_is_not_heard_of_yet() -> None:
+    """Guards a router that takes "all told" for a promise: it lost its first stream here, came back on another, and of
+    what had been said on the first it knows nothing.
+
+    Found by the simulator (seed 7006052): both the death of a router and the cut of its heir's stream came late."""
+    bench = Bench()
+    running(bench, 4)
+    bench.hear(2, RouterHello(B))
+    bench.step(4)
+    said = bench.lose(1)
+    assert [type(record) for _, record in said] == [Orphan, Ended, OrphansTold]
+    again = bench.hear(3, RouterHello(B))
+    assert again == [(3, record) for _, record in said]
+    assert bench.lose(2) == [(3, OrphansTold())], "told twice on one stream"
+
+
+def test_without_a_context_nobody_can_come_back() -> None:
+    """Guards against blocks held for a client that has been told UNAVAILABLE."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.place(1, context=b"")
+    bench.step()
+    assert reasons(bench.lose(1)) == [(R, FinishReason.CANCELLED)] and bench.is_quiet()
+    assert bench.hear(2, RouterHello(B)) == [(2, OrphansTold())]
+
+
+def test_an_orphan_that_nobody_takes_is_ended() -> None:
+    """Guards against blocks held for ever for a router that does not come back."""
+    bench = Bench()
+    running(bench)
+    bench.lose(1)
+    assert bench.tick(KEEP_S - 0.1) == [] and not bench.is_quiet()
+    assert reasons(bench.tick(KEEP_S)) == [(R, FinishReason.CANCELLED)]
+    assert bench.is_quiet() and bench.scheduler.endings.orphans.expired == 1
+    assert bench.hear(2, RouterHello(B)) == [(2, OrphansTold())]
+
+
+def test_a_deadline_ends_an_orphan_and_its_client_is_told() -> None:
+    """Guards against an orphan that outlives its caller's patience, and one whose end its client never learns."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.place(1, remaining_s=5.0)
+    bench.step()
+    bench.lose(1)
+    assert reasons(bench.tick(5.0)) == [(R, FinishReason.DEADLINE)] and bench.is_quiet()
+    (_, orphan), (_, ended), _ = bench.hear(2, RouterHello(B))
+    assert isinstance(orphan, Orphan) and orphan.remaining_s == 0.0
+    assert isinstance(ended, Ended) and ended.reason is FinishReason.DEADLINE
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_end_that_nobody_may_have_read_is_told(alive: bool) -> None:
+    """Guards the tail: the worker has finished, the router dies before its client has read it."""
+    bench = Bench()
+    running(bench, 4)
+    if not alive:
+        bench.lose(1)
+    bench.step(4)
+    assert bench.is_quiet(), "an ended request holds blocks"
+    if alive:
+        bench.lose(1)
+    (_, orphan), (_, ended), last = bench.hear(2, RouterHello(B))
+    assert isinstance(orphan, Orphan) and orphan.tokens == list(range(100, 108))
+    assert (
+        isinstance(ended, Ended) and ended.stats.output_tokens == 8 and last == (2, OrphansTold())
+    )
+    bench.tick(KEEP_S)
+    bench.lose(2)
+    assert bench.hear(3, RouterHello(C)) == [(3, OrphansTold())], "remembered for ever"
+
+
+def test_a_cut_answer_is_remembered_as_it_was_cut() -> None:
+    """Guards against output behind a stop string, which contradicts the count and fails the request."""
+    bench = Bench()
+    running(bench, 4)
+    bench.hear(1, Finish(R, 3, 2))
+    bench.lose(1)
+    (_, orphan), (_, ended), _ = bench.hear(2, RouterHello(B))
+    assert isinstance(orphan, Orphan) and isinstance(ended, Ended)
+    assert orphan.tokens == [100, 101] and ended.stats.output_tokens == 2
+
+
+def test_a_client_that_left_is_not_remembered() -> None:
+    """Guards against an answer for somebody who has cancelled it."""
+    bench = Bench()
+    running(bench)
+    bench.hear(1, Cancel(R, 3, FinishReason.CANCELLED))
+    bench.lose(1)
+    assert bench.hear(2, RouterHello(B)) == [(2, OrphansTold())]
+
+
+def test_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a worker that grows with every request it has served."""
+    monkeypatch.setattr(orphans, "MAX_REMEMBERED", 3)
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    for number in range(5):
+        bench.place(1, RequestId(f"r{number}"))
+        bench.step(8)
+    assert len(bench.scheduler.endings.orphans) == 3
+    monkeypatch.setattr(orphans, "MAX_REMEMBERED_BYTES", 1)
+    bench.place(1, RequestId("big"))
+    bench.step(8)
+    assert len(bench.scheduler.endings.orphans) == 0 and bench.scheduler.endings.orphans._bytes == 0
+
+
+def test_what_kills_routers_is_not_handed_on_for_ever() -> None:
+    """Guards a cluster against one request whose text kills every router that adopts it."""
+    bench = Bench()
+    running(bench)
+    bench.lose(1)
+    for life in range(2, 2 + orphans.MAX_HANDOVERS):
+        said = bench.hear(life, RouterHello(Incarnation(life)))
+        assert [type(record) for _, record in said] == [Orphan, OrphansTold]
+        bench.lose(life)
+    said = bench.hear(99, RouterHello(C))
+    assert reasons(said) == [(R, FinishReason.CANCELLED)] and bench.is_quiet()
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_an_orphan_asks_nobody_for_a_prefill_worker(asked_before: bool) -> None:
+    """Guards against a request that waits, with its blocks, for the answer of a router that is dead."""
+    bench = Bench()
+    peer = PeerAddress("p0", "p0:1")
+    bench.hear(1, RouterHello(A))
+    bench.place(1, prefill=peer)
+    if asked_before:
+        ((_, ask),) = told(bench.do(PeerDown(peer, None, "gone")))
+        assert isinstance(ask, NeedPrefill)
+        bench.lose(1)
+    else:
+        bench.lose(1)
+        assert told(bench.do(PeerDown(peer, None, "gone"))) == []
+    (_, orphan), _ = bench.hear(2, RouterHello(B))
+    assert isinstance(orphan, Orphan) and (orphan.tokens, orphan.prefill) == ([], "")
+    assert bench.step() == [(2, Tokens(R, 3, 0, [100]))]
+
+
+def test_prefill_workers_and_reprs_do_not_see_the_context() -> None:
+    """Guards the resume token, with which anybody could read the answer, and the caller's text."""
+    bench = Bench()
+    peer = PeerAddress("p0", "p0:1")
+    bench.place(1, prefill=peer)
+    (command,) = bench.do(PeerUp(Incarnation(5), peer, "shm", 4))
+    assert isinstance(command, Emit) and isinstance(command.record, StartPrefill)
+    assert command.record.record.context == b"" and command.record.record.tokens == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    (request,) = bench.scheduler._requests.values()
+    assert request.record.context == SECRET
+    assert repr(request.record) == "RequestRecord(r: 6 prompt tokens, 0 emitted, at most 8)"
+    assert "token'" not in repr(request) and "b'the" not in repr(request)

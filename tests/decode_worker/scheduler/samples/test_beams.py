@@ -1,0 +1,57 @@
+"""The leases of a search's hypotheses. Answers are compared with an undisturbed search in
+tests/integration/test_beams_fake.py and with transformers in tests/parity/test_beams.py; a worker that dies behind
+every step is tried in tests/sim/test_every_step.py."""
+
+from decode_worker.scheduler.request import Request
+from decode_worker.scheduler.samples.beams import Beams
+from engine.types import BeamParams
+from tests.decode_worker.scheduler.bench import Fetching
+
+PROMPT = list(range(6))
+
+
+def _search() -> tuple[Fetching, Beams, Request]:
+    """A search of width 2 whose prompt of six tokens is here."""
+    bench = Fetching()
+    bench.place("a", PROMPT, max_tokens=4, beams=BeamParams(width=2, answers=2))
+    request = bench.request("a")
+    plan, _ = bench.scheduler.plan(0.0)
+    assert plan is not None
+    bench.scheduler.complete(plan, [1], 0.0)
+    beams = bench.scheduler.batch.beams
+    bench.scheduler.batch.fill(0, 0.0)
+    return bench, beams, request
+
+
+def test_two_from_one_parent_share_its_blocks_and_the_second_copies_the_boundary() -> None:
+    bench, beams, request = _search()
+    assert len(list(beams.rows(request))) == 1, "the prompt's last token is computed again"
+    assert beams.complete(request, ((50, -0.1), (60, -0.2), (70, -3.0), (80, -4.0))) is None
+    assert [short for _, short in beams.wants(request)] == [0, 1], "a block of its own, for the boundary"
+    for lease, short in beams.wants(request):
+        bench.scheduler.kv.grow(lease, short)
+    beams.prepare(request)
+    first, second = list(beams.rows(request))
+    assert (first.tokens[-1], second.tokens[-1]) == (50, 60)
+    assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
+    assert beams.copies(request) == [(first.blocks[1], second.blocks[1])]
+    bench.scheduler.check()
+
+
+def test_a_hypothesis_without_children_lets_its_blocks_go_and_a_dropped_search_all_but_one_lease() -> None:
+    """Guards blocks that nobody would release: `request.lease` is that of the best hypothesis, whichever that is."""
+    bench, beams, request = _search()
+    list(beams.rows(request))
+    beams.complete(request, ((50, -0.1), (60, -0.2), (70, -3.0), (80, -4.0)))
+    for lease, short in beams.wants(request):
+        bench.scheduler.kv.grow(lease, short)
+    beams.prepare(request)
+    first, second = (one.lease for one in beams._live[request].hypotheses)
+    list(beams.rows(request))
+    # Both that live on come from the second one.
+    beams.complete(request, ((51, -9.0), (52, -9.1), (53, -9.2), (54, -9.3)))
+    beams.complete(request, ((61, -0.1), (62, -0.2), (63, -3.0), (64, -4.0)))
+    assert first.released and request.lease is second
+    leases = [one.lease for one in beams._live[request].hypotheses]
+    beams.drop(request)
+    assert [lease.released for lease in leases] == [False, True]
