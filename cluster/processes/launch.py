@@ -344,7 +344,7 @@ class Cluster:
 
 
 def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:
-    """Return the spec for another process of the slot: of a router, on the ports that it had, where its clients look."""
+    """Return the spec of a slot's next process: of a router, on the ports that it had, where its clients look."""
     if spec.kind != "router" or was is None:
         return spec
     ports = {"grpc_port": _port(was.address)}
