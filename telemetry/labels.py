@@ -46,21 +46,23 @@ SWAP_FALLBACKS = ("full", "failed", "lost")
 ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
 HANDOFF_DROPS = {
     "sender": {
-        "landed: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: unknown handoff": "It is settled, or belongs to another life of this worker.",
         "landed: unknown chunk": "A chunk that was never offered.",
-        "landed: duplicate": "Said twice, or of a chunk that cannot be read.",
-        "stop: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: duplicate": "Said twice, or about a chunk that cannot be read.",
+        "stop: unknown handoff": "It is settled, or belongs to another life of this worker.",
         "stop: duplicate": "Said twice.",
     },
     "receiver": {
-        "offer: unknown handoff": "Of an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap.",
+        "offer: unknown handoff": (
+            "It is from an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap."
+        ),
         "offer: duplicate": "Said twice: the bytes have their receive already.",
         "offer: stopped": "Its handoff has failed or is being stopped; its bytes are scrap.",
         "offer: not what was asked for": "Another block, twice one block, or another length: the attempt fails.",
-        "first token: unknown handoff": "Of an earlier attempt, placement or life.",
+        "first token: unknown handoff": "It is from an earlier attempt, placement or life.",
         "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
         "first token: duplicate": "Said twice.",
-        "prefill failed: unknown handoff": "Of an earlier attempt, placement or life.",
+        "prefill failed: unknown handoff": "It is from an earlier attempt, placement or life.",
         "prefill failed: stopped": "Its handoff has failed before.",
     },
 }
