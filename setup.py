@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: the native kernels, and the git revision noted in what is built, where
-`telemetry.build` finds it."""
+"""Builds what pyproject.toml cannot say: the native kernels, and a note of the git revision, which `telemetry.build`
+reads."""
 
 import platform
 import runpy
@@ -25,7 +25,8 @@ SETS = (
 
 
 class BuildPy(build_py):
-    """An editable install asks its checkout, and a folder that has the note already brings it along."""
+    """Notes the revision in what is built. An editable install asks its checkout, and a folder that has the note
+    already keeps it."""
 
     def run(self) -> None:
         super().run()
@@ -36,7 +37,8 @@ class BuildPy(build_py):
 
 
 class BuildExt(build_ext):
-    """No Python module but a library for ctypes. Without a compiler there is none, and PyTorch's kernels serve."""
+    """Builds libraries for ctypes, not Python modules. Without a compiler there are none, and PyTorch's kernels serve.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -48,7 +50,7 @@ class BuildExt(build_ext):
 
 
 def digest() -> str:
-    """As `kernels.native.source_digest`, which cannot be imported where PyTorch is not."""
+    """Compute `kernels.native.source_digest`, which cannot be imported where PyTorch is not."""
     found = blake2b(digest_size=8)
     for path in SOURCES:
         found.update(path.name.encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""What each part is worth: `python -m benchmarks.ablation`, on the demo model.
+"""Measures what each part is worth: `python -m benchmarks.ablation`, on the demo model.
 
 One part at a time is switched off, under six shapes of work (`benchmarks.shapes_of_work`):
 
@@ -42,12 +42,12 @@ from prefill_worker.config import PrefillConfig
 ALL_ON = "nothing"
 OFF = ("paging", "batching", "prefix cache", "queue order", "delta")
 FIRST_COME = 1e12
-"""λ in tokens a second of waiting: nothing that is cached outweighs it."""
+"""λ in tokens per second of waiting: so large that nothing cached outweighs it."""
 Make = Callable[[], EngineDevice]
 
 
 class Contiguous(KVCacheManager):
-    """Every lease has the promise of a whole context."""
+    """A manager whose every lease has the promise of a whole context."""
 
     context_tokens = 0
 
@@ -56,7 +56,7 @@ class Contiguous(KVCacheManager):
 
 
 class Whole(KVCacheManager):
-    """What is to migrate is all there is."""
+    """A manager whose prompts are migrated whole, whatever the receiver has."""
 
     def acquire(self, namespace: bytes, tokens: Sequence[int], **how: Any) -> Lease | None:
         if how.get("migrating"):
@@ -66,7 +66,7 @@ class Whole(KVCacheManager):
 
 @dataclass(frozen=True, slots=True)
 class Ablated(EngineDevice):
-    """A device whose manager is another."""
+    """A device with another manager."""
 
     managed_by: type[KVCacheManager] = KVCacheManager
 
@@ -75,7 +75,7 @@ class Ablated(EngineDevice):
 
 
 def build(make: Make, off: str, context_tokens: int, stack: ExitStack) -> Colocated:
-    """An engine with one part switched off; closed with `stack`."""
+    """Build an engine with one part switched off; closed with `stack`."""
     by: type[KVCacheManager] = {"paging": Contiguous, "delta": Whole}.get(off, KVCacheManager)
     if by is Contiguous:
         by = type("Contiguous", (Contiguous,), {"context_tokens": context_tokens})
@@ -92,7 +92,7 @@ def build(make: Make, off: str, context_tokens: int, stack: ExitStack) -> Coloca
 
 
 def run(engine: Colocated, off: str, turn: str, asked: Sequence[AskedPrompt], at_once: int) -> Served:
-    """One shape of work on an engine that has nothing of it."""
+    """Run one shape of work on an engine with an empty cache."""
     records: list[RequestRecord] = []
     forks: dict[RequestId, RequestId] = {}
     for at, one in enumerate(asked):
@@ -110,7 +110,7 @@ def run(engine: Colocated, off: str, turn: str, asked: Sequence[AskedPrompt], at
 def measure(
     make: Make, shapes: Mapping[str, Sequence[AskedPrompt]], context_tokens: int, at_once: int, repeats: int
 ) -> list[dict[str, str | int | float]]:
-    """One line for each shape and part; the first of a shape is with everything on."""
+    """Return one line for each shape and part; the first of a shape is with everything on."""
     table: list[dict[str, str | int | float]] = []
     with ExitStack() as stack:
         engines = {off: build(make, off, context_tokens, stack) for off in (ALL_ON, *OFF)}

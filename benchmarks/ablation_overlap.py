@@ -1,4 +1,5 @@
-"""What moving blocks while the next chunk computes is worth: `python -m benchmarks.ablation_overlap`, demo model.
+"""Measures what moving blocks while the next chunk computes is worth: `python -m benchmarks.ablation_overlap`, demo
+model.
 
 Two clusters of real processes, one prefill and one decode worker each, take turns: one as it is, one whose prefill
 worker offers nothing before the whole prompt is computed. One request at a time, so that what is seen is the overlap
@@ -29,14 +30,15 @@ VOCAB = 30_000
 
 
 class WaitingScheduler(PrefillScheduler):
-    """Offers a prompt's blocks when all of it is computed."""
+    """A prefill scheduler that offers a prompt's blocks when all of it is computed."""
 
     def _offer(self, job: Job) -> list[Command]:
         return super()._offer(job) if job.computed == len(job.record.tokens) else []
 
 
 def waiting_prefill_worker(*arguments: Any) -> Worker[Any]:
-    """In a process of its own, where the name it replaces has no other reader."""
+    """Open a prefill worker with WaitingScheduler. Runs in a process of its own, where the name it replaces has no
+    other reader."""
     module: Any = prefill_worker.role
     module.PrefillScheduler = WaitingScheduler
     return counting_prefill_worker(*arguments)

@@ -49,7 +49,8 @@ def transfer_config(transport: str, digests: bool) -> TransferConfig:
 
 
 class Bed:
-    """`prefill` and `decode` workers that count, with one thread each, watched and repaired by the supervisor."""
+    """A cluster of `prefill` and `decode` workers that count, with one thread each, watched and repaired by the
+    supervisor."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class Bed:
             time.sleep(0.05)
 
     def ask(self, prompt: list[int], output_tokens: int, tenant: str, watch: "Watch | None" = None) -> TimedAnswer:
-        """Greedy and to the full length. `tenant` keeps its prefix out of others' reach, so that nothing is cached;
-        `watch` is told of each token. Raises ApiError."""
+        """Ask greedily and to the full length. `tenant` keeps its prefix out of others' reach, so that nothing is
+        cached; `watch` is told of each token. Raises ApiError."""
         call = GenerateCall(
             prompt=prompt,
             max_tokens=output_tokens,
@@ -147,7 +148,7 @@ class Bed:
 
 
 class Watch:
-    """Does something once, when a request has so many tokens."""
+    """Runs an action once, when a request has so many tokens."""
 
     def __init__(self, at: int, act: "threading.Event") -> None:
         self._at, self._act = at, act

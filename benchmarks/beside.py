@@ -31,8 +31,8 @@ MIB = 1024 * 1024
 
 
 class BesideRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One preset on one server in one round. Seconds from the server's start to a first token; PSS of all its
-    processes, at its largest."""
+    """One preset on one server in one round: seconds from the server's start to a first token, and the largest PSS of
+    all its processes."""
 
     round: int
     server: str
@@ -43,7 +43,7 @@ class BesideRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Output tokens per second; of a prompt alone, prompt tokens per second."""
+        """Return output tokens per second; of a prompt alone, prompt tokens per second."""
         made = self.summary
         alone = made.output_tokens == made.requests
         return made.total_tokens_per_s if alone else made.output_tokens_per_s
@@ -137,7 +137,7 @@ def _measure(
 
 
 def _table(rows: list[BesideRow], servers: list[str], presets: list[str]) -> Table:
-    """Per preset and server: rate, and ours over theirs per round; times; start; memory."""
+    """Make one line per preset and server: rate, and ours over theirs per round; times; start; memory."""
     table = Table(title="one run: medians over rounds (middle half)", title_justify="left")
     for heading in (
         "",

@@ -1,4 +1,4 @@
-"""Throughput against block size on the demo model: `python -m benchmarks.block_size`.
+"""Measures throughput against block size on the demo model: `python -m benchmarks.block_size`.
 
 The same requests, of which half begin alike, through both schedulers in one process and thread, with pools of the same
 bytes and blocks of 4 to 128 tokens: output tokens a second, the median time to the first token, and the share of held
@@ -27,7 +27,8 @@ COMMON = 16
 
 
 def prompts(requests: int, longest: int) -> list[list[int]]:
-    """Of lengths from a tenth of the longest on; every second one begins with the same third of the longest."""
+    """Return prompts of lengths from a tenth of the longest on; every second one begins with the same third of the
+    longest."""
     random = Random(requests)
     common = [random.randrange(100, 200) for _ in range(longest // 3)]
     made = []
@@ -39,7 +40,7 @@ def prompts(requests: int, longest: int) -> list[list[int]]:
 
 
 def run(both: Colocated, turn: int, asked: Sequence[list[int]], answer: int, at_once: int) -> Served:
-    """One turn, which finds nothing of others."""
+    """Run one turn on an empty cache."""
     space = turn.to_bytes(4, "little")
     return serve(both, [record(f"{turn} {at}", p, answer, space) for at, p in enumerate(asked)], at_once)
 
@@ -47,7 +48,7 @@ def run(both: Colocated, turn: int, asked: Sequence[list[int]], answer: int, at_
 def measure(
     make: Make, sizes: Sequence[int], asked: Sequence[list[int]], answer: int, at_once: int, repeats: int
 ) -> list[dict[str, str | int | float]]:
-    """`sizes` has 16 among them."""
+    """Measure every size; `sizes` has 16 among them."""
     with ExitStack() as stack:
         engines = {size: stack.enter_context(engine(partial(make, size))) for size in sizes}
         for both in engines.values():

@@ -1,4 +1,4 @@
-"""What KV bookkeeping costs when nothing is shared: `python -m benchmarks.cache_overhead`.
+"""Measures what KV bookkeeping costs when nothing is shared: `python -m benchmarks.cache_overhead`.
 
 Batches of requests without a common prefix run on the demo model through the real schedulers, prefill and decode in one
 thread, and every call into the KV cache manager is timed. The share is time inside those calls over time of the steps
@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 
 class TimedManager(KVCacheManager):
-    """The manager; `spent_ns` is the time inside calls from outside, `calls` their number."""
+    """A manager with a stopwatch; `spent_ns` is the time inside calls from outside, `calls` their number."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -60,7 +60,7 @@ for _name in TIMED:
 
 
 class TimedRunner:
-    """A runner; `spent_ns` is the time of its steps."""
+    """A runner with a stopwatch; `spent_ns` is the time of its steps."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -89,7 +89,7 @@ def measure(
     batches: int,
     seed: int = 0,
 ) -> dict[str, str | int | float]:
-    """`batches` batches of eight requests; prompt lengths are drawn from `prompt_tokens`, both ends included."""
+    """Run `batches` batches of eight requests; prompt lengths are drawn from `prompt_tokens`, both ends included."""
     devices, runners = [], []
     for _ in range(2):
         device = open_one()

@@ -10,7 +10,7 @@ from engine.model.prepared.cache import find_demo_model
 
 
 def read() -> Any:
-    """A `LlamaForCausalLM` for inference, on the CPU."""
+    """Return a `LlamaForCausalLM` for inference, on the CPU."""
     from transformers import AutoConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -24,7 +24,7 @@ def read() -> Any:
 
 
 def write(folder: Path) -> None:
-    """A Hugging Face directory of model and tokenizer in `folder`, which must be there."""
+    """Write a Hugging Face directory of model and tokenizer to `folder`, which must be there."""
     from transformers import AutoTokenizer
 
     gguf = find_demo_model()

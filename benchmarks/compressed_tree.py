@@ -13,7 +13,7 @@ TOKEN_BYTES = 4
 
 
 class TokenRun:
-    """`key` are the packed tokens of `blocks`."""
+    """A node of the tree: a run of blocks. `key` are the packed tokens of `blocks`."""
 
     __slots__ = ("blocks", "children", "key", "parent")
 
@@ -30,7 +30,8 @@ class CompressedTree:
         self.root = TokenRun(None, b"", [])
 
     def match(self, tokens: Sequence[int]) -> tuple[TokenRun, int]:
-        """The node that ends with the longest cached prefix, split off if need be, and how many blocks that are."""
+        """Return the node that ends with the longest cached prefix, split off if need be, and how many blocks that are.
+        """
         return self._descend(pack(f"<{len(tokens)}I", *tokens))
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[BlockId]) -> int:
@@ -64,7 +65,7 @@ class CompressedTree:
         return low
 
     def _split(self, child: TokenRun, blocks: int) -> TokenRun:
-        """`child` keeps what follows its first `blocks`; they become a node of their own above it."""
+        """Split a node: `child` keeps what follows its first `blocks`; they become a node of their own above it."""
         cut = blocks * self._stride
         assert child.parent is not None
         upper = TokenRun(child.parent, child.key[:cut], child.blocks[:blocks])

@@ -34,13 +34,13 @@ _FORMAT = struct.Struct("<dQQQ")
 
 
 class CopyCounts(msgspec.Struct):
-    """Of one process since it started, or between two looks at it."""
+    """The counts of one process since it started, or between two looks at it."""
 
     digest_cpu_s: float = 0.0
     """CPU time of the threads that made digests, while they did."""
     digests: int = 0
     digests_elsewhere: int = 0
-    """Made by any thread but the transfer thread."""
+    """Digests made by any thread but the transfer thread."""
     computed_tokens: int = 0
 
     def since(self, before: "CopyCounts") -> "CopyCounts":
@@ -53,7 +53,7 @@ class CopyCounts(msgspec.Struct):
 
 
 def read_counts(folder: Path, name: str) -> CopyCounts:
-    """What the worker `name` has counted so far; all zero before it has started."""
+    """Return what the worker `name` has counted so far; all zero before it has started."""
     path = folder / name
     raw = path.read_bytes() if path.exists() else b""
     return CopyCounts(*_FORMAT.unpack(raw)) if len(raw) == _FORMAT.size else CopyCounts()
@@ -89,7 +89,7 @@ class _CountingRunner:
 
 
 def _count(name: str) -> None:
-    """In a process of its own, where the names it replaces have no other reader."""
+    """Replace what is to be counted. Runs in a process of its own, where the names it replaces have no other reader."""
     ledger = _Ledger(name)
     route: Any = transfer.route
     opening: Any = worker.opening

@@ -1,4 +1,4 @@
-"""What the CPU's kernels do, and what `engine.deterministic` costs: `python -m benchmarks.deterministic`.
+"""Measures the CPU's kernels, and what `engine.deterministic` costs: `python -m benchmarks.deterministic`.
 
 One process, one model, several runners: the native kernels, which are always deterministic; PyTorch's with the mode on
 and off; and off with the weights as they are (not packed). They take turns within every round, so that other work on
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def sides_of(folder: Path) -> dict[str, Side]:
-    """A model and its attention by name; the native ones first, where they can be had."""
+    """Return a model and its attention by name; the native ones first, where they can be had."""
     packed = load_model(folder)
     heads, kernels = packed.config.heads, native()
     sides: dict[str, Side] = {}
@@ -78,7 +78,7 @@ def sides_of(folder: Path) -> dict[str, Side]:
 def measure(
     sides: dict[str, Side], context: int, batches: list[int], rounds: int, steps: int
 ) -> list[DeterminismLine]:
-    """A prompt of `context` tokens, then batches of `steps` decode steps behind such prompts."""
+    """Measure a prompt of `context` tokens, then batches of `steps` decode steps behind such prompts."""
     runners = {name: _Work(*side, context, max(batches), steps) for name, side in sides.items()}
     lines = [_line("prefill, chunks of 128", rounds, {n: r.prefill for n, r in runners.items()})]
     for batch in batches:
@@ -108,7 +108,7 @@ def _line(work: str, rounds: int, measured: dict[str, Callable[[], float]]) -> D
 
 
 class _Work:
-    """One runner and sequences of random tokens whose prompts are in its pool."""
+    """One runner, and sequences of random tokens whose prompts are in its pool."""
 
     def __init__(self, model: Llama, attention: TorchAttention, context: int, sequences: int, steps: int) -> None:
         shape = model.config
@@ -132,7 +132,7 @@ class _Work:
             self.prefill(sequence)
 
     def prefill(self, sequence: int = 0) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         began_s = time.perf_counter()
         for start in range(0, self._context, 128):
             end = min(start + 128, self._context)
@@ -140,7 +140,7 @@ class _Work:
         return self._context / (time.perf_counter() - began_s)
 
     def decode(self, batch: int) -> float:
-        """Tokens per second over all sequences of the batch."""
+        """Return tokens per second over all sequences of the batch."""
         began_s = time.perf_counter()
         for at in range(self._context, self._context + self._steps):
             self._runner.run(StepPlan(tuple(self._row(s, at, at + 1, True) for s in range(batch))))

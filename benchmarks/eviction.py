@@ -1,4 +1,4 @@
-"""LRU leaves against Belady's optimum, and against policies that predict reuse: `python -m benchmarks.eviction`.
+"""Compares LRU leaves with Belady's optimum, and with policies that predict reuse: `python -m benchmarks.eviction`.
 
 Plays a trace (benchmarks/traces.py says the form; made from a seed when no file is given) one request after the other
 through the real KV cache manager, a trace block being one token at block size 1, and counts prompt blocks found.
@@ -31,7 +31,7 @@ class Use(msgspec.Struct, frozen=True):
     """Blocks let go so far: the age of everything is the distance to it."""
     depth: int
     continued: bool
-    """Has a request that used it found at least half of its prompt in the cache?"""
+    """Whether a request that used it found at least half of its prompt in the cache."""
     floor: float
     """The number of the last block that was evicted."""
     capacity: int
@@ -48,7 +48,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def lru(rows: Sequence[TraceRow], capacity: int, count_from: int = 0) -> int:
-    """Blocks found by the engine's own manager, from row `count_from` on. Prompts beyond the capacity pass it by."""
+    """Count the blocks found by the engine's own manager, from row `count_from` on. Prompts beyond the capacity pass it
+    by."""
     kv = KVCacheManager(capacity, 1, "trace")
     found = 0
     for number, row in enumerate(rows):
@@ -65,8 +66,8 @@ def lru(rows: Sequence[TraceRow], capacity: int, count_from: int = 0) -> int:
 
 
 def belady(rows: Sequence[TraceRow], capacity: int, count_from: int = 0) -> int:
-    """The most blocks that any cache of this capacity could have found: a request's own blocks are all held at once,
-    then whatever is wanted latest goes first."""
+    """Count the most blocks that any cache of this capacity could have found: a request's own blocks are all held at
+    once, then whatever is wanted latest goes first."""
     wanted_next: list[list[int]] = []
     last: dict[int, int] = {}
     for number in range(len(rows) - 1, -1, -1):
@@ -114,8 +115,8 @@ def _play(
     count_from: int,
     evicted: Callable[[int, float], None] = lambda block, number: None,
 ) -> int:
-    """Blocks found when those with the smallest of `numbers(row, blocks found)` are evicted first, deeper ones first
-    among equals."""
+    """Count the blocks found when those with the smallest of `numbers(row, blocks found)` are evicted first, deeper
+    ones first among equals."""
     cached: dict[int, float] = {}
     line: list[tuple[float, int, int]] = []
     found = 0
@@ -141,7 +142,7 @@ def _play(
 def compare(
     rows: Sequence[TraceRow], capacities: Sequence[int], count_from: int = 0
 ) -> list[dict[str, str | int | float]]:
-    """One row per capacity: shares of prompt blocks found, then each policy's share of the gap."""
+    """Return one row per capacity: shares of prompt blocks found, then each policy's share of the gap."""
     total = sum(len(row.hash_ids) for row in rows[count_from:])
     table: list[dict[str, str | int | float]] = []
     for capacity in capacities:

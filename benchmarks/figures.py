@@ -1,4 +1,4 @@
-"""What the offline benchmarks share: where a figure was made, and how a set of repeats is told in one cell."""
+"""Helpers of the offline benchmarks: where a figure was made, and how a set of repeats is told in one cell."""
 
 import platform
 import sys
@@ -15,7 +15,7 @@ from cluster.bench.environment import describe
 
 
 class Middle(msgspec.Struct, frozen=True):
-    """Of repeats: the median, and the quarters below and above which a quarter of them lie."""
+    """The median of repeats, and the quarters below and above which a quarter of them lie."""
 
     median: float
     low: float
@@ -24,13 +24,13 @@ class Middle(msgspec.Struct, frozen=True):
     repeats: int
 
     def cell(self, scale: float = 1.0, digits: int = 1) -> str:
-        """`median (low–high)`, each times `scale`."""
+        """Write `median (low–high)`, each times `scale`."""
         low, high = (f"{value * scale:.{digits}f}" for value in (self.low, self.high))
         return f"{self.median * scale:.{digits}f} ({low}–{high})"
 
 
 def middle(values: Sequence[float]) -> Middle:
-    """Raises ValueError for no values."""
+    """Return the median and quarters of the values. Raises ValueError for no values."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("the middle of nothing")
@@ -45,7 +45,7 @@ def middle(values: Sequence[float]) -> Middle:
 
 
 def numbers(text: str) -> list[int]:
-    """`1,256,1500` on a command line. Raises ValueError."""
+    """Parse `1,256,1500` on a command line. Raises ValueError."""
     return [int(part) for part in text.split(",")]
 
 
@@ -58,7 +58,7 @@ def show(table: Table) -> None:
 
 
 def write_json(path: Path, benchmark: str, settings: Mapping[str, object], rows: object) -> None:
-    """`rows` with the date, the command's settings, the machine and the versions they were made with."""
+    """Write `rows` with the date, the command's settings, the machine and the versions they were made with."""
     told = {
         "benchmark": benchmark,
         "date": date.today().isoformat(),

@@ -1,4 +1,4 @@
-"""How fast a sharded bfloat16 checkpoint is loaded, beside reading the same bytes and nothing else.
+"""Measures how fast a sharded bfloat16 checkpoint is loaded, beside reading the same bytes and nothing else.
 
 Each round reads all shards from the page cache in four ways, in another order each time: with plain `readinto`;
 streamed as a worker loads them, with the digest and without it; and with `readinto` twice, the second time for the
@@ -60,8 +60,9 @@ def main() -> None:
 
 
 def measure(index: ShardIndex, device: torch.device, rounds: int, cold: bool) -> list[output.Line]:
-    """A line for each way: GB/s of its best round and of the middle one, each also as a share of plain reading's, and
-    the least that it takes of the processor. Best rounds are those that other work on the machine disturbed least."""
+    """Return a line for each way: GB/s of its best round and of the middle one, each also as a share of plain
+    reading's, and the least processor time that it takes. Best rounds are those that other work on the machine
+    disturbed least."""
     paths = [Path(shard.stamp.path) for shard in index.shards]
     buffer = np.ones(PIECE_BYTES, np.uint8)
 
@@ -102,7 +103,7 @@ def measure(index: ShardIndex, device: torch.device, rounds: int, cold: bool) ->
 
 
 def _read(paths: list[Path], buffer: np.ndarray, hashed: int = 0) -> None:
-    """Reads all; the last `hashed` of them are hashed."""
+    """Read all; the last `hashed` of them are hashed."""
     for left, path in zip(range(len(paths), 0, -1), paths, strict=True):
         digest = xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""How much KV memory holds live tokens, paged against contiguous: `python -m benchmarks.memory_waste`.
+"""Measures how much KV memory holds live tokens, paged against contiguous: `python -m benchmarks.memory_waste`.
 
 Chat-like requests (log-normal prompt and answer lengths) run through the real block pool, admitted in order as soon as
 there is room, one token each a step, until the pool has turned over several times. `live %` is the share of slots held
@@ -21,7 +21,7 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths are log-normal with these medians (tokens) and sigmas, and cut so that a request fits `context`.
+    """Lengths of requests: log-normal with these medians (tokens) and sigmas, and cut so that a request fits `context`.
     `max_tokens` is what callers allow for the answer."""
 
     prompt_median: float = 180.0
@@ -40,7 +40,7 @@ class Mix:
 
 @dataclass
 class SlotTally:
-    """Sums over steps."""
+    """Sums of slots over steps."""
 
     live: int = 0
     held: int = 0
@@ -103,8 +103,8 @@ def paged(mix: Mix, slots: int, block_size: int, steps: int, seed: int, promise:
 
 
 def contiguous(mix: Mix, slots: int, steps: int, seed: int, whole_context: bool) -> SlotTally:
-    """One piece per request. Pieces are taken to fit whenever there are slots enough: gaps between them, which a real
-    allocator also loses, are left out."""
+    """Run with one piece per request. Pieces are taken to fit whenever there are slots enough: gaps between them, which
+    a real allocator also loses, are left out."""
     random, tally = Random(seed), SlotTally()
     running: list[_Running] = []
     held = 0
@@ -139,7 +139,7 @@ def measure(mix: Mix, slots: int, steps: int, seed: int) -> list[dict[str, str |
 
 
 def wasted(reserved_tokens: int, lengths: list[int]) -> float:
-    """Share of contiguously reserved slots that hold no token once all sequences have these lengths."""
+    """Return the share of contiguously reserved slots that hold no token once all sequences have these lengths."""
     return 1 - sum(lengths) / (reserved_tokens * len(lengths))
 
 

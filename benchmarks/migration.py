@@ -1,4 +1,4 @@
-"""What moving a prompt's KV costs, by its length: `python -m benchmarks.migration`.
+"""Measures what moving a prompt's KV costs, by its length: `python -m benchmarks.migration`.
 
 Real clusters of one prefill and one decode worker, for each transport one with digests and one without, all alive at
 once and asked in turns, so that other work on the machine strikes all alike. Every prompt is new: nothing is cached.
@@ -43,7 +43,7 @@ class MigrationLine(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds of the transfer thread per request, on the prefill worker."""
     recv_digest_cpu_s: Middle
     digest_share: Middle
-    """Both, as a share of the time to first token."""
+    """CPU time of the digests of both workers, as a share of the time to first token."""
     digests_made: int
     digests_off_thread: int
     """Digests that any thread but the transfer thread made: must be none."""
@@ -80,7 +80,7 @@ def measure(
     repeats: int,
     engine: EngineConfig | None = None,
 ) -> tuple[list[MigrationLine], Middle]:
-    """The lines, and this machine's speed of copying memory in bytes per second."""
+    """Return the lines, and this machine's speed of copying memory in bytes per second."""
     kinds = [(transport, digests) for transport in transports for digests in (True, False)]
     vocab = ModelConfig.load(model_dir).vocab
     samples: dict[tuple[str, bool, int], list[_Sample]] = {}
@@ -137,7 +137,7 @@ def _line(transport: str, digests: bool, tokens: int, found: list[_Sample]) -> M
 
 
 def copy_bytes_per_s(size: int = COPY_BYTES) -> float:
-    """One thread copying from memory to memory: what no transport can beat."""
+    """Time one thread copying from memory to memory: what no transport can beat."""
     source, target = np.ones(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
     target[:] = 0
     began_s = time.perf_counter()

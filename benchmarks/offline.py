@@ -1,4 +1,4 @@
-"""Requests through both schedulers in one process and thread, a number of them at a time: when each token came.
+"""Runs requests through both schedulers in one process and thread, a number of them at a time, and times each token.
 
 Times are processor time of that thread, which does all the work: other work on the machine inflates it little.
 """
@@ -15,7 +15,8 @@ from fakes.colocated import Colocated, ColocatedAnswer
 
 @dataclass(slots=True)
 class Served:
-    """`seconds` from the first request to the last token; times to the first token from when each was handed in."""
+    """How a set of requests went. `seconds` from the first request to the last token; times to the first token from
+    when each was handed in."""
 
     seconds: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
@@ -31,7 +32,7 @@ class Served:
 
 @contextmanager
 def engine(make: Callable[[], EngineDevice]) -> Iterator[Colocated]:
-    """Two new devices with both schedulers over them. Runs in namespaces of their own share nothing in it."""
+    """Build two new devices with both schedulers over them. Runs in namespaces of their own share nothing in it."""
     devices = make(), make()
     made = Colocated(*devices)
     try:
@@ -43,7 +44,7 @@ def engine(make: Callable[[], EngineDevice]) -> Iterator[Colocated]:
 
 
 def record(name: str, prompt: list[int], answer: int, namespace: bytes = b"") -> RequestRecord:
-    """Greedy, and to its full length."""
+    """Make a request that is greedy and runs to its full length."""
     return RequestRecord(
         request=RequestId(name),
         tokens=prompt,
@@ -64,7 +65,7 @@ def serve(
     forks: Mapping[RequestId, RequestId] | None = None,
     static: bool = False,
 ) -> Served:
-    """All of them, `at_once` at a time: whenever one ends the next is handed in; or, where `static`, when all have
+    """Run all of them, `at_once` at a time: whenever one ends the next is handed in; or, where `static`, when all have
     ended. `forks` says whose prompt a request shares. Raises RuntimeError if one fails."""
     waiting, served = list(reversed(records)), Served()
     handed_in: dict[RequestId, float] = {}

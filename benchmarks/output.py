@@ -1,4 +1,4 @@
-"""The programs about KV memory: one command line, rows of figures as a table and as JSON."""
+"""The command line and the output that the programs about KV memory share: a table, and JSON."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ Line = Mapping[str, str | int | float]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With `--json FILE`, described by a module's first paragraph."""
+    """Make a parser with `--json FILE`, described by a module's first paragraph."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n\n")[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="write figures and environment here")
     return made
 
 
 def tell(options: argparse.Namespace, benchmark: str, results: Mapping[str, Sequence[Line]]) -> None:
-    """Print each result as a table, whose columns are its first line's keys; all of it as JSON, if asked for."""
+    """Print each result as a table, whose columns are its first line's keys; write all of it as JSON, if asked for."""
     for title, lines in results.items():
         table = Table(title=title, title_justify="left")
         for name, value in lines[0].items():

@@ -28,7 +28,7 @@ KINDS = ("vllm", "llama.cpp")
 
 @dataclass(frozen=True)
 class PeerServer:
-    """`stdin` is held open while the server is to run."""
+    """A server as the command that starts it. `stdin` is held open while the server is to run."""
 
     name: str
     argv: tuple[str, ...]
@@ -36,14 +36,14 @@ class PeerServer:
 
 
 def headrace(port: int) -> PeerServer:
-    """One prefill and one decode worker, from this environment."""
+    """Return Headrace with one prefill and one decode worker, from this environment."""
     argv = [str(Path(sys.executable).with_name("headrace")), "up", "--launcher", "process"]
     argv += ["--name", f"beside-{port}", "--grpc-port", "0", "--http-port", str(port)]
     return PeerServer("headrace", tuple(argv))
 
 
 def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> PeerServer:
-    """A server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
+    """Return a server of `KINDS`, installed in `venv`; `hf_model` is what `checkpoint.write` wrote."""
     environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(threads)}
     if kind == "vllm":
         argv = [venv / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", hf_model]
@@ -62,7 +62,7 @@ def other(kind: str, venv: Path, port: int, threads: int, hf_model: Path) -> Pee
 
 
 def make_checkpoint(kinds: tuple[str, ...], folder: Path) -> None:
-    """The model for those that read no GGUF file."""
+    """Write the model for servers that read no GGUF file."""
     if "vllm" in kinds:
         checkpoint.write(folder)
 
@@ -75,8 +75,8 @@ def free_port() -> int:
 
 @contextmanager
 def running(peer: PeerServer, port: int, log: IO[bytes]) -> Iterator[tuple[int, float]]:
-    """Its process and the seconds from its start to the first token of its first answer. Raises LaunchError if there
-    is none within `READY_S`; what it printed is in `log`."""
+    """Start a server; yields its process and the seconds from its start to the first token of its first answer. Raises
+    LaunchError if there is none within `READY_S`; what it printed is in `log`."""
     began_s = time.monotonic()
     process = subprocess.Popen(
         peer.argv,
@@ -107,7 +107,8 @@ def _answers(port: int) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It is the leader of a process group of its own: what does not end when asked is killed with all of its group."""
+    """Stop the server, which leads a process group of its own: what does not end when asked is killed with all of its
+    group."""
     if process.stdin is not None:
         process.stdin.close()
     process.terminate()

@@ -1,4 +1,4 @@
-"""Recompute against swap, what it costs to take a KV away and to have it back: `python -m benchmarks.preemption`.
+"""Compares recompute with swap, what it costs to take a KV away and to have it back: `python -m benchmarks.preemption`.
 
 One request at a time decodes on the demo model, is preempted, loses every block of its own on the device, and comes
 back, by both ways, for several lengths and block sizes. *Recompute*: the prefill pool computes all of its tokens again,
@@ -41,7 +41,7 @@ STUCK_TURNS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one request and one way."""
+    """Seconds that one request took by one way."""
 
     out_s: float
     back_s: float
@@ -70,8 +70,8 @@ class SchedulerPair:
         return tiering
 
     def run(self, name: str, prompt: list[int], *, swaps: bool = False, cached: bool = False) -> Turn:
-        """`swaps`: by the copies, else they are dropped; `cached`: the prefill pool still has the request's whole
-        blocks when it comes back."""
+        """Preempt one request and bring it back. `swaps`: by the copies, else they are dropped; `cached`: the prefill
+        pool still has the request's whole blocks when it comes back."""
         both = self.both
         answer = both.submit(record(name, prompt, ANSWER, name.encode()))
         self._until(lambda: len(answer.tokens) >= DECODED)
@@ -95,7 +95,7 @@ class SchedulerPair:
         return Turn(out_s, back_s, both.decode.take_resumed()[-1].way)
 
     def _copy_out(self) -> None:
-        """As the engine and its tier thread do it, but that the request does not come back at once."""
+        """Copy the blocks out as the engine and its tier thread do, but without the request's coming back at once."""
         tiers, mover = self._tiering.tiers, self._tiering.mover
         self._held = []
         commands = tiers.take_commands()
@@ -121,13 +121,13 @@ class SchedulerPair:
 
 
 def names(both: Colocated) -> set[str]:
-    """Of the requests that have not ended."""
+    """The names of the requests that have not ended."""
     return {name for name, answer in both.answers.items() if answer.ended is None}
 
 
 @contextmanager
 def emptied(kv: KVCacheManager) -> Iterator[Lease]:
-    """While this holds, and when it ends, nothing is cached."""
+    """Empty the cache, inside this block and when it ends."""
     room = kv.available * kv.block_size
     lease = kv.acquire(b"everything", [0], match_limit=0, room_tokens=room)
     assert lease is not None
@@ -138,7 +138,7 @@ def emptied(kv: KVCacheManager) -> Iterator[Lease]:
 def measure(
     make: Make, sizes: Sequence[int], lengths: Sequence[int], repeats: int
 ) -> list[dict[str, str | int | float]]:
-    """A line for each block size and length of a prompt in tokens."""
+    """Return a line for each block size and length of a prompt in tokens."""
     table: list[dict[str, str | int | float]] = []
     for size in sizes:
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a shared prefix is worth on the demo model: `python -m benchmarks.prefix_reuse`.
+"""Measures what a shared prefix is worth on the demo model: `python -m benchmarks.prefix_reuse`.
 
 Prompts of one length, of which a share from 0 to 100 % is the same for all (of a wholly shared one, all but the last
 token is found); with a short and a long answer; the cache on, and off (each request in a namespace of its own). Both
@@ -29,7 +29,7 @@ SHARES = (0, 25, 50, 75, 100)
 def run(
     both: Colocated, turn: str, prompt: int, answer: int, share: int | None, requests: int, at_once: int
 ) -> Served:
-    """One turn, which finds nothing of others; `share` in percent, None: the cache is off."""
+    """Run one turn on an empty cache; `share` in percent, None: the cache is off."""
     random = Random(prompt)
     common = [random.randrange(100, 200) for _ in range(prompt * (share or 0) // 100)]
     space = f"{turn} {share}".encode()

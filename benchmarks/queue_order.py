@@ -1,4 +1,4 @@
-"""In which order to serve a queue of prompts that share prefixes: `python -m benchmarks.queue_order`.
+"""Compares orders in which to serve a queue of prompts that share prefixes: `python -m benchmarks.queue_order`.
 
 The prompts are leaves of a random tree; the cache, the real one, holds only some of the tree at a time. `waiting`
 prompts are there at a time, and a new one comes when one has been served. They are served one after the other as first
@@ -22,7 +22,8 @@ Prompt = tuple[int, ...]
 
 
 def prompts(random: Random, count: int, depth: int = 3, branches: int = 3) -> list[Prompt]:
-    """`count` leaves of a random tree, in random order: each edge is 2 to 12 tokens, each prompt ends with its own."""
+    """Return `count` leaves of a random tree, in random order: each edge is 2 to 12 tokens, each prompt ends with its
+    own."""
     edges: dict[tuple[int, ...], list[int]] = {}
     drawn = []
     for _ in range(count):
@@ -38,7 +39,7 @@ def prompts(random: Random, count: int, depth: int = 3, branches: int = 3) -> li
 
 
 class Server:
-    """Prompts go through one at a time; counts what it found cached."""
+    """Serves prompts one at a time and counts what it found cached."""
 
     def __init__(self, blocks: int) -> None:
         self.kv = KVCacheManager(blocks, BLOCK, "queue")
@@ -79,12 +80,12 @@ def among(queue: Sequence[Prompt], blocks: int, waiting: int, choose: Choose) ->
 
 
 def longest_prefix(server: Server, line: Sequence[Prompt]) -> Prompt:
-    """Ties go to the one that came first."""
+    """Choose the prompt with the longest cached prefix; ties go to the one that came first."""
     return max(line, key=server.matched)
 
 
 class DepthFirst:
-    """The next in the tree's order after the one served last, round and round."""
+    """Chooses the next in the tree's order after the one served last, round and round."""
 
     def __init__(self) -> None:
         self._last: Prompt = ()
@@ -96,7 +97,7 @@ class DepthFirst:
 
 
 def best_possible(queue: Sequence[Prompt], blocks: int, waiting: int) -> int:
-    """Over all orders in which every prompt is served while it waits."""
+    """Return the best hit rate over all orders in which every prompt is served while it waits."""
     return max(in_order(order, blocks) for order in _orders((), tuple(queue), waiting))
 
 
@@ -108,7 +109,7 @@ def _orders(done: tuple[Prompt, ...], line: tuple[Prompt, ...], waiting: int) ->
 
 
 def needed(queue: Iterable[Prompt], extra: float) -> int:
-    """Blocks for the longest prompt, and `extra` times as many more."""
+    """Return the blocks for the longest prompt, and `extra` times as many more."""
     longest = max(-(-len(prompt) // BLOCK) for prompt in queue)
     # A boundary block that is copied is there twice for a moment.
     return math.ceil(longest * (1 + extra)) + 1
@@ -117,7 +118,7 @@ def needed(queue: Iterable[Prompt], extra: float) -> int:
 def measure(
     seed: int, cases: int, small: int = 7, large: int = 120
 ) -> list[dict[str, str | int | float]]:
-    """Mean hit rates (%) over `cases` queues of `small` and of `large` prompts."""
+    """Return mean hit rates (%) over `cases` queues of `small` and of `large` prompts."""
     settings = ((small, 3, 0.25), (small, small, 0.25), (large, 8, 0.25), (large, 32, 0.25), (large, 32, 4.0))
     table = []
     for count, waiting, extra in settings:

@@ -1,4 +1,4 @@
-"""What the prefix tree costs: `python -m benchmarks.radix`.
+"""Measures what the prefix tree costs: `python -m benchmarks.radix`.
 
 Nanoseconds of processor time per block to insert, match and evict in trees of 1,000 to 1,000,000 blocks (sequences of
 64 blocks of 16 tokens), and the same work in a path-compressed tree; children of one hot prefix; a sequence of a
@@ -25,7 +25,7 @@ Line = dict[str, str | int | float]
 
 
 def fresh(count: int, seed: int) -> list[int]:
-    """Token ids, each an object of its own as in a request that has just been decoded."""
+    """Return token ids, each an object of its own as in a request that has just been decoded."""
     random = Random(seed)
     return [300 + random.getrandbits(17) for _ in range(count)]
 
@@ -45,7 +45,7 @@ def insert(cache: RadixCache, tokens: list[int], block: int) -> int:
 
 
 def sized(blocks: int) -> Line:
-    """ns per block in a tree that holds `blocks` of them."""
+    """Return ns per block in a tree that holds `blocks` of them."""
     cache = RadixCache(BLOCK_TOKENS, "benchmark")
     compressed = CompressedTree(BLOCK_TOKENS)
     sequences = max(SAMPLES + 1, blocks // SEQUENCE_BLOCKS)
@@ -84,7 +84,7 @@ def sized(blocks: int) -> Line:
 
 
 def hot_prefix(children: int) -> Line:
-    """ns per operation on the children of one node, which all begin with the same half block."""
+    """Return ns per operation on the children of one node, which all begin with the same half block."""
     cache = RadixCache(BLOCK_TOKENS, "benchmark")
     prefix = cache.insert(cache.root(b""), fresh(BLOCK_TOKENS, 0), BlockId(children))
     assert prefix is not None
@@ -119,7 +119,7 @@ def hot_prefix(children: int) -> Line:
 
 
 def long_sequence(tokens: int) -> Line:
-    """Milliseconds to insert and to match one sequence."""
+    """Return milliseconds to insert and to match one sequence."""
     cache = RadixCache(BLOCK_TOKENS, "benchmark")
     sequence = fresh(tokens, 0)
     with _no_collection():
@@ -136,7 +136,7 @@ def long_sequence(tokens: int) -> Line:
 
 
 def node_bytes(blocks: int = 6400) -> Line:
-    """Bytes of memory per block of either tree, all included but the block numbers themselves."""
+    """Return bytes of memory per block of either tree, all included but the block numbers themselves."""
     sequences = [fresh(SEQUENCE_BLOCKS * BLOCK_TOKENS, n) for n in range(blocks // SEQUENCE_BLOCKS)]
     ids = [BlockId(n) for n in range(blocks)]
 
@@ -166,7 +166,7 @@ def _allocated(build: Callable[[], object]) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The collector's passes depend on what else the process holds."""
+    """Switch the garbage collector off: its passes depend on what else the process holds."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How long a stream stands still when its worker is killed: `python -m benchmarks.recovery`.
+"""Measures how long a stream stands still when its worker is killed: `python -m benchmarks.recovery`.
 
 Real processes, two prefill and two decode workers, one request at a time. Killed with SIGKILL: the decode worker when
 the client has its k-th token, or the prefill worker halfway through the prompt. Measured by the client's clock: the
@@ -33,7 +33,7 @@ TOKENS = (1, 256, 1500)
 KILLED_AT = (1, 8, 24)
 OUTPUT_TOKENS = 40
 SETTLE_S = 1.0
-"""After a replacement is up: until the router has met it."""
+"""How long to wait after a replacement is up, until the router is connected to it."""
 
 
 class KillResult(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class KillResult(msgspec.Struct, frozen=True):
     recovery_s: float
     bound_s: float
     recomputed_tokens: int
-    """By the living prefill workers, from the kill on."""
+    """Tokens that the living prefill workers computed, from the kill on."""
     exact: bool
 
 
@@ -83,7 +83,7 @@ def measure(
     output_tokens: int,
     engine: EngineConfig | None = None,
 ) -> list[RecoveryLine]:
-    """For each length: decode workers killed at each of `at_tokens`, then prefill workers killed while they send."""
+    """Kill decode workers, for each length, at each of `at_tokens`, then prefill workers while they send."""
     vocab = ModelConfig.load(model_dir).vocab
     lines = []
     with Bed(
@@ -121,7 +121,7 @@ class _Trial:
         self._number = 0
 
     def kill_decode(self, at: int) -> KillResult:
-        """When the client has `at` tokens."""
+        """Kill the decode worker when the client has `at` tokens."""
         has_tokens = threading.Event()
         answer, victim, killed_s, again = self._killed("decode", has_tokens, Watch(at, has_tokens))
         if answer.finished.stats.decode_worker == victim:
@@ -131,7 +131,7 @@ class _Trial:
         return self._result(answer, max(answer.gaps_s[first : first + 2]) - self._gap_s, again, self._gap_s)
 
     def kill_prefill(self) -> KillResult:
-        """Halfway to the first token."""
+        """Kill the prefill worker halfway to the first token."""
         answer, victim, killed_s, again = self._killed("prefill", threading.Event(), None)
         if answer.finished.stats.prefill_worker == victim:
             raise NoEffectError(f"{victim} was killed and had sent everything")
@@ -140,7 +140,7 @@ class _Trial:
     def _killed(
         self, role: str, when: threading.Event, watch: Watch | None
     ) -> tuple[TimedAnswer, str, float, int]:
-        """The answer, who was killed, when (seconds after the request was sent), and how many tokens the prefill
+        """Return the answer, who was killed, when (seconds after the request was sent), and how many tokens the prefill
         workers that live computed from then on."""
         self._number += 1
         before = {name: cpu_ns(pid) for name, pid in self._bed.pids(role).items()}
@@ -187,7 +187,7 @@ class _Trial:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of all threads of a process so far; 0 for one that is gone."""
+    """Return the CPU time of all threads of a process so far; 0 for one that is gone."""
     total = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:

@@ -1,4 +1,4 @@
-"""How long one routing decision takes: `python -m benchmarks.routing`.
+"""Measures how long one routing decision takes: `python -m benchmarks.routing`.
 
 A decision is all the router does between a request's arrival and its `Place`: block identities of
 the prompt, matches against every worker's tree, the policy, and the bookkeeping. Prompts of 512
@@ -22,7 +22,7 @@ BLOCK_TOKENS = 16
 
 
 def measure(workers: int, prompt_blocks: int, requests: int, seed: int = 0) -> dict[str, float]:
-    """Microseconds per decision (p50, p99, worst) and for the block identities alone (p50)."""
+    """Return microseconds per decision (p50, p99, worst) and for the block identities alone (p50)."""
     random = Random(seed)
     router = Router(RouterConfig(), LeastCost(Random(seed)))
     pool_blocks = 32 * prompt_blocks

@@ -17,18 +17,18 @@ def _words(random: Random, count: int) -> list[int]:
 
 
 def unique(random: Random) -> list[AskedPrompt]:
-    """Nothing in common; answers of all lengths."""
+    """Make prompts with nothing in common, and answers of all lengths."""
     return [AskedPrompt(_words(random, 96), random.choice((4, 8, 32))) for _ in range(8)]
 
 
 def few_shot(random: Random) -> list[AskedPrompt]:
-    """One set of examples before every question; three sets take turns."""
+    """Put one set of examples before every question; three sets take turns."""
     sets = [_words(random, 128) for _ in range(3)]
     return [AskedPrompt(sets[at % 3] + _words(random, 16), 8) for at in range(9)]
 
 
 def agent(random: Random) -> list[AskedPrompt]:
-    """Two agents of four turns: each turn reads all before it again; a hundred tokens in for one out."""
+    """Make two agents of four turns: each turn reads all before it again; a hundred tokens in for one out."""
     pasts = [_words(random, 160) for _ in range(2)]
     turns = []
     for _ in range(4):
@@ -39,13 +39,13 @@ def agent(random: Random) -> list[AskedPrompt]:
 
 
 def long_document(random: Random) -> list[AskedPrompt]:
-    """Four questions to one text."""
+    """Ask four questions about one text."""
     text = _words(random, 400)
     return [AskedPrompt(text + _words(random, 12), 8) for _ in range(4)]
 
 
 def self_consistency(random: Random) -> list[AskedPrompt]:
-    """Four samples of each of two prompts."""
+    """Draw four samples of each of two prompts."""
     asked: list[AskedPrompt] = []
     for _ in range(2):
         prompt = _words(random, 120)
@@ -55,7 +55,7 @@ def self_consistency(random: Random) -> list[AskedPrompt]:
 
 
 def json_shaped(random: Random) -> list[AskedPrompt]:
-    """A schema before every short text; answers of very different lengths."""
+    """Put a schema before every short text; answers have very different lengths."""
     schema = _words(random, 80)
     return [AskedPrompt(schema + _words(random, 24), random.choice((4, 12, 40))) for _ in range(8)]
 

@@ -1,4 +1,4 @@
-"""What samples and beam searches save by sharing blocks: `python -m benchmarks.sharing`.
+"""Measures what samples and beam searches save by sharing blocks: `python -m benchmarks.sharing`.
 
 On the demo model, both workers in one process and thread. `n` samples of one prompt: once as forks of the first, once
 as `n` requests with the same prompt that come at the same moment. A search of width `n`: once with hypotheses that
@@ -47,7 +47,7 @@ class SharedRun:
 
 
 class _Copying(KVCacheManager):
-    """Shares nothing: a fork has a copy of every block, and no block is indexed for others to find."""
+    """A manager that shares nothing: a fork has a copy of every block, and no block is indexed for others to find."""
 
     def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
         if not self.grow(child, tokens // self.block_size):  # for the rest it has a promise
@@ -85,8 +85,8 @@ def _record(prompt: list[int], answer: int, at: int, width: int) -> RequestRecor
 
 
 class _Watched:
-    """Fulfils `engine.runner.Runner`, and looks at the pool at each step: a fork that nobody goes on from lives no
-    longer."""
+    """A runner that looks at the pool at each step: a fork that nobody continues lives only that long. Fulfils
+    `engine.runner.Runner`."""
 
     def __init__(self, runner: Runner) -> None:
         self.kv = runner.kv
@@ -105,13 +105,13 @@ class _Watched:
 
 
 def samples(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> SharedRun:
-    """`n` samples of `answer` tokens each behind `prompt`, on two new devices."""
+    """Run `n` samples of `answer` tokens each behind `prompt`, on two new devices."""
     records = [_record(prompt, answer, at, width=0) for at in range(n)]
     return _run(make(), make(), records, is_sharing)
 
 
 def search(make: Make, prompt: list[int], answer: int, n: int, is_sharing: bool) -> SharedRun:
-    """One of width `n` to `answer` tokens, on two new devices."""
+    """Run a search of width `n` to `answer` tokens, on two new devices."""
     decode = make()
     if not is_sharing:
         values = {field.name: getattr(decode, field.name) for field in dataclasses.fields(decode)}
@@ -150,7 +150,7 @@ def measure(
     widths: Sequence[int],
     repeats: int,
 ) -> Table:
-    """`run` is `samples` or `search`. Raises RuntimeError if sharing changes a token."""
+    """Measure both ways; `run` is `samples` or `search`. Raises RuntimeError if sharing changes a token."""
     samples(make, prompt, 2, 1, False)  # what a first run pays for
     table: Table = []
     for n in widths:

@@ -25,8 +25,9 @@ class TraceRow(msgspec.Struct, frozen=True):
 
 
 class TraceShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations that begin at random, each over one of a few system prompts (the first is the most popular), and go
-    on for a geometric number of turns after log-normal pauses. A turn adds the answer before it and new text."""
+    """The shape of a trace: conversations that begin at random, each over one of a few system prompts (the first is the
+    most popular), and go on for a geometric number of turns after log-normal pauses. A turn adds the answer before it
+    and new text."""
 
     rows: int = 4000
     rows_per_s: float = 4.0
@@ -44,14 +45,14 @@ class TraceShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path) -> list[TraceRow]:
-    """All rows of a file. Raises OSError, or msgspec.MsgspecError for a line of another form."""
+    """Read all rows of a file. Raises OSError, or msgspec.MsgspecError for a line of another form."""
     packed = path.read_bytes()
     lines = lzma.decompress(packed) if path.suffix == ".xz" else packed
     return msgspec.json.Decoder(TraceRow).decode_lines(lines)
 
 
 def make(shape: TraceShape, seed: int) -> list[TraceRow]:
-    """A trace in order of time: the same for the same seed, and a longer one begins like a shorter one."""
+    """Return a trace in order of time: the same for the same seed, and a longer one begins like a shorter one."""
     random = Random(seed)
     ids = iter(range(1 << 62))
     systems = [[next(ids) for _ in range(shape.system_blocks)] for _ in range(shape.systems)]
@@ -82,7 +83,7 @@ def make(shape: TraceShape, seed: int) -> list[TraceRow]:
 
 
 def ideal(rows: Iterable[TraceRow]) -> tuple[float, float]:
-    """Share of prompt blocks, and of prompt tokens, that a cache without bounds would have had."""
+    """Return the share of prompt blocks, and of prompt tokens, that a cache without bounds would have had."""
     seen: set[int] = set()
     blocks = hit_blocks = tokens = hit_tokens = 0
     for row in rows:
@@ -102,7 +103,7 @@ def _length(random: Random, median: float, shape: TraceShape) -> int:
 
 
 def _popular(random: Random, count: int) -> int:
-    """One of `count`, the first twice as often as the second, three times as often as the third (Zipf)."""
+    """Draw one of `count`, the first twice as often as the second, three times as often as the third (Zipf)."""
     return random.choices(range(count), [1 / (n + 1) for n in range(count)])[0]
 
 

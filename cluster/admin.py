@@ -37,8 +37,8 @@ NOTE_S = 0.5
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One slot. `state`: starting, up, leaving, pausing (waits for its next start) or failed. `pid` is 0 before its
-    first process; `why` is what the last death was of."""
+    """What an operator is told of one slot. `state`: starting, up, leaving, pausing (waits for its next start) or
+    failed. `pid` is 0 before its first process; `why` is the cause of its last death."""
 
     name: str
     kind: Kind
@@ -69,7 +69,7 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None: as it is."""
+    """The sizes that the pools are to have; None leaves a pool as it is."""
 
     prefill: int | None = None
     decode: int | None = None
@@ -77,7 +77,7 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Flights(msgspec.Struct, frozen=True, kw_only=True):
-    """`silent`: processes that could not be asked, and why."""
+    """The timelines of a request, or of the latest ones. `silent`: processes that could not be asked, and why."""
 
     flights: list[Flight]
     silent: dict[str, str] = {}
@@ -110,7 +110,7 @@ class AdminServer:
         self.down = threading.Event()
 
     def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Start to listen. Raises OSError."""
         # Imported here: the verbs that only ask need no server.
         import uvicorn
 
@@ -172,7 +172,7 @@ class AdminServer:
         )
 
     def flights(self, request: str) -> Flights:
-        """Of every process, the router first."""
+        """Ask every process for its timelines, the router first."""
         found: list[Flight] = []
         silent: dict[str, str] = {}
         slots = sorted(self._cluster.slots(), key=lambda slot: slot.kind != "router")
@@ -186,7 +186,7 @@ class AdminServer:
         return Flights(flights=found, silent=silent)
 
     def drain(self, order: Drain) -> Status:
-        """Raises LaunchError."""
+        """Take the worker away, or replace it; return when it has left. Raises LaunchError."""
         slots = {slot.name: slot for slot in self._cluster.slots()}
         slot = slots.get(order.worker)
         if slot is not None and slot.kind != "router" and not order.replace:
@@ -199,7 +199,7 @@ class AdminServer:
         return self.status()
 
     def scale(self, order: Scale) -> Status:
-        """Raises LaunchError."""
+        """Give the pools these sizes; return when they have them. Raises LaunchError."""
         sizes: list[tuple[Kind, int | None]] = [
             ("prefill", order.prefill),
             ("decode", order.decode),
@@ -265,7 +265,7 @@ class AdminServer:
 
 
 async def _answered(answer: Callable[[], object]) -> Response:
-    """What `answer` returns, as JSON. It may take as long as a drain does, in a thread of its own."""
+    """Return as JSON what `answer` returns. It may take as long as a drain does, so it runs in a thread of its own."""
     try:
         told, status = await run_in_threadpool(answer), 200
     except msgspec.MsgspecError as error:

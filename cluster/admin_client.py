@@ -20,7 +20,7 @@ class NotRunning(LaunchError):
 
 
 class AdminClient:
-    """Every method raises NotRunning, or LaunchError with what the cluster answered."""
+    """Asks the admin surface. Every method raises NotRunning, or LaunchError with what the cluster answered."""
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir

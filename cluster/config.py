@@ -25,9 +25,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `headrace up` starts, and how."""
 
     name: str = "headrace"
-    """Of this cluster on its host: by it the other verbs find it."""
+    """The cluster's name on its host: by it the other verbs find it."""
     run_dir: str = ""
-    """Where its socket lies; empty means $XDG_RUNTIME_DIR/headrace, or a private folder in the temporary one."""
+    """The folder of its socket; empty means $XDG_RUNTIME_DIR/headrace, or a private folder in the temporary one."""
     model: str = ""
     """A GGUF file or a Hugging Face directory; empty means the demo model."""
     launcher: Literal["ray", "process"] = "ray"
@@ -45,7 +45,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker that is to leave the running cluster may take to finish, or to hand over, what it has."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_json: bool = False
-    """One JSON object a line, with worker and request, instead of plain lines."""
+    """Log one JSON object a line, with worker and request, instead of plain lines."""
     tracing: TracingConfig = TracingConfig()
     restart: RestartConfig = RestartConfig()
     router: RouterConfig = RouterConfig()
@@ -63,12 +63,12 @@ MEMORY_KEYS = {
     "prefill.engine.memory_bytes": "prefill.engine.pool_bytes",
     "decode.engine.memory_bytes": "decode.engine.pool_bytes",
 }
-"""Worked out from the machine where the pool of the same engine is "auto", on the CPU."""
+"""Settings worked out from the machine where the pool of the same engine is "auto", on the CPU."""
 SHARE_KEYS: dict[Literal["prefill", "decode"], tuple[str, str]] = {
     "prefill": ("prefill.engine.device_share", "prefill.transfer.nccl.drain_s"),
     "decode": ("decode.engine.device_share", "decode.transfer.nccl.drain_s"),
 }
-"""Worked out from the workers that have one GPU together: the first is divided, the second multiplied."""
+"""Settings worked out from the workers that have one GPU together: the first is divided, the second multiplied."""
 THREAD_KEYS = ("prefill.engine.threads", "decode.engine.threads")
 DEVICE_KEYS = ("prefill.engine.device", "decode.engine.device")
 DTYPE_KEYS = ("prefill.engine.dtype", "decode.engine.dtype")
@@ -101,7 +101,7 @@ _MAY_BE_ZERO = frozenset(
     }
 )
 MAX_WORKERS = 1024
-"""Of a pool: more is a slip of the keyboard."""
+"""The most workers of a pool: more is a slip of the keyboard."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SHARES = (".digest_sample", "tracing.sample", ".device_share")
 _POOL_SIZES = ("prefill_workers", "decode_workers")
@@ -124,7 +124,7 @@ def fields(
 
 
 def build(values: dict[str, object]) -> ClusterConfig:
-    """The struct from values by dotted key; keys left out keep their defaults."""
+    """Make the struct from values by dotted key; keys left out keep their defaults."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -136,7 +136,7 @@ def build(values: dict[str, object]) -> ClusterConfig:
 
 
 def problem(key: str, value: object) -> str | None:
-    """Why a value of the right type is still not usable, or None."""
+    """Return why a value of the right type is still not usable, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         if key.endswith(".dtype") and value not in (*DTYPE_BYTES, "auto"):
             return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}, auto"
@@ -160,7 +160,7 @@ def problem(key: str, value: object) -> str | None:
 
 
 def default_threads(workers: int) -> int:
-    """Compute threads of each of `workers` workers on this host."""
+    """Return how many compute threads each of `workers` workers on this host gets."""
     return max(1, usable_cores() // max(1, workers))
 
 

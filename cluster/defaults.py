@@ -31,7 +31,7 @@ ON_GPU: dict[str, int | float | str] = {
     "engine.threads": 4,
     "tiers.host_bytes": 4 << 30,
 }
-"""Of a pool on a GPU, whichever it is."""
+"""Defaults of a pool on a GPU, prefill or decode."""
 PREFILL_ON_GPU: dict[str, int | float | str] = {"chunk_tokens": 4096}
 DECODE_ON_GPU: dict[str, int | float | str] = {
     "max_batch": 256,
@@ -42,15 +42,17 @@ WITH_GPU: dict[str, int | float | str] = {
     "start_timeout_s": 600.0,
     "router.retry_reserve": 1024,
 }
-"""Of the cluster, where one of its pools is on a GPU. A checkpoint is larger there, and kernels are compiled."""
+"""Defaults of the cluster where one of its pools is on a GPU. A checkpoint is larger there, and kernels are compiled.
+"""
 
 
 CPU_DTYPE = "float32"
-"""Of a pool on the CPU, whose own kernels compute in it and multiply with what a quantized file holds (docs/cpu.md)."""
+"""The type in which a pool on the CPU computes: its own kernels do so, and multiply with what a quantized file holds
+(docs/cpu.md)."""
 
 
 def defaults_on(devices: Mapping[Pool, str]) -> dict[str, int | float | str]:
-    """The defaults by setting that are not the structs' own, for pools on these devices."""
+    """Return, by setting, the defaults that are not the structs' own, for pools on these devices."""
     found: dict[str, int | float | str] = {}
     if devices["prefill"] != "cpu":
         found |= {f"prefill.{key}": value for key, value in (ON_GPU | PREFILL_ON_GPU).items()}
@@ -60,13 +62,13 @@ def defaults_on(devices: Mapping[Pool, str]) -> dict[str, int | float | str]:
 
 
 def gpu_dtype(stored: str) -> str:
-    """The type in which a GPU computes a model that is kept as `stored`, unless a setting says another."""
+    """Return the type in which a GPU computes a model that is kept as `stored`, unless a setting says another."""
     return stored if stored in ("float16", "bfloat16") else "bfloat16"
 
 
 def stored_in(model: str) -> str:
-    """How the model that a configuration names keeps its weights (`engine.model.files.opening.stored_dtype`). Raises
-    ModelError."""
+    """Return how the configured model keeps its weights (`engine.model.files.opening.stored_dtype`). Raises ModelError.
+    """
     from engine.model.files.opening import stored_dtype
     from engine.model.prepared.cache import find_demo_model
 
@@ -74,8 +76,8 @@ def stored_in(model: str) -> str:
 
 
 def model_dtype(config: ClusterConfig) -> str:
-    """The one type in which the model is prepared for both pools. Reads the model's headers only where a setting is
-    "auto" on a GPU. Raises ConfigError where the pools differ, and ModelError."""
+    """Return the one type in which the model is prepared for both pools. Reads the model's headers only where a setting
+    is "auto" on a GPU. Raises ConfigError where the pools differ, and ModelError."""
     prefill, decode = (_dtype(engine, config.model) for engine in engines(config).values())
     if prefill != decode:
         raise ConfigError(
@@ -91,7 +93,7 @@ def _dtype(engine: EngineConfig, model: str) -> str:
 
 
 def device_share(config: ClusterConfig, pool: Pool) -> float:
-    """Which part of its card's memory a worker of this pool may count on.
+    """Return the part of its card's memory that a worker of this pool may count on.
 
     On a Ray cluster it is what the worker asks for, where it asks. Elsewhere all workers are on this host, and see all
     of its GPUs.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What can be used now without swapping: the least of the machine's and of every enclosing control group's room.
+    """Return what can be used now without swapping: the least of what the machine and every enclosing control group
+    have left.
 
     Clean file pages (mapped weights among them) count as available. `root` holds `proc` and `sys`. Raises OSError
     where `/proc/meminfo` cannot be read.
@@ -20,8 +21,8 @@ def _machine(root: Path) -> int:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, version 2 and version 1, each from its own up to the
-    mount's root; a container may see only the upper part of its own path, or only the end."""
+    """Return the folders of the control groups that this process is in, version 2 and version 1, each from its own up
+    to the mount's root; a container may see only the upper part of its own path, or only the end."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -40,7 +41,7 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """The room in each control group that this process is in; none where there is no limit."""
+    """Return what each control group that this process is in has left; none where there is no limit."""
     new = ("memory.max", "memory.current", "inactive_file")
     old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     for group in control_groups(root, "memory"):
@@ -50,7 +51,7 @@ def _groups(root: Path) -> Iterator[int]:
 
 
 def _room(group: Path, limit_name: str, usage_name: str, idle_name: str) -> int | None:
-    """Limit − usage + file pages that nobody has touched lately; None without a limit."""
+    """Return limit − usage + file pages that nobody has touched lately; None without a limit."""
     try:
         limit = (group / limit_name).read_text(encoding="ascii").strip()
         usage = int((group / usage_name).read_text(encoding="ascii"))

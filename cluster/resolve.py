@@ -1,4 +1,4 @@
-"""From flags, variables, a file and defaults to one configuration that knows where each value came from.
+"""Resolves flags, variables, a file and defaults into one configuration that knows where each value came from.
 
 Precedence: flag, then `HEADRACE_*` variable, then file, then default, which may depend on the device
 (`cluster.defaults`). A key is dotted (`prefill.chunk_tokens`); as a variable it is
@@ -67,7 +67,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def public(self) -> object:
-        """Secrets are shown as set or not, never as what they are."""
+        """Return the value; of a secret only whether it is set."""
         return "(set)" if self.key.endswith("_key") and self.value else self.value
 
 
@@ -77,7 +77,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """The configuration flags, on any verb that takes them; with `only`, no flags of their own but for these keys."""
+    """Add the configuration flags to a verb; with `only`, no flags of their own but for these keys."""
     group = parser.add_argument_group("configuration")
     group.add_argument("--config", metavar="FILE", type=Path, help="TOML file")
     for flag, key, metavar, text in FLAGS:
@@ -97,8 +97,8 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> No
 def resolve(
     arguments: argparse.Namespace, environ: Mapping[str, str], device: str = ""
 ) -> Resolved:
-    """With `device`, both pools are on it, whatever the settings say. An `engine.dtype` of "auto" stays so on a GPU, as
-    nothing is read here but the file of settings: see `settled`.
+    """Resolve every setting. With `device`, both pools are on it, whatever the settings say. An `engine.dtype` of
+    "auto" stays so on a GPU, as nothing is read here but the file of settings: see `settled`.
 
     Raises ConfigError with one line that names the key and its origin."""
     known = {key: (kind, default) for key, kind, default in fields()}
@@ -130,8 +130,8 @@ def resolve(
 
 
 def settled(resolved: Resolved) -> Resolved:
-    """The same with the type in place of each `engine.dtype` that is "auto" on a GPU, which the model's headers say.
-    Raises ConfigError where the pools then differ, and ModelError."""
+    """Replace each `engine.dtype` that is "auto" on a GPU by the type that the model's headers say. Raises ConfigError
+    where the pools then differ, and ModelError."""
     values = {setting.key: setting.value for setting in resolved.settings}
     origins = {setting.key: setting.origin for setting in resolved.settings}
     open_keys = [key for key in DTYPE_KEYS if values[key] == "auto"]
@@ -146,7 +146,7 @@ def settled(resolved: Resolved) -> Resolved:
 def _work_out(
     values: dict[str, object], origins: dict[str, str], devices: Mapping[Pool, str]
 ) -> None:
-    """What the machine and the number of workers say, where nobody did."""
+    """Set what nobody has set from the machine and the number of workers."""
     config = build(values)
     workers = config.prefill_workers + config.decode_workers
     for key, pool_bytes in MEMORY_KEYS.items():
@@ -172,7 +172,7 @@ def _work_out(
 
 
 def _agreed(values: dict[str, object], origins: dict[str, str]) -> Resolved:
-    """Raises ConfigError for settings that do not go together."""
+    """Check that the settings go together. Raises ConfigError."""
     config = build(values)
     prefill, decode = config.prefill.engine, config.decode.engine
     kinds = (("dtype", prefill.dtype, decode.dtype), ("kv_dtype", *map(_kept, (prefill, decode))))

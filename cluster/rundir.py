@@ -23,11 +23,11 @@ from cluster.config import ClusterConfig, ConfigError
 from cluster.processes.spec import LaunchError
 
 SOCKET_PATH_BYTES = 107
-"""What the kernel takes."""
+"""The longest path of a socket that the kernel takes."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that can be told from a later one with its pid: `started` is its start, in clock ticks after boot."""
+    """A process, told apart from a later one with its pid: `started` is its start, in clock ticks after boot."""
 
     name: str
     pid: int
@@ -35,7 +35,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, name: str, pid: int) -> "ProcessIdentity | None":
-        """None if there is no such process on this host."""
+        """Identify a running process; None if there is no such process on this host."""
         started = start_of(pid)
         return None if started is None else cls(name=name, pid=pid, started=started)
 
@@ -45,7 +45,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started; None if it does not run, or is only waiting to be reaped."""
+    """Return when a process started; None if it does not run, or is only waiting to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -68,7 +68,7 @@ class RunDir:
             raise ConfigError(f"run_dir: {self.socket} is too long for a socket's path")
 
     def make(self) -> None:
-        """The folder, this user's alone. Raises ConfigError, and OSError where it cannot be made."""
+        """Make the folder, this user's alone. Raises ConfigError, and OSError where it cannot be made."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -76,7 +76,7 @@ class RunDir:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the supervisor of this name. Raises LaunchError while another process is."""
+        """Become the supervisor of this name. Raises LaunchError while another process is."""
         self.make()
         with self._lock.open("a") as file:
             try:
@@ -104,13 +104,13 @@ class RunDir:
         return False
 
     def write(self, processes: list[ProcessIdentity]) -> None:
-        """Say which processes there are."""
+        """Write down which processes there are."""
         partial = self._left.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(processes))
         partial.rename(self._left)
 
     def processes(self) -> list[ProcessIdentity]:
-        """Those that were written last and still run."""
+        """Return the processes that were written down last and still run."""
         try:
             known = msgspec.json.decode(self._left.read_bytes(), type=list[ProcessIdentity])
         except FileNotFoundError:
@@ -118,11 +118,11 @@ class RunDir:
         return [process for process in known if process.runs]
 
     def tell_fault(self, fault: str) -> None:
-        """Leave word of what did not end, for who has asked for the end."""
+        """Leave word of what did not end, for whoever has asked for the end."""
         self._fault.write_text(fault)
 
     def take_fault(self) -> str:
-        """The word that was left, once; empty where all is well."""
+        """Return the word that was left, once; empty where all is well."""
         try:
             fault = self._fault.read_text()
         except FileNotFoundError:
@@ -131,7 +131,7 @@ class RunDir:
         return fault
 
     def forget(self) -> None:
-        """What a killed supervisor has left in the folder."""
+        """Remove what a killed supervisor has left in the folder."""
         self._left.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
 

@@ -14,7 +14,8 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_size(text: str) -> int:
-    """Bytes: KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB of 1000, no unit is bytes. Raises ValueError."""
+    """Parse a size into bytes: KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB of 1000, no unit is bytes. Raises
+    ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a size such as 80GiB, 512MiB or 80GB")
@@ -22,7 +23,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> Fraction:
-    """From 0 to below 1: "4%" or "0.04", exactly. Raises ValueError."""
+    """Parse a share from 0 to below 1: "4%" or "0.04", exactly. Raises ValueError."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     if not re.fullmatch(r"\d+(\.\d+)?", number):
         raise ValueError(f"{text!r} is not a share such as 4% or 0.04")
@@ -33,7 +34,8 @@ def parse_share(text: str) -> Fraction:
 
 
 def format_size(count: int) -> str:
-    """In the largest unit that leaves at least one of it: "1.25 GiB"; up to two digits, none where they are zero."""
+    """Write bytes in the largest unit that leaves at least one of it: "1.25 GiB"; up to two digits, none where they are
+    zero."""
     power = min(max(0, (abs(count).bit_length() - 1) // 10), len(_NAMES) - 1)
     number = f"{count / (1 << 10 * power):,.2f}".rstrip("0").rstrip(".")
     return f"{number} {_NAMES[power]}"

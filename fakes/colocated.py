@@ -50,7 +50,7 @@ Opening = Callable[[Callable[[object], None]], Tiering]
 
 @dataclass(slots=True)
 class ColocatedAnswer:
-    """One request's fate so far; `ended` is its last word."""
+    """One request and what became of it so far; `ended` is the record of its end."""
 
     record: RequestRecord
     fork_of: RequestId | None = None
@@ -60,8 +60,8 @@ class ColocatedAnswer:
 
 
 class Colocated:
-    """`submit` requests, `turn` until they are done. `prefill` and `decode` are devices of one model; their block sizes
-    may differ."""
+    """Runs requests through both schedulers: `submit` them, then `turn` until they are done. `prefill` and `decode` are
+    devices of one model; their block sizes may differ."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Colocated:
         tiering: Opening | None = None,
         decode_tiering: Opening | None = None,
     ) -> None:
-        """`tiering` and `decode_tiering` open the lower tiers of either side, given who is told what became of stores,
-        loads and spills."""
+        """Build both sides. `tiering` and `decode_tiering` open the lower tiers of either side, given who is told what
+        became of stores, loads and spills."""
         self.hub = LoopbackHub()
         self.answers: dict[RequestId, ColocatedAnswer] = {}
         self._waiting: list[ColocatedAnswer] = []
@@ -141,7 +141,8 @@ class Colocated:
         return answer
 
     def lose_prefill(self) -> None:
-        """As if the prefill worker's process had ended: nothing that it says is heard any more, and all is let go."""
+        """Act as if the prefill worker's process had ended: nothing that it says is heard any more, and its blocks are
+        let go."""
         self._engines[1].receive([decode_events.PeerDown(ADDRESS, PREFILL, "lost")])
         self._engines[0].receive([ReaderLost(DECODE), ReaderDead(DECODE)])
         self._to_prefill.clear()
@@ -177,7 +178,7 @@ class Colocated:
         return worked or bool(under_way)
 
     def run(self, records: Sequence[RequestRecord]) -> list[ColocatedAnswer]:
-        """All of them at once, to the end. Raises RuntimeError if they can never end."""
+        """Run all of them at once, to the end. Raises RuntimeError if they can never end."""
         answers = [self.submit(record) for record in records]
         while any(answer.ended is None for answer in answers):
             if not self.turn():

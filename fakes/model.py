@@ -17,7 +17,7 @@ from engine.storage.paged import PagedKV
 
 
 def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
-    """uint8 `[kv_heads, layers, 2, row_bytes + scale_bytes]`: the KV rows of one token, each with its scale."""
+    """Return uint8 `[kv_heads, layers, 2, row_bytes + scale_bytes]`: the KV rows of one token, each with its scale."""
     rows = layout.kv_heads * layout.layers * 2
     row_bytes = layout.row_bytes + layout.scale_bytes
     words = np.arange(rows * row_bytes // 2, dtype=np.uint64)
@@ -33,7 +33,7 @@ def kv_pattern(token: int, position: int, layout: KVLayout) -> np.ndarray:
 
 
 def fake_next(tokens: Sequence[int], layout: KVLayout, vocab: int) -> int:
-    """The token after `tokens`, computed without any KV memory."""
+    """Return the token after `tokens`, computed without any KV memory."""
     rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
     return _hash(rows, vocab)
 
@@ -41,7 +41,7 @@ def fake_next(tokens: Sequence[int], layout: KVLayout, vocab: int) -> int:
 def fake_candidates(
     tokens: Sequence[int], layout: KVLayout, vocab: int, count: int, banned: Sequence[int] = ()
 ) -> Candidates:
-    """The likeliest tokens after `tokens`, computed without any KV memory."""
+    """Return the likeliest tokens after `tokens`, computed without any KV memory."""
     rows = np.stack([kv_pattern(t, p, layout) for p, t in enumerate(tokens)])
     return _candidates(rows, vocab, count, banned)
 
@@ -61,7 +61,7 @@ def _hash(rows: np.ndarray, vocab: int) -> int:
 
 
 class FakeRunner:
-    """Fulfils `engine.runner.Runner`. `vocab` bounds the tokens it makes."""
+    """A runner without weights. Fulfils `engine.runner.Runner`. `vocab` bounds the tokens it makes."""
 
     def __init__(self, kv: PagedKV, vocab: int = 257) -> None:
         self.kv = kv

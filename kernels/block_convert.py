@@ -20,7 +20,7 @@ from kernels.quantize import quantize_rows, widen_e4m3
 
 @triton.jit
 def _widened(ptr, mask, factor, FORMAT: tl.constexpr):
-    """float32 values at `ptr`; `factor` `[R]` is each row's scale."""
+    """Read rows at `ptr` as float32 values; `factor` `[R]` is each row's scale."""
     values = tl.load(ptr, mask=mask, other=0)
     if FORMAT == "native":
         return values.to(tl.float32)

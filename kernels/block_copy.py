@@ -26,12 +26,12 @@ from kernels.block_shape import BlockShape
 from kernels.configs import KernelConfig
 
 PROGRAMS = 64
-"""The grid of a worker's copies."""
+"""Programs in the grid of a worker's copies."""
 
 
 @triton.jit
 def _wp64(word, index):
-    """int64 in, int64 out: arithmetic wraps, and shifts are those of unsigned numbers."""
+    """Mix words as `wp64` does: int64 in, int64 out; arithmetic wraps, and shifts are those of unsigned numbers."""
     x = (word + (index + 1) * 0x1E3779B97F4A7C15).to(tl.uint64, bitcast=True)
     x = x ^ (x >> 32)
     x = x * 0x2545F4914F6CDD1D
@@ -164,6 +164,6 @@ def copy_blocks(
 
 
 def as_words(memory: Tensor) -> Tensor:
-    """Contiguous `[blocks, heads, ...]` of any type as int64 `[blocks, heads, words]`, the same memory."""
+    """Return contiguous `[blocks, heads, ...]` of any type as int64 `[blocks, heads, words]`, the same memory."""
     blocks, heads = memory.shape[:2]
     return memory.view(blocks, heads, -1).view(torch.int64)

@@ -1,12 +1,12 @@
-"""What a KV head's slice of a block is made of, as the digest `wp64` and the copy kernel see it. Pure."""
+"""The sizes of a KV head's slice of a block, as the digest `wp64` and the copy kernel see it. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a head's slice of a block is made of: rows of `row_bytes` `[layers, 2, block_size]`, then, for 8-bit rows,
-    a float32 scale per row. Raises ValueError where that is not whole 64-bit words."""
+    """The parts of a head's slice of a block: rows of `row_bytes` `[layers, 2, block_size]`, then, for 8-bit rows, a
+    float32 scale per row. Raises ValueError where that is not whole 64-bit words."""
 
     layers: int
     block_size: int

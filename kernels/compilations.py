@@ -1,4 +1,4 @@
-"""How many kernels this process has compiled, and when: before it serves, or while requests wait for it.
+"""Counts the kernels that this process has compiled: before it serves, or while requests wait for it.
 
 Triton compiles a kernel when it is first launched with arguments of some kind: types, compile-time constants, whether
 an address is a multiple of 16 bytes and a number is 1. What it finds in its cache on disk is counted too: that is
@@ -35,11 +35,11 @@ class Compilations:
         return sum(self._counts.values())
 
     def serve(self) -> None:
-        """From now on requests wait for whatever is compiled."""
+        """Count as `serving` from now on: requests wait for whatever is compiled."""
         self._phase = PHASES[1]
 
     def compiled(self, kernel: str) -> None:
-        """One more, of the kernel of this name."""
+        """Count one more, of the kernel of this name."""
         with self._lock:
             self._counts[self._phase] += 1
         if self._phase != PHASES[0]:
@@ -47,4 +47,4 @@ class Compilations:
 
 
 OWN = Compilations()
-"""Of this process: Triton tells it to one place."""
+"""This process's count: Triton reports to one place."""

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""A GPU that is not there: launches are compiled for it, into Triton's cache on disk, and nothing runs.
+"""Compiles launches for a GPU that is not there, into Triton's cache on disk; nothing runs.
 
 Triton asks its driver what it compiles for and hands it what it has compiled. This driver names a device, refuses what
 needs more shared memory than that has, and loads and launches nothing. The wrappers are called as ever, with tensors on
@@ -21,11 +21,11 @@ from kernels.launch import interpreted
 
 MOST_THREADS = 1024
 _devices = count()
-"""A number for each: what Triton remembers of one is not taken for another."""
+"""A number for each device: what Triton remembers of one is not taken for another."""
 
 
 class _Driver:
-    """What `triton.runtime` asks of a driver."""
+    """The part of a driver that `triton.runtime` uses."""
 
     def __init__(self, capability: int, shared_bytes: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -53,9 +53,9 @@ class _Driver:
 
 @contextmanager
 def compile_only(capability: int, shared_bytes: int) -> Iterator[list[Any]]:
-    """Launches within compile for a GPU of this compute capability (such as 90), whose programs have `shared_bytes` of
-    shared memory. Yields what was compiled, each kernel once, as Triton's `CompiledKernel`; a launch raises
-    OutOfResources where it needs more. Raises RuntimeError in Triton's interpreter, which compiles nothing."""
+    """Compile what is launched inside for a GPU of this compute capability (such as 90), whose programs have
+    `shared_bytes` of shared memory. Yields what was compiled, each kernel once, as Triton's `CompiledKernel`; a launch
+    raises OutOfResources where it needs more. Raises RuntimeError in Triton's interpreter, which compiles nothing."""
     if interpreted():
         raise RuntimeError("Triton's interpreter compiles nothing")
     absent, present = _Driver(capability, shared_bytes), driver._active

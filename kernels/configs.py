@@ -16,7 +16,8 @@ Origin = Literal["contract", "measured"]
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """`tile`: tokens (or rows, or bytes) per inner step; `rows`: query rows per tile where a kernel chooses them."""
+    """How a kernel is launched. `tile`: tokens (or rows, or bytes) per inner step; `rows`: query rows per tile where a
+    kernel chooses them."""
 
     tile: int
     warps: int
@@ -27,8 +28,8 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """`dtype`: of the stored KV, as in torch; for attention of 32-bit queries "float32", whatever is stored. `arch`:
-    `table_arch`, 80 or 90."""
+    """What an entry of the table is for. `dtype`: the type of the stored KV, as in torch; for attention of 32-bit
+    queries "float32", whatever is stored. `arch`: `table_arch`, 80 or 90."""
 
     kernel: str
     head_dim: int
@@ -40,11 +41,11 @@ class ConfigKey:
 
 MEASURED = Path(__file__).with_name("measured.json")
 DRY_RUN = "none: a dry run, whose figures mean nothing"
-"""The card of a file that is not to be taken."""
+"""The card's name in a file of a dry run, which is refused."""
 
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10}
-"""Of shared memory that a program may take by each architecture's entries: as much as the least of the GPUs has that
-they are for. sm_80 itself has 163 KiB; sm_86, sm_89 and sm_120 have 99."""
+"""Shared memory that a program may take by each architecture's entries: as much as the least of the GPUs has that they
+are for. sm_80 itself has 163 KiB; sm_86, sm_89 and sm_120 have 99."""
 
 _DECODE = KernelConfig(tile=64, warps=4, stages=3, rows=16)
 _SHARED = KernelConfig(tile=64, warps=4, stages=3, rows=64)
@@ -62,8 +63,8 @@ DEFAULTS = {
     "convert_blocks": KernelConfig(tile=0, warps=4, stages=1, rows=32),
     "sample": KernelConfig(tile=1024, warps=16, stages=1),
 }
-"""What a shape without an entry runs with; for attention, 16-bit heads of up to 128. There, `rows` are packed rows:
-queries times group."""
+"""The configurations of shapes without an entry; for attention, 16-bit heads of up to 128. There, `rows` are packed
+rows: queries times group."""
 
 # By the next power of two of the head size, where keys and values have 16 bits, 8, and 32. What is limited is shared
 # memory, which holds stages of tiles and often the queries; and registers, which hold rows x head size of results.
@@ -88,7 +89,7 @@ _WIDE = {
 _EIGHT_BITS = ("int8", "float8_e4m3fn")
 _OF_OTHER_BYTES = {"float32": _WIDE, **dict.fromkeys(_EIGHT_BITS, _NARROW)}
 _QUERY_BYTES = 64 << 10
-"""Of packed queries that a program can hold: with more there is no room for keys and values."""
+"""The most bytes of packed queries in one program: with more there is no room for keys and values."""
 
 _WARPS = KernelConfig(tile=64, warps=8, stages=3, rows=16)
 
@@ -126,8 +127,8 @@ _ENTRIES: list[tuple[str, int, int, int, str, KernelConfig | None, KernelConfig 
 
 
 def read_measured(path: Path) -> dict[ConfigKey, KernelConfig]:
-    """The entries of a `measured.json`; none if there is no such file. Raises ValueError for one of a dry run, and for
-    a kernel that there is not."""
+    """Read the entries of a `measured.json`; none if there is no such file. Raises ValueError for one of a dry run, and
+    for a kernel that there is not."""
     if not path.exists():
         return {}
     told = json.loads(path.read_text(encoding="utf-8"))
@@ -144,14 +145,15 @@ def read_measured(path: Path) -> dict[ConfigKey, KernelConfig]:
 
 
 def table_arch(major: int) -> int:
-    """The table's name for GPUs of compute capability `major`.x: 90 for data-centre GPUs from Hopper on, 80 for those
-    before, and for those of 12.x, which have as little shared memory as sm_89 and the same matrix instructions."""
+    """Return the table's name for GPUs of compute capability `major`.x: 90 for data-centre GPUs from Hopper on, 80 for
+    those before, and for those of 12.x, which have as little shared memory as sm_89 and the same matrix instructions.
+    """
     return 90 if 9 <= major < 12 else 80
 
 
 def default_config(key: ConfigKey) -> KernelConfig:
-    """What a shape without an entry runs with: by head size and stored type, with room for the group. Raises KeyError
-    for an unknown kernel, ValueError where no program could hold one query of a whole group."""
+    """Return the configuration of a shape without an entry: by head size and stored type, with room for the group.
+    Raises KeyError for an unknown kernel, ValueError where no program could hold one query of a whole group."""
     if key.kernel not in _BY_HEAD:
         return DEFAULTS[key.kernel]
     padded, group = (1 << (size - 1).bit_length() for size in (max(64, key.head_dim), key.group))
@@ -184,5 +186,5 @@ TABLE = {
 
 
 def config_for(key: ConfigKey) -> KernelConfig:
-    """The table's entry, or the default. Raises as `default_config` does."""
+    """Return the table's entry, or the default. Raises as `default_config` does."""
     return TABLE.get(key) or default_config(key)

@@ -29,7 +29,7 @@ MERGE = DEFAULTS["merge"]
 
 @triton.jit
 def _item(items_ptr, number):
-    """The fields of `decode_plan.Item`."""
+    """Load the fields of one `decode_plan.Item`."""
     item = items_ptr + number * 7
     return (
         tl.load(item),
@@ -163,8 +163,8 @@ def merge_kernel(
     DIM_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One row and head per program: the partial results of its chunks, SPLITS at a time. Rows without tokens become
-    zero with lse = -inf; rows of one chunk are already written."""
+    """Merge one row and head per program: the partial results of its chunks, SPLITS at a time. Rows without tokens
+    become zero with lse = -inf; rows of one chunk are already written."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     count = tl.load(slots_ptr + row * 2)
@@ -276,5 +276,6 @@ def decode_attention(
 
 
 def packed_rows(group: int, rows: int) -> int:
-    """Rows of the tile that holds `rows` queries of `group` heads: a power of two, at least the 16 of one mma."""
+    """Return the rows of the tile that holds `rows` queries of `group` heads: a power of two, at least the 16 of one
+    mma."""
     return max(16, triton.next_power_of_2(group * rows))

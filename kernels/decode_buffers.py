@@ -16,7 +16,7 @@ from kernels.decode_plan import DecodeGeometry, DecodePlan, WorkItem
 
 
 class DecodeBuffers:
-    """Room for `batch` rows, tables of `table_blocks` blocks, and the geometry's items and slots.
+    """Device memory for `batch` rows, tables of `table_blocks` blocks, and the geometry's items and slots.
 
     No tensor here ever changes its address. Read by the kernels: `items` int32 `[max_items, fields of WorkItem]`,
     `ranges` `[programs + 1]`, `rows` `[max_items]`, `slots` `[batch, 2]` (splits, first slot), `lengths` `[batch]`,

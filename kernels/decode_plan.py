@@ -1,4 +1,5 @@
-"""Which program of the persistent decode grid attends to what: a work list, made on the CPU while the step before runs.
+"""The work list of the persistent decode grid: which program attends to what; made on the CPU while the step before
+runs.
 
 A decode step has one query row per sequence. Its context is cut into chunks; an item is one chunk for one KV head,
 attended to by one row, or by several rows that share the chunk's blocks (a common prefix). Items are dealt out longest
@@ -52,7 +53,7 @@ def geometry_for(
     packed_rows: int,
     window: int = 0,
 ) -> DecodeGeometry:
-    """Buffers that hold any step of up to `batch` rows, with shared prefixes up to three deep.
+    """Size the buffers for any step of up to `batch` rows, with shared prefixes up to three deep.
 
     `packed_rows`: of a tile, query heads of a group side by side. A step whose many sharing rows would need more slots
     is cut into longer chunks.
@@ -78,8 +79,9 @@ class SharedPrefix:
 
 
 class WorkItem(NamedTuple):
-    """Tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from `first`, their chunk number
-    `chunk`. `owner` is the first of the rows, in whose table all find their blocks. In this order in device memory."""
+    """One program's piece of work: tokens `begin ..< end` of KV head `kv_head`, for the `size` rows of the plan from
+    `first`, their chunk number `chunk`. `owner` is the first of the rows, in whose table all find their blocks. The
+    fields lie in device memory in this order."""
 
     first: int
     size: int
@@ -95,10 +97,10 @@ NO_WORK = WorkItem(0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Program p runs `items[p]`, which may be NO_WORK, and then `items[ranges[p] : ranges[p + 1]]`: where its first
-    item is needs no look-up, and a step of few items is mostly look-ups. Row r of the batch has `splits[r]` chunks,
-    whose partial results are in the slots from `first_slots[r]` when there are several. `load` is that of the busiest
-    program, in tiles; `ideal` what each would have if work divided perfectly."""
+    """The dealt-out work list. Program p runs `items[p]`, which may be NO_WORK, and then `items[ranges[p] : ranges[p +
+    1]]`: where its first item is needs no look-up, and a step of few items is mostly look-ups. Row r of the batch has
+    `splits[r]` chunks, whose partial results are in the slots from `first_slots[r]` when there are several. `load` is
+    that of the busiest program, in tiles; `ideal` what each would have if work divided perfectly."""
 
     items: list[WorkItem]
     ranges: list[int]
@@ -112,7 +114,7 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """`rows` all see tokens `begin ..< end` in the same blocks."""
+    """A range of tokens, `begin ..< end`, that all of `rows` see in the same blocks."""
 
     rows: tuple[int, ...]
     begin: int
@@ -196,14 +198,14 @@ def _tiles(segment: _Segment, geometry: DecodeGeometry) -> int:
 
 
 def _bundles(segment: _Segment, geometry: DecodeGeometry) -> int:
-    """Items that hold the segment's rows for one chunk of one head."""
+    """Count the items that hold the segment's rows for one chunk of one head."""
     return -(-len(segment.rows) // geometry.rows_per_item)
 
 
 def _cut(
     lengths: Sequence[int], segments: list[_Segment], limit_tiles: int, geometry: DecodeGeometry
 ) -> _Cut | None:
-    """The step in chunks of at most `limit_tiles`, dealt out, or None where the buffers cannot hold it."""
+    """Cut the step into chunks of at most `limit_tiles` and deal them out; None where the buffers cannot hold it."""
     splits = [0] * len(lengths)
     rows: list[int] = []
     pieces: list[_Piece] = []
@@ -238,7 +240,7 @@ def _cut(
 
 
 def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> list[tuple[int, int]]:
-    """Of nearly equal length, whole tiles but for the last."""
+    """Cut the segment into chunks of nearly equal length, whole tiles but for the last."""
     tiles = _tiles(segment, geometry)
     step = -(-tiles // -(-tiles // limit_tiles)) * geometry.tile
     return [
@@ -247,7 +249,7 @@ def _chunks(segment: _Segment, limit_tiles: int, geometry: DecodeGeometry) -> li
 
 
 def _deal(cut: _Cut, geometry: DecodeGeometry) -> DecodePlan:
-    """Each program's items together, longest first."""
+    """Put each program's items together, longest first."""
     mine: list[list[WorkItem]] = [[] for _ in range(geometry.programs)]
     program = iter(cut.dealt)
     for first, size, begin, end, chunk in cut.pieces:

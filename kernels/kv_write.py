@@ -1,4 +1,4 @@
-"""Write new keys and values into paged KV.
+"""Writes new keys and values into paged KV.
 
 Token t of a step goes to `slots[t] = block * block_size + offset`: its key to `pool[block, :, layer, 0, offset]`, its
 value to `pool[block, :, layer, 1, offset]`. The pool is `[blocks, kv_heads, layers, 2, block_size, head_dim]`. 8-bit
@@ -12,7 +12,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def plan_kv_write(slots: Tensor, pool: Tensor) -> Tensor:
-    """Flat row numbers `[tokens, kv_heads, 2]` of layer 0 in the pool seen as rows of head_dim, for int64 `slots`."""
+    """Return flat row numbers `[tokens, kv_heads, 2]` of layer 0, in the pool seen as rows of head_dim, for int64
+    `slots`."""
     _, kv_heads, layers, _, block_size, _ = pool.shape
     block, offset = slots // block_size, slots % block_size
     head = torch.arange(kv_heads).view(1, kv_heads, 1)
@@ -24,8 +25,8 @@ def plan_kv_write(slots: Tensor, pool: Tensor) -> Tensor:
 def write_kv(
     k: Tensor, v: Tensor, pool: Tensor, layer: int, rows: Tensor, scales: Tensor | None = None
 ) -> None:
-    """`k`, `v` `[>= tokens, kv_heads, head_dim]`: the first `tokens` rows are written, `rows` from `plan_kv_write`.
-    `scales` `[blocks, kv_heads, layers, 2, block_size]` of an 8-bit pool."""
+    """Write the first `tokens` rows of `k`, `v` `[>= tokens, kv_heads, head_dim]`; `rows` come from `plan_kv_write`.
+    `scales` `[blocks, kv_heads, layers, 2, block_size]` belong to an 8-bit pool."""
     _, _, layers, _, block_size, head_dim = pool.shape
     tokens = rows.shape[0]
     values = torch.stack((k[:tokens], v[:tokens]), dim=2)
@@ -41,7 +42,8 @@ def write_kv(
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float32 `[..., head_dim]` to int8 or E4M3 codes, and float32 scales `[...]`. A row of zeros has scale 0."""
+    """Quantize float32 `[..., head_dim]` to int8 or E4M3 codes, with float32 scales `[...]`. A row of zeros has scale
+    0."""
     largest = LARGEST[dtype]
     scales = rows.abs().amax(-1) * torch.tensor(1.0 / largest, dtype=torch.float32)
     scaled = rows / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What every Triton wrapper asks before it launches, and what is told of its compilations."""
+"""Checks shared by every Triton wrapper before it launches, and the hook that counts compilations."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from triton.runtime.errors import OutOfResources
 from kernels.compilations import OWN, Compilations
 
 REFUSED = (OutOfResources, CompilationError)
-"""What a launch raises where a configuration asks for more than the GPU has, or the compiler will not have it."""
+"""The errors of a launch whose configuration asks for more than the GPU has, or that the compiler refuses."""
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors, as they do in tests without a GPU."""
+    """Say whether kernels run in Triton's interpreter, on CPU tensors, as they do in tests without a GPU."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def check_interpretable(*tensors: Tensor) -> None:
-    """Raises TypeError for bfloat16 under the interpreter, which would compute on its bit patterns and say nothing
-    (Triton issues 4972 and 11584)."""
+    """Refuse bfloat16 under the interpreter, which would compute on its bit patterns and say nothing (Triton issues
+    4972 and 11584). Raises TypeError."""
     if interpreted() and any(tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise TypeError(
             "Triton's interpreter computes garbage with bfloat16: use float16 or float32"
@@ -29,7 +29,7 @@ def check_interpretable(*tensors: Tensor) -> None:
 
 
 def count_compilations() -> Compilations:
-    """Have Triton tell of every kernel that it compiles, or loads, from now on; returns where they are counted."""
+    """Make Triton report every kernel that it compiles, or loads, from now on; returns where they are counted."""
     triton.knobs.runtime.jit_post_compile_hook = _compiled
     return OWN
 

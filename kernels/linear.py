@@ -24,7 +24,7 @@ _ROWS_HINT = 16
 
 
 Weight = Tensor | Panels
-"""`[rows, columns]`."""
+"""A weight `[rows, columns]`: plain, packed, or in panels."""
 
 
 class PackError(Exception):
@@ -32,7 +32,7 @@ class PackError(Exception):
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, or from `pack` or `from_bytes`. Raises
+    """Multiply `x` `[n, columns]` -> `[n, rows]`; `weight` is plain, in panels, or from `pack` or `from_bytes`. Raises
     RuntimeError for panels where there are no native kernels."""
     if isinstance(weight, Panels):
         kernels = native()
@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A packed copy of a plain weight. Raises PackError where that is not possible."""
+    """Return a packed copy of a plain weight. Raises PackError where that is not possible."""
     if not torch.backends.mkldnn.is_available():
         raise PackError("this PyTorch has no oneDNN")
     try:
@@ -57,14 +57,15 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def to_bytes(packed: Tensor) -> tuple[memoryview, bytes]:
-    """The bytes of a packed weight (a view, good while `packed` lives) and the description `from_bytes` wants."""
+    """Return the bytes of a packed weight (a view, good while `packed` lives) and the description `from_bytes` wants.
+    """
     size = torch.ops.mkldnn._nbytes(packed)
     raw = (ctypes.c_uint8 * size).from_address(torch.ops.mkldnn.data_ptr(packed))
     return memoryview(raw), torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
 def from_bytes(raw: Tensor, shape: tuple[int, int], dtype: torch.dtype, description: bytes) -> Tensor:
-    """A packed weight whose bytes are `raw` (uint8, aligned to 64), which must outlive it. Nothing is copied.
+    """Return a packed weight whose bytes are `raw` (uint8, aligned to 64), which must outlive it. Nothing is copied.
 
     Raises PackError where this PyTorch cannot do so.
     """

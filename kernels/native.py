@@ -29,15 +29,16 @@ VARIANTS = ("AVX512", "AVX2", "PLAIN")
 
 SOURCES = Path(__file__).parent / "cpu"
 STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes of a pool."""
+"""The dtypes of a pool, each with its number in the C++ sources."""
 SHARED_ROWS = 32
-"""What is computed of each row alone is over sooner, with fewer rows, than another thread could take some."""
+"""The fewest rows for which work on each row alone is shared: with fewer it is done sooner than another thread could
+take a part."""
 _KINDS = {"f32": 0, "bf16": 1, "q8": 2, "q4": 3}
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 def source_digest(folder: Path = SOURCES) -> str:
-    """What a library was built from, hex; a library of other sources is not used."""
+    """Return the hex digest of the C++ sources; a library built from other ones is not used."""
     digest = blake2b(digest_size=8)
     for path in sorted(folder.glob("*.[ch]*")):
         digest.update(path.name.encode() + path.read_bytes())
@@ -46,7 +47,7 @@ def source_digest(folder: Path = SOURCES) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Of `[blocks, kv_heads, layers, 2, block_size, head_dim]`; head_dim is a multiple of 16."""
+    """The sizes of a pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`; head_dim is a multiple of 16."""
 
     kv_heads: int
     layers: int
@@ -55,7 +56,7 @@ class PoolShape:
 
 
 class Native:
-    """The library's functions. `threads` is asked before every call for how many threads may take part."""
+    """The library's functions. `threads` is called before every call and returns how many threads may take part."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
@@ -79,7 +80,7 @@ class Native:
         )
 
     def linear(self, x: Tensor, weight: Panels, bias: Tensor | None = None) -> Tensor:
-        """`x` `[n, columns]` -> `[n, rows]`. A row's bits depend on nothing but that row."""
+        """Multiply `x` `[n, columns]` -> `[n, rows]`. A row's bits depend on nothing but that row."""
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != weight.columns:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} does not fit {weight.columns} columns")
         x = x.contiguous()
@@ -104,7 +105,7 @@ class Native:
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """`[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
+        """Compute `[rows, 2 * width]`, the gate first -> silu(gate) * up `[rows, width]`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
         self._gate(_at(gate_up), rows, width, out.data_ptr(), self._for_rows(rows))
@@ -159,7 +160,8 @@ class Native:
         layer: int,
         out: Tensor,
     ) -> None:
-        """Rotated `qkv`, as above -> `out` `[rows, heads * head_dim]`, written for the sequences' rows only."""
+        """Attend with rotated `qkv`, as above -> `out` `[rows, heads * head_dim]`, written for the sequences' rows
+        only."""
         self._attend(
             _at(qkv),
             heads,
@@ -186,8 +188,8 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Of one step, one after the other, int64: new rows, tokens with them, and where a sequence's blocks begin in
-    `tables`, all block tables end to end."""
+    """The sequences of one step, in order, as int64: new rows, tokens with them, and where a sequence's blocks begin in
+    `tables`, which holds all block tables end to end."""
 
     counts: Tensor
     contexts: Tensor
@@ -214,7 +216,7 @@ class Sequences:
 
 @cache
 def native() -> Native | None:
-    """The kernels for this processor, or None where they were not built, or of other sources than lie here."""
+    """Return the kernels for this processor, or None where they were not built, or from other sources than lie here."""
     variant = torch.backends.cpu.get_cpu_capability()
     if platform.machine().lower() not in ("x86_64", "amd64"):
         variant = "PLAIN"
@@ -238,7 +240,7 @@ def native() -> Native | None:
 
 
 def _at(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-    """Where a tensor's elements begin, for a kernel that takes them to lie one after the other."""
+    """Return the address of a tensor's elements, for a kernel that takes them to lie one after the other."""
     if tensor is None:
         return None
     if tensor.dtype is not dtype or not tensor.is_contiguous():

@@ -30,9 +30,9 @@ ROW_MULTIPLE = 4
 KEY_TILE = 512
 LANES = 16
 GATHER_BYTES = 16 * 1024 * 1024
-"""Of keys and values of one layer that are gathered at a time; a longer context is gathered alone."""
+"""Bytes of keys and values of one layer that are gathered at a time; a longer context is gathered alone."""
 NARROW, WIDE = 192, 384
-"""Widths of a last tile between these two are added up in another order."""
+"""A last tile with a width between these two is added up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where each sequence's KV lies. Valid for every layer of one step over one pool."""
+    """Says where each sequence's KV lies. Valid for every layer of one step over one pool."""
 
     gathers: tuple[_Gather, ...]
     row_multiple: int
 
 
 def stable_width(context: int) -> int:
-    """How many keys a stable plan computes with for a context of so many tokens."""
+    """Return how many keys a stable plan computes with for a context of so many tokens."""
     rest = context % KEY_TILE
     lanes = -(-rest // LANES) * LANES
     return context - rest + (lanes if lanes <= NARROW else max(lanes, WIDE))
@@ -88,8 +88,8 @@ def plan_attention(
     dtype: torch.dtype | None = None,
     gather_bytes: int | None = None,
 ) -> AttentionPlan:
-    """`block_tables[i]` is int64 `[blocks of i]`, at least ceil(context / block_size) long; `heads` query heads of
-    `dtype`, by default the pool's."""
+    """Plan a step. `block_tables[i]` is int64 `[blocks of i]`, at least ceil(context / block_size) long; `heads` query
+    heads of `dtype`, by default the pool's."""
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     dtype = pool.dtype if dtype is None else dtype
     most = GATHER_BYTES if gather_bytes is None else gather_bytes
@@ -126,7 +126,7 @@ def _gather(
     block_tables: list[Tensor],
     pool: Tensor,
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """The index and the stale rows of these sequences, one after the other; and the sequences."""
+    """Return the index and the stale rows of these sequences, one after the other; and the sequences."""
     _, kv_heads, layers, _, block_size, _ = pool.shape
     kv = torch.arange(2).view(2, 1, 1)
     head = torch.arange(kv_heads).view(1, kv_heads, 1) * (layers * 2)
@@ -148,7 +148,7 @@ def _cut(members: list[int], most: int) -> Iterable[list[int]]:
 
 
 def _together(counts: list[int], widths: list[int]) -> Iterable[list[int]]:
-    """Which sequences one call takes: decoding ones of one width; any other alone."""
+    """Group the sequences by call: decoding ones of one width together; any other alone."""
     decoding: dict[int, list[int]] = {}
     for at, (count, width) in enumerate(zip(counts, widths, strict=True)):
         if count == 1:
@@ -183,8 +183,8 @@ def paged_attention(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`q` `[rows, heads, head_dim]` -> `out` `[rows, heads, head_dim]`, written for the planned rows only. `scales`
-    `[blocks, kv_heads, layers, 2, block_size]` of an 8-bit pool: value = pool * scale of its row."""
+    """Attend with `q` `[rows, heads, head_dim]` -> `out` `[rows, heads, head_dim]`, written for the planned rows only.
+    `scales` `[blocks, kv_heads, layers, 2, block_size]` belong to an 8-bit pool: value = pool * scale of its row."""
     _, kv_heads, layers, _, _, head_dim = pool.shape
     if q.shape[1] % kv_heads or q.shape[2] != head_dim or not 0 <= layer < layers:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a pool {tuple(pool.shape)}, layer {layer}")
@@ -218,7 +218,7 @@ def _read(
 def _rows(
     pool: Tensor, scales: Tensor | None, layer: int, index: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`[rows, head_dim]` in `dtype`: what lies at `index`, as in `_Gather`, but of this layer."""
+    """Return `[rows, head_dim]` in `dtype`: the rows at `index`, as in `_Gather`, but of this layer."""
     _, _, layers, _, block_size, head_dim = pool.shape
     if scales is None:
         rows = pool.view(-1, block_size * head_dim).index_select(0, index + 2 * layer)
@@ -230,7 +230,7 @@ def _rows(
 
 
 def _attend(q: Tensor, kv: Tensor, part: _Part, row_multiple: int) -> Tensor:
-    """One call of the library: `[rows of the part, heads, head_dim]`."""
+    """Make one call of the library; returns `[rows of the part, heads, head_dim]`."""
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     group = q.shape[1] // kv_heads
     # The group's query heads are packed as extra rows, so that each K/V byte is read once per KV head.

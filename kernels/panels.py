@@ -21,7 +21,7 @@ GROUP = 32
 Kind = Literal["f32", "bf16", "q8", "q4"]
 
 VERSION = 1
-"""Of the layout."""
+"""The version of the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Panels:
 
 
 def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
-    """What `raw` takes. Raises ValueError for codes whose columns are no multiple of 32."""
+    """Return the bytes that `raw` takes. Raises ValueError for codes whose columns are no multiple of 32."""
     per_column = {"f32": 4 * PANEL, "bf16": 2 * PANEL, "q8": PANEL, "q4": PANEL // 2}[kind]
     per_group = {"f32": 0, "bf16": 0, "q8": 4 * PANEL, "q4": 8 * PANEL}[kind]
     if per_group and columns % GROUP:
@@ -49,7 +49,7 @@ def panel_bytes(rows: int, columns: int, kind: Kind) -> int:
 
 
 def pack_plain(weight: Tensor) -> Panels:
-    """float32 `[rows, columns]` as bf16 where nothing is lost by it, else f32."""
+    """Pack float32 `[rows, columns]` as bf16 where nothing is lost by it, else as f32."""
     rows, columns = weight.shape
     short = weight.to(torch.bfloat16)
     kind: Kind = "bf16" if torch.equal(short.float(), weight) else "f32"
@@ -58,8 +58,8 @@ def pack_plain(weight: Tensor) -> Panels:
 
 
 def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int) -> Panels:
-    """`codes` `[rows, columns]`: int8 with 8 bits, uint8 of 0 to 15 with 4; `scales` and, with 4 bits only, `offsets`:
-    float32 `[rows, columns / 32]`. Raises ValueError for anything else."""
+    """Pack codes `[rows, columns]`: int8 with 8 bits, uint8 of 0 to 15 with 4; `scales` and, with 4 bits only,
+    `offsets`: float32 `[rows, columns / 32]`. Raises ValueError for anything else."""
     rows, columns = codes.shape
     if (bits, codes.dtype, offsets is None) not in ((8, torch.int8, True), (4, torch.uint8, False)):
         raise ValueError(f"no panels of {bits}-bit {codes.dtype} codes, offsets {offsets is not None}")
@@ -75,7 +75,7 @@ def pack_codes(codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int)
 
 
 def unpack(panels: Panels) -> Tensor:
-    """The float32 weight `[rows, columns]` that these panels stand for."""
+    """Return the float32 weight `[rows, columns]` that these panels stand for."""
     count = ceil(panels.rows / PANEL)
     raw = panels.raw.view(count, -1)
     if panels.kind in ("f32", "bf16"):
@@ -97,7 +97,7 @@ def unpack(panels: Panels) -> Tensor:
 
 
 def _panels(matrix: Tensor) -> Tensor:
-    """`[rows, n]` -> `[panels, 64, n]`, zeros below."""
+    """Cut `[rows, n]` into `[panels, 64, n]`, with zeros below the last row."""
     rows, columns = matrix.shape
     padded = matrix.new_zeros(ceil(rows / PANEL) * PANEL, columns)
     padded[:rows] = matrix

@@ -29,7 +29,7 @@ class KVPool:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the tensors do not make a pool that the kernels can read."""
+        """Check that the tensors make a pool that the kernels can read. Raises ValueError."""
         payload, scales = self.payload, self.scales
         if payload.dim() != 6 or payload.shape[3] != 2 or payload.stride(-1) != 1:
             raise ValueError(f"no KV pool: {tuple(payload.shape)}, strides {payload.stride()}")
@@ -65,8 +65,8 @@ class KVPool:
         return self.payload.view(torch.uint8) if self.format == "e4m3" else self.payload
 
     def layer(self, layer: int, *, paired: bool = False) -> tuple[Tensor, Tensor]:
-        """Payload and scales of one layer as kernel arguments, the payload in place of absent scales. `paired`: 8-bit
-        payloads as int16, two neighbouring codes each.
+        """Return payload and scales of one layer as kernel arguments, the payload in place of absent scales. `paired`:
+        8-bit payloads as int16, two neighbouring codes each.
 
         Raises IndexError where the pool has no such layer.
         """
@@ -107,7 +107,7 @@ def eight_bit_pool(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, KVPool]:
-    """Memory for a pool of int8 or E4M3 values, and the pool in it.
+    """Allocate memory for a pool of int8 or E4M3 values; returns it and the pool in it.
 
     The memory is uint8 `[blocks, kv_heads, head_bytes]`: a head's slice of a block is its payload `[layers, 2,
     block_size, head_dim]`, then its float32 scales `[layers, 2, block_size]`, so that a block, and any range of its
@@ -121,8 +121,8 @@ def eight_bit_pool(
 def eight_bit_views(
     memory: Tensor, layers: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The payload `[blocks, kv_heads, layers, 2, block_size, head_dim]` and the scales `[..., block_size]` that lie in
-    `memory`, uint8 `[blocks, kv_heads, head_bytes]`. Raises ValueError where head_dim is not a multiple of 4."""
+    """Return the payload `[blocks, kv_heads, layers, 2, block_size, head_dim]` and the scales `[..., block_size]` that
+    lie in `memory`, uint8 `[blocks, kv_heads, head_bytes]`. Raises ValueError where head_dim is not a multiple of 4."""
     if head_dim % 4:
         raise ValueError(f"head_dim {head_dim} leaves the scales unaligned")
     split = layers * 2 * block_size * head_dim

@@ -31,8 +31,8 @@ TILE_FIELDS = 4
 def plan_prefill(
     query_counts: Sequence[int], context_lens: Sequence[int], rows_per_tile: int
 ) -> list[tuple[int, int, int, int]]:
-    """The launch's tiles, longest first: (sequence, flat row of its first query, queries in the tile, position of the
-    first). `rows_per_tile` queries at most. Raises ValueError for a chunk longer than its context."""
+    """Return the launch's tiles, longest first: (sequence, flat row of its first query, queries in the tile, position
+    of the first). A tile has at most `rows_per_tile` queries. Raises ValueError for a chunk longer than its context."""
     tiles = []
     start = 0
     for sequence, (count, context) in enumerate(zip(query_counts, context_lens, strict=True)):
@@ -184,7 +184,7 @@ def prefill_attention(
 
 
 def rows_per_tile(config: KernelConfig, group: int) -> int:
-    """Queries that a tile of `config.rows` packed rows holds. Raises ValueError where it holds none."""
+    """Count the queries that a tile of `config.rows` packed rows holds. Raises ValueError where it holds none."""
     if config.rows < max(16, group):
         raise ValueError(f"a tile of {config.rows} rows cannot hold a group of {group} heads")
     return config.rows // group

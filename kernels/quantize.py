@@ -15,15 +15,16 @@ import triton.language as tl
 
 @triton.jit
 def widen_e4m3(codes):
-    """uint8 E4M3 codes as float16, divided by 256; exact, subnormals included."""
+    """Widen uint8 E4M3 codes to float16, divided by 256; exact, subnormals included."""
     bits = codes.to(tl.uint16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def widen_pairs(pairs, FORMAT: tl.constexpr):
-    """int16 of two neighbouring codes each, as float16: the lower bytes and the upper ones, int8 divided by 128 and
-    E4M3 by 256; exact. A byte becomes the fraction of a number of 8 to 16, or is moved under a float16's exponent."""
+    """Widen int16 of two neighbouring codes each to float16: the lower bytes and the upper ones, int8 divided by 128
+    and E4M3 by 256; exact. A byte becomes the fraction of a number of 8 to 16, or is moved under a float16's exponent.
+    """
     if FORMAT == "int8":
         low = ((pairs & 0xFF) ^ 0x4880).to(tl.float16, bitcast=True) - 9.0
         high = (((pairs >> 8) & 0xFF) ^ 0x4880).to(tl.float16, bitcast=True) - 9.0
@@ -36,13 +37,13 @@ def widen_pairs(pairs, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode_int8(x):
-    """float32 within ±127 to int8. Adding 1.5 * 2^23 rounds to an even integer."""
+    """Round float32 within ±127 to int8. Adding 1.5 * 2^23 rounds to an even integer."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def encode_e4m3(x):
-    """float32 to uint8 E4M3 codes, to nearest even, saturating at 448."""
+    """Round float32 to uint8 E4M3 codes, to nearest even, saturating at 448."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     size_bits = size.to(tl.int32, bitcast=True)
@@ -56,7 +57,8 @@ def encode_e4m3(x):
 
 @triton.jit
 def quantize_rows(low, high, FORMAT: tl.constexpr):
-    """Two halves of rows, float32 `[R, H]` each, as codes, and the rows' scales `[R]`. A row of zeros has scale 0."""
+    """Quantize two halves of rows, float32 `[R, H]` each; returns their codes, and the rows' scales `[R]`. A row of
+    zeros has scale 0."""
     most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     scale = most * (1.0 / 127.0 if FORMAT == "int8" else 1.0 / 448.0)
     divisor = tl.where(scale > 0.0, scale, 1.0)[:, None]

@@ -9,7 +9,7 @@ from torch import Tensor
 def paged_attention(
     q: Tensor, pool: Tensor, layer: int, query_counts: list[int], context_lens: list[int], block_tables: list[Tensor]
 ) -> Tensor:
-    """`q` `[rows, heads, head_dim]`; see `kernels.paged_attention`. Returns float64 `[rows, heads, head_dim]`."""
+    """Specifies `kernels.paged_attention`: `q` `[rows, heads, head_dim]`. Returns float64 `[rows, heads, head_dim]`."""
     _, kv_heads, _, _, block_size, head_dim = pool.shape
     heads = q.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -32,7 +32,7 @@ def paged_attention(
 
 
 def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
-    """See `kernels.kv_write`."""
+    """Specifies `kernels.kv_write`."""
     block_size = pool.shape[4]
     for t, slot in enumerate(slots.tolist()):
         pool[slot // block_size, :, layer, 0, slot % block_size] = k[t]
@@ -41,7 +41,7 @@ def write_kv(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> N
 
 
 def sample(logits: Tensor, uniform: float, *, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
-    """See `kernels.sampling`, on Python floats."""
+    """Specifies `kernels.sampling`, on Python floats."""
     values = [x / temperature for x in logits.double().tolist()]
     if 0 < top_k < len(values):
         kth = sorted(values, reverse=True)[top_k - 1]

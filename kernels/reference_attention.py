@@ -1,4 +1,4 @@
-"""What the attention kernels of a GPU must compute: dense float64 PyTorch over gathered rows."""
+"""The specification of the GPU's attention kernels: dense float64 PyTorch over gathered rows."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kernels.pool import KVPool
 def gather_rows(
     pool: KVPool, layer: int, table: Sequence[int], tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `[kv_heads, tokens, head_dim]` in float64, scales applied."""
+    """Return keys and values `[kv_heads, tokens, head_dim]` in float64, scales applied."""
     device = pool.payload.device
     at = torch.arange(tokens, device=device)
     block = torch.tensor(list(table), dtype=torch.int64, device=device)[at // pool.block_size]
@@ -24,7 +24,8 @@ def gather_rows(
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """`q` `[heads, head_dim]` over tokens `first ..< last`: output `[heads, head_dim]` and natural lse `[heads]`."""
+    """Attend with `q` `[heads, head_dim]` to tokens `first ..< last`: output `[heads, head_dim]` and natural lse
+    `[heads]`."""
     heads, head_dim = q.shape
     group = heads // keys.shape[0]
     k = keys[:, first:last].repeat_interleave(group, 0)
@@ -41,7 +42,7 @@ def decode(
     tables: Sequence[Sequence[int]],
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.decode_attention`: float64 output like `q` and lse `[batch, heads]`."""
+    """Specifies `kernels.decode_attention`: float64 output like `q` and lse `[batch, heads]`."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64, device=q.device)
     for row, length in enumerate(lengths):
@@ -61,7 +62,8 @@ def prefill(
     tables: Sequence[Sequence[int]],
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.prefill_attention`: float64 output like `q` and lse `[rows, heads]`; rows of no sequence zero."""
+    """Specifies `kernels.prefill_attention`: float64 output like `q` and lse `[rows, heads]`; rows of no sequence are
+    zero."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float64, device=q.device)
     row = 0

@@ -1,4 +1,4 @@
-"""What the block kernels of a GPU must compute, in plain PyTorch."""
+"""The specification of the GPU's block kernels, in plain PyTorch."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from kernels.wp64 import GOLDEN, MULTIPLIER
 
 
 def wp64(words: Tensor, shape: BlockShape, tokens: int) -> Tensor:
-    """`words` int64 `[heads, shape.words]` of one block with `tokens` valid tokens: int64 `[heads]`."""
+    """Digest `words` int64 `[heads, shape.words]` of one block with `tokens` valid tokens; returns int64 `[heads]`."""
     index = torch.arange(shape.words, device=words.device)
     offset = index // (shape.row_bytes // 8) % shape.block_size
     low = high = offset < tokens
@@ -31,14 +31,14 @@ def wp64(words: Tensor, shape: BlockShape, tokens: int) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """int64 shifted right as if it were unsigned."""
+    """Shift int64 right as if it were unsigned."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def convert_blocks(
     source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
 ) -> None:
-    """See `kernels.block_convert`."""
+    """Specifies `kernels.block_convert`."""
     for old, new in zip(source_blocks, target_blocks, strict=True):
         rows = source.payload[old].float()
         if source.scales is not None:

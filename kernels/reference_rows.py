@@ -1,4 +1,4 @@
-"""What the row kernels of a GPU must compute, in plain PyTorch."""
+"""The specification of the GPU's row kernels, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kernels.pool import LARGEST, KVPool
 
 
 def quantize(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """float32 `[..., head_dim]` to int8 or E4M3 codes, and float32 scales `[...]`: value = code * scale."""
+    """Quantize float32 `[..., head_dim]` to int8 or E4M3 codes, with float32 scales `[...]`: value = code * scale."""
     most = torch.tensor(1.0 / LARGEST[kind], dtype=torch.float32)
     scales = rows.abs().amax(-1) * most
     scaled = rows / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
@@ -17,19 +17,19 @@ def quantize(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """float64."""
+    """Specifies `kernels.rms_norm`, in float64."""
     wide = x.double()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """float64 `[rows, width]`."""
+    """Specifies `kernels.silu_mul`: float64 `[rows, width]`."""
     gate, up = gate_up.double().chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[tokens, heads, head_dim]`, tables `[tokens, head_dim / 2]` of each token's position; float64."""
+    """Rotate `x` `[tokens, heads, head_dim]` by tables `[tokens, head_dim / 2]` of each token's position; float64."""
     low, high = x.double().chunk(2, -1)
     c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
     return torch.cat([low * c - high * s, high * c + low * s], -1)
@@ -48,7 +48,7 @@ def rope_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """See `kernels.rope_kv_write`; the queries in float64."""
+    """Specifies `kernels.rope_kv_write`; the queries in float64."""
     heads = qkv.shape[1] - 2 * pool.kv_heads
     q, k, v = qkv.double().split([heads, pool.kv_heads, pool.kv_heads], 1)
     if q_norm is not None and k_norm is not None:

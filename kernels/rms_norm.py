@@ -43,8 +43,8 @@ def rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, config: KernelConfig, *, residual: Tensor | None = None
 ) -> Tensor:
-    """`x` `[rows, hidden]` contiguous, `weight` `[hidden]`. With `residual`, like x: adds x to it in place and
-    normalizes the sum. Returns a new tensor like x. Raises ValueError where shapes do not fit."""
+    """Normalize `x` `[rows, hidden]`, contiguous, by `weight` `[hidden]`. With `residual`, like x: adds x to it in
+    place and normalizes the sum. Returns a new tensor like x. Raises ValueError where shapes do not fit."""
     rows, hidden = x.shape
     if weight.shape != (hidden,) or not x.is_contiguous():
         raise ValueError(

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""From one layer's QKV product to rotated queries and paged keys and values, in one launch.
+"""Turns one layer's QKV product into rotated queries and paged keys and values, in one launch.
 
 Per token t at position p, with halves (a, b) of a head's row, after the optional RMS norm of queries and keys:
 
@@ -24,7 +24,7 @@ from kernels.quantize import quantize_rows
 
 @triton.jit
 def _half_rows(ptr, rows, live, first, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """float32 `[R, HALF_PAD]`: `HALF` elements from `first` of each row."""
+    """Load float32 `[R, HALF_PAD]`: `HALF` elements from `first` of each row."""
     dims = tl.arange(0, HALF_PAD)
     mask = live[:, None] & (dims < HALF)[None, :]
     return tl.load(ptr + rows[:, None] + first + dims[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def rope_kv_write_kernel(
     NORM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS tokens of one query head, or of one key head and its value head."""
+    """Each program takes ROWS tokens of one query head, or of one key head and its value head."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)

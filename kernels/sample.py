@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Draw one token per row of logits on the GPU, as `kernels.sampling` does on the CPU, without sorting.
+"""Draws one token per row of logits on the GPU, as `kernels.sampling` does on the CPU, without sorting.
 
 Temperature, top-k, top-p, min-p, then one draw by inverting the cumulative distribution in vocabulary order. The
 uniform number is `kernels.sampling.philox_uniform`, to the bit: a function of seed, sample index and position alone.
@@ -29,7 +29,7 @@ from kernels.launch import check_interpretable
 
 @triton.jit
 def philox_uniform(seed, sample_index, position):
-    """A float64 in [0, 1) from int64 scalars: ten rounds of Philox 4x32, counter (position, sample index)."""
+    """Return a float64 in [0, 1) from int64 scalars: ten rounds of Philox 4x32, counter (position, sample index)."""
     mask = 0xFFFFFFFF
     c0 = (position & mask).to(tl.uint64)
     c1 = ((position >> 32) & mask).to(tl.uint64)
@@ -52,15 +52,15 @@ def philox_uniform(seed, sample_index, position):
 
 @triton.jit
 def _ordered(x):
-    """float32 to int64 in [0, 2^32) of the same order; both zeros are one number."""
+    """Map float32 to int64 in [0, 2^32) of the same order; both zeros are one number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
 def _threshold(logits, weights, goal, VOCAB: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
-    """The greatest T such that tokens with `_ordered(logit) >= T` are at least `goal` many (COUNT), or weigh as much;
-    0 if all together do not."""
+    """Find the greatest T such that tokens with `_ordered(logit) >= T` are at least `goal` many (COUNT), or weigh as
+    much; 0 if all together do not."""
     digits = tl.arange(0, 16).to(tl.int64)
     found = tl.zeros([], dtype=tl.int64)
     for level in range(8):
@@ -202,7 +202,7 @@ class SamplingRows:
     position: Tensor  # int64: of the token that is drawn
 
     def check(self, rows: int) -> None:
-        """Raises ValueError where a tensor has another length or type."""
+        """Check lengths and types. Raises ValueError where a tensor has another."""
         floats, longs = (
             (self.temperature, self.top_p, self.min_p),
             (self.seed, self.sample_index, self.position),
@@ -221,7 +221,7 @@ class SamplingRows:
 def sample(
     logits: Tensor, params: SamplingRows, config: KernelConfig, *, weights: Tensor | None = None
 ) -> Tensor:
-    """Tokens int64 `[rows]` from `logits` `[rows, vocab]`, contiguous, penalties already applied.
+    """Draw tokens, int64 `[rows]`, from `logits` `[rows, vocab]`, contiguous, penalties already applied.
 
     `weights`: scratch float64 like logits, for launches that are captured in a graph. Raises ValueError where shapes
     do not fit.

@@ -1,4 +1,4 @@
-"""Draw tokens from logits: penalties, temperature, top-k, top-p, min-p, and random numbers without state.
+"""Draws tokens from logits: penalties, temperature, top-k, top-p, min-p, and random numbers without state.
 
 The one uniform number of a draw is Philox(counter = (position, sample index), key = seed): a function of the request's
 record and the position alone, so a resumed request draws what the uninterrupted one would have drawn.
@@ -14,14 +14,14 @@ _WORD = 0xFFFFFFFF
 
 
 def philox_uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits. Source: Salmon et al. 2011, Philox 4x32 with ten rounds."""
+    """Return a number in [0, 1) with 53 random bits. Source: Salmon et al. 2011, Philox 4x32 with ten rounds."""
     counter = (position & _WORD, position >> 32, sample_index & _WORD, sample_index >> 32)
     high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32 & _WORD))
     return ((high >> 5) * (1 << 26) + (low >> 6)) / (1 << 53)
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Four 32-bit words that depend on counter and key alone."""
+    """Return four 32-bit words that depend on counter and key alone."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -40,7 +40,8 @@ def penalize(
     presence: float,
     frequency: float,
 ) -> Tensor:
-    """A penalized copy of `logits` `[vocab]`. `seen`: int64 ids of prompt and output; `output`: of the output alone."""
+    """Return a penalized copy of `logits` `[vocab]`. `seen`: int64 ids of prompt and output; `output`: of the output
+    alone."""
     logits = logits.clone()
     if repetition != 1.0 and seen.numel():
         ids = seen.unique()
@@ -55,8 +56,8 @@ def penalize(
 def probabilities(
     logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """float64 `[vocab]`: the filtered distribution, not normalized again. `temperature` > 0; 0 and 1.0 switch filters
-    off. A tie at the k-th logit keeps every tied token."""
+    """Return float64 `[vocab]`: the filtered distribution, not normalized again. `temperature` > 0; 0 and 1.0 switch
+    filters off. A tie at the k-th logit keeps every tied token."""
     logits = logits.double()
     scaled = (logits - logits.max()) / temperature  # so that a tiny temperature tends to greedy, not to infinity
     if 0 < top_k < scaled.numel():
@@ -73,7 +74,7 @@ def probabilities(
 
 
 def draw(probs: Tensor, uniform: float) -> int:
-    """The first token whose cumulative weight exceeds `uniform` of the total."""
+    """Return the first token whose cumulative weight exceeds `uniform` of the total."""
     cumulative = torch.cumsum(probs, 0)
     at = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
     if at == probs.numel():  # rounding at the far end

@@ -1,4 +1,4 @@
-"""Which rows of a decode step read the same blocks: what `plan_decode` turns into one product for all of them."""
+"""Finds the rows of a decode step that read the same blocks: `plan_decode` makes one product of all of them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kernels.decode_plan import SharedPrefix
 
 MOST_NESTED = 3
-"""As deep as `kernels.decode_plan.geometry_for` makes room for."""
+"""The deepest nesting for which `kernels.decode_plan.geometry_for` sizes the buffers."""
 
 
 def shared_prefixes(
@@ -15,9 +15,9 @@ def shared_prefixes(
     block_size: int,
     min_tokens: int = 256,
 ) -> list[SharedPrefix]:
-    """The tree of common leading blocks of `tables`, outermost first, each worth at least `min_tokens` tokens beyond
-    the one around it: fewer are read sooner than they are dealt with. Row r sees `lengths[r]` tokens; only whole blocks
-    are shared."""
+    """Return the tree of common leading blocks of `tables`, outermost first, each worth at least `min_tokens` tokens
+    beyond the one around it: fewer are read sooner than they are dealt with. Row r sees `lengths[r]` tokens; only whole
+    blocks are shared."""
     found: list[SharedPrefix] = []
 
     def walk(rows: Sequence[int], depth: int, covered: int, nested: int) -> None:

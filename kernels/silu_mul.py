@@ -25,8 +25,8 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexp
 
 
 def silu_mul(gate_up: Tensor, config: KernelConfig) -> Tensor:
-    """`gate_up` `[rows, 2 * width]` contiguous, the gate first. Returns `[rows, width]`. Raises ValueError where it is
-    not so."""
+    """Compute silu(gate) * up for `gate_up` `[rows, 2 * width]`, contiguous, the gate first. Returns `[rows, width]`.
+    Raises ValueError where shapes do not fit."""
     rows, both = gate_up.shape
     if both % 2 or not gate_up.is_contiguous():
         raise ValueError(f"{tuple(gate_up.shape)} is no gate and up side by side")

@@ -13,7 +13,7 @@ MULTIPLIER = 0x2545F4914F6CDD1D
 
 
 def wp64(heads: npt.NDArray[np.uint8], shape: BlockShape, tokens: int) -> list[int]:
-    """One unsigned digest for each row of `heads`, `[kv_heads, 8 * shape.words]`, of a block with `tokens` valid
+    """Return one unsigned digest for each row of `heads`, `[kv_heads, 8 * shape.words]`, of a block with `tokens` valid
     tokens. numpy releases the GIL while it works. Raises ValueError where the sizes do not fit."""
     if heads.ndim != 2 or heads.shape[1] != 8 * shape.words or not 0 <= tokens <= shape.block_size:
         raise ValueError(f"{heads.shape} bytes with {tokens} valid tokens do not fit {shape}")
@@ -30,7 +30,7 @@ def wp64(heads: npt.NDArray[np.uint8], shape: BlockShape, tokens: int) -> list[i
 
 
 def _valid(shape: BlockShape, tokens: int) -> npt.NDArray[np.uint64]:
-    """A mask for each word: its valid bytes are ones."""
+    """Return a mask for each word: its valid bytes are ones."""
     is_valid = np.arange(shape.block_size) < tokens
     rows = np.tile(is_valid, shape.layers * 2)
     payload = np.repeat(rows, shape.row_bytes)

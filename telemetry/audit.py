@@ -49,7 +49,8 @@ class Auditor:
         self._due_s = clock()
 
     def idle(self) -> bool:
-        """To be called while there is nothing to compute; True if it was time for an audit. Raises AuditError."""
+        """Audit if it is time; to be called while there is nothing to compute. True if it audited. Raises AuditError.
+        """
         began_s = self._clock()
         if began_s < self._due_s:
             return False

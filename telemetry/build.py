@@ -1,4 +1,4 @@
-"""Which Headrace this process runs: the version, and the git revision that it was built from."""
+"""Says which Headrace this process runs: the version, and the git revision that it was built from."""
 
 import json
 import subprocess
@@ -16,13 +16,14 @@ GIT_TIMEOUT_S = 5.0
 
 @cache
 def revision() -> str:
-    """Twelve digits of the commit, `-dirty` behind those of a checkout with changes; UNKNOWN where nobody can tell."""
+    """Return twelve digits of the commit, `-dirty` behind those of a checkout with changes; UNKNOWN where nobody can
+    tell."""
     package = Path(__file__).resolve().parent
     return noted(package / NOTE) or of_checkout(package.parent) or of_install() or UNKNOWN
 
 
 def noted(note: Path) -> str:
-    """What a build has written down, or nothing."""
+    """Return the revision that a build has written down, or an empty text."""
     try:
         return note.read_text().strip()
     except OSError:
@@ -30,7 +31,8 @@ def noted(note: Path) -> str:
 
 
 def of_checkout(root: Path) -> str:
-    """Of the git checkout whose top is `root`, or nothing. A folder somewhere below another project's top is none."""
+    """Return the revision of the git checkout whose top is `root`, or an empty text. A folder somewhere below another
+    project's top is no checkout."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "--no-optional-locks", "-C", str(root), *GIT]
@@ -42,7 +44,7 @@ def of_checkout(root: Path) -> str:
 
 
 def of_install() -> str:
-    """Of a package that was installed from a repository's address (PEP 610), or nothing."""
+    """Return the revision of a package that was installed from a repository's address (PEP 610), or an empty text."""
     try:
         origin = metadata.distribution("headrace").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -54,7 +54,7 @@ class MetricFamily(Generic[Wrapped]):
         return self._children[key]
 
     def clear(self) -> None:
-        """Forget every child: what a gauge said of things that are no more."""
+        """Forget every child, as when a gauge's subjects no longer exist."""
         self._metric.clear()
         self._children.clear()
 
@@ -64,7 +64,8 @@ class MetricFamily(Generic[Wrapped]):
 
 
 class Snapshot(Collector):
-    """A gauge of several values that belong together: a page shows all of one moment, whoever sets them meanwhile."""
+    """A gauge of several values that belong together: a page shows all as of one moment, whoever sets them meanwhile.
+    """
 
     def __init__(
         self, name: str, text: str, own: Mapping[str, str], label: str, values: Sequence[str]
@@ -74,7 +75,7 @@ class Snapshot(Collector):
         self._values: Mapping[str, float] = dict.fromkeys(values, 0.0)
 
     def set(self, values: Mapping[str, float]) -> None:
-        """Replace them all."""
+        """Replace all values."""
         self._values = dict(values)
 
     def collect(self) -> Iterator[Metric]:
@@ -130,7 +131,7 @@ class Families:
         return self._family(Gauge(PREFIX + name, text, self._names(labels), registry=None), labels)
 
     def snapshot(self, name: str, text: str, label: str, values: Sequence[str]) -> Snapshot:
-        """A gauge whose values by `label` are always shown as of one moment."""
+        """Register a gauge whose values by `label` are always shown as of one moment."""
         found = Snapshot(PREFIX + name, text, self._own, label, values)
         self.registry.register(found)
         return found
@@ -138,13 +139,13 @@ class Families:
     def asked(
         self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
     ) -> None:
-        """Values by `label` that `read` finds out when the page is rendered: a counter where `name` ends in _total,
-        else a gauge."""
+        """Register values by `label` that `read` finds out when the page is rendered: a counter where `name` ends in
+        _total, else a gauge."""
         family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         self.registry.register(PolledValues(family, PREFIX + name, text, self._own, label, read))
 
     def info(self, name: str, text: str, **labels: str) -> None:
-        """A gauge that is always 1 and says something by its labels."""
+        """Register a gauge that is always 1 and says something by its labels."""
         gauge = self.gauge(name, text, **{label: [value] for label, value in labels.items()})
         gauge[tuple(labels.values())].set(1)
 
@@ -159,7 +160,7 @@ class Families:
         )
 
     def render(self) -> bytes:
-        """All families in the Prometheus text format."""
+        """Render all families in the Prometheus text format."""
         return generate_latest(self.registry)
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
@@ -188,14 +189,14 @@ class Families:
 
 
 class ProcessMetrics:
-    """What a process counts, in one registry. The methods of its subclasses only add numbers, and are called from one
-    thread at a time per family."""
+    """The metrics of one process, in one registry. The methods of its subclasses only add numbers, and are called from
+    one thread at a time per family."""
 
     def __init__(self, *, model: str, pool: str, worker: str) -> None:
         self.families = Families(model=model, pool=pool, worker=worker)
 
     def render(self) -> bytes:
-        """All families in the Prometheus text format."""
+        """Render all families in the Prometheus text format."""
         return self.families.render()
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
@@ -213,7 +214,7 @@ class Growth:
         self._seen: dict[tuple[str, str], int] = {}
 
     def of(self, name: tuple[str, str], total: int) -> int:
-        """How much `total` has grown since it was last named."""
+        """Return how much `total` has grown since the last call of this name."""
         grown = total - self._seen.get(name, 0)
         self._seen[name] = total
         return grown

@@ -24,7 +24,7 @@ SHOWN = 20
 
 class FlightEvent(msgspec.Struct, frozen=True):
     at_s: float
-    """Since the timeline began."""
+    """Seconds since the timeline began."""
     what: str
     facts: dict[str, Fact] = {}
 
@@ -41,8 +41,8 @@ class Flight(msgspec.Struct, kw_only=True):
 
 
 class FlightRecorder:
-    """Mutable state: the flights by request, the one heard of last at the end. Owner: one thread; `find` and `latest`
-    may be called from any."""
+    """The latest flights. Mutable state: the flights by request, the one heard of last at the end. Owner: one thread;
+    `find` and `latest` may be called from any."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class FlightRecorder:
         flight.events.append(FlightEvent(now - began_s, what, facts))
 
     def find(self, request: str) -> list[Flight]:
-        """The flights of a request and of its samples (`request.1`, ..); none if it is unknown or long ago."""
+        """Return the flights of a request and of its samples (`request.1`, ..); none if it is unknown or long ago."""
         mine = (request, f"{request}.")
         return [f for f in self._all() if f.request == mine[0] or f.request.startswith(mine[1])]
 
     def latest(self, count: int) -> list[Flight]:
-        """The flights that were heard of last, the newest first."""
+        """Return the flights that were heard of last, the newest first."""
         return list(self._all())[: -count - 1 : -1]
 
     def told(self, request: str) -> list[Flight]:
-        """The flights of a request; without one, the latest."""
+        """Return the flights of a request; without one, the latest."""
         return self.find(request) if request else self.latest(SHOWN)
 
     def dump(self, request: str, why: str) -> None:
@@ -91,7 +91,8 @@ class FlightRecorder:
             log.warning("%s; its timeline: %s", why, story, extra={"request": flight.request})
 
     def dump_open(self, ends: frozenset[str], why: str) -> None:
-        """Write the timelines of all requests whose last event is none of `ends`: those under way when this broke."""
+        """Write the timelines of all requests whose last event is none of `ends` to the log: those under way when this
+        process broke."""
         for flight in self._all():
             if flight.events and flight.events[-1].what not in ends:
                 self.dump(flight.request, why)

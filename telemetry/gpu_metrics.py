@@ -9,8 +9,8 @@ from typing import Protocol
 from telemetry.families import Families
 
 DEVICE_MEMORY = ("tensors", "reserved", "used", "total")
-"""Of PyTorch's tensors in this process; of what its allocator holds, these included; of all processes on the device; of
-the device."""
+"""GPU memory of PyTorch's tensors in this process; of what its allocator holds, these included; of all processes on the
+device; and all that the device has."""
 
 
 COMPILED = ("start", "serving")
@@ -28,7 +28,7 @@ class NcclReadings(Protocol):
 
 
 class Nccl(Protocol):
-    """Fulfilled by `transfer.nccl.NcclTransport`; any thread may read both."""
+    """The NCCL transport as metrics read it, from any thread. Fulfilled by `transfer.nccl.NcclTransport`."""
 
     @property
     def report(self) -> NcclReadings: ...

@@ -18,12 +18,13 @@ SLOT_STATES = ("live", "empty")
 TOKEN_SOURCES = ("computed", "prefix_hit", "recomputed_after_failure")
 SLOS = ("ttft", "itl")
 DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
-"""Of a placement: a believed prefix hit, the least load, no prefill worker left, bound to where its KV is."""
+"""Why a placement was chosen: a believed prefix hit, the least load, no prefill worker left, bound to where its KV is.
+"""
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
-"""Of an attempt to fetch a prompt's blocks: all landed; another attempt with the same peer followed; the decode worker
-computed the prompt itself; the router was asked for another prefill worker; the request was over before."""
+"""How an attempt to fetch a prompt's blocks ended: all landed; another attempt with the same peer followed; the decode
+worker computed the prompt itself; the router was asked for another prefill worker; the request had ended before."""
 TRANSPORTS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl", "none")
-"""`none`: the peer was never reached."""
+"""How blocks travel; `none`: the peer was never reached."""
 CONTINUATIONS = ("move", "decode_lost", "prefill_lost", "adopted")
 """Why a request went on elsewhere: its decode worker was leaving, or was lost; its prefill worker was lost; its router
 was, and this one took it over."""
@@ -32,36 +33,39 @@ LOSSES = ("left", "lost", "given_up")
 """How a worker went: as it was asked to, by itself, or because the router gave it up and had it killed."""
 ROLES = ("prefill", "decode")
 FORKS = ("forked", "inherited")
-"""A sample of a shared prompt: began with another one's blocks, or took its place."""
+"""How a sample of a shared prompt began: with another one's blocks, or by taking its place."""
 PREEMPTED_STATES = ("running", "ready", "local", "forking")
 """What a request was doing when its blocks were taken."""
 RESUME_WAYS = ("pool", "here", "shared", "swap")
-"""How its KV came back: from the prefill pool, computed here, from another sample of its prompt, from a lower tier."""
+"""How a preempted request's KV came back: from the prefill pool, computed here, from another sample of its prompt, from
+a lower tier."""
 SWAP_CHOICES = ("recompute", "swap")
-"""How it was meant to."""
+"""How a preempted request's KV was meant to come back."""
 SWAP_FALLBACKS = ("full", "failed", "lost")
 """Why a swap came to nothing: host memory was full, a copy failed, or was not whole when it was wanted."""
 ROUTER_DROPPED_KINDS = ("stale", "early", "duplicate", "gap", "overrun")
 HANDOFF_DROPS = {
     "sender": {
-        "landed: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: unknown handoff": "It is settled, or belongs to another life of this worker.",
         "landed: unknown chunk": "A chunk that was never offered.",
-        "landed: duplicate": "Said twice, or of a chunk that cannot be read.",
-        "stop: unknown handoff": "It is settled, or of another life of this worker.",
+        "landed: duplicate": "Said twice, or about a chunk that cannot be read.",
+        "stop: unknown handoff": "It is settled, or belongs to another life of this worker.",
         "stop: duplicate": "Said twice.",
     },
     "receiver": {
-        "offer: unknown handoff": "Of an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap.",
+        "offer: unknown handoff": (
+            "It is from an earlier attempt, placement or life: answered by `Stop`; its bytes are scrap."
+        ),
         "offer: duplicate": "Said twice: the bytes have their receive already.",
         "offer: stopped": "Its handoff has failed or is being stopped; its bytes are scrap.",
         "offer: not what was asked for": "Another block, twice one block, or another length: the attempt fails.",
-        "first token: unknown handoff": "Of an earlier attempt, placement or life.",
+        "first token: unknown handoff": "It is from an earlier attempt, placement or life.",
         "first token: stopped": "Its handoff has failed: the next attempt names a token of its own.",
         "first token: duplicate": "Said twice.",
-        "prefill failed: unknown handoff": "Of an earlier attempt, placement or life.",
+        "prefill failed: unknown handoff": "It is from an earlier attempt, placement or life.",
         "prefill failed: stopped": "Its handoff has failed before.",
     },
 }
-"""What the sides of a handoff drop without harm, each with what it is. Many are a sign of a network that repeats, or of
-workers that come and go."""
+"""What the sides of a handoff drop without harm, each with its meaning. Many are a sign of a network that repeats, or
+of workers that come and go."""
 DIGEST_EVENTS = ("made", "verified", "mismatched")

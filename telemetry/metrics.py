@@ -1,4 +1,4 @@
-"""What the workers count: tokens, blocks, migrations, steps."""
+"""Counts of the workers: tokens, blocks, migrations, steps."""
 
 from collections.abc import Mapping
 
@@ -121,7 +121,7 @@ class WorkerMetrics(ProcessMetrics):
         transport: str,
         memory: Mapping[str, int],
     ) -> None:
-        """The pool is there. `memory` are planned bytes by what for. Once."""
+        """Show the pool's sizes. `memory`: planned bytes by what they are for. Called once."""
         self._pool.set(blocks)
         self.families.info(
             "worker_config_info",
@@ -137,29 +137,29 @@ class WorkerMetrics(ProcessMetrics):
             planned[purpose].set(nbytes)
 
     def blocks(self, states: Mapping[str, int]) -> None:
-        """The pool's blocks by state, as of now."""
+        """Show the pool's blocks by state."""
         self._blocks.set(states)
 
     def slots(self, live: int, held: int) -> None:
-        """Token slots of the blocks that requests hold, and those of them with a token's KV. A block that several
-        requests share counts for each."""
+        """Show the token slots of the blocks that requests hold, and those of them with a token's KV. A block that
+        several requests share counts for each."""
         self._slots.set({"live": live, "empty": held - live})
 
     def evicted(self, blocks: int) -> None:
         self._evicted.inc(blocks)
 
     def load(self, waiting: int, running: int, outstanding: int) -> None:
-        """Requests that wait and that run; transfers under way."""
+        """Show the requests that wait and that run, and the transfers under way."""
         self._queue.set(waiting)
         self._running.set(running)
         self._outstanding.set(outstanding)
 
     def inflight(self, handoffs: int) -> None:
-        """Handoffs open on the receiving side."""
+        """Show the handoffs open on the receiving side."""
         self._inflight.set(handoffs)
 
     def prompt_tokens(self, computed: int, prefix_hit: int, recomputed: int = 0) -> None:
-        """Prompt tokens were computed, found in the cache, or computed once more because a worker was lost."""
+        """Count prompt tokens: computed, found in the cache, or computed once more because a worker was lost."""
         self._prompt["computed"].inc(computed)
         self._prompt["prefix_hit"].inc(prefix_hit)
         self._prompt["recomputed_after_failure"].inc(recomputed)
@@ -168,51 +168,51 @@ class WorkerMetrics(ProcessMetrics):
         self._generated.inc(tokens)
 
     def migration(self, outcome: str, transport: str, seconds: float, nbytes: int) -> None:
-        """An attempt ended after `nbytes` had landed. Its time counts if all did."""
+        """Count an attempt that ended after `nbytes` had landed. Its time counts if all did."""
         self._migrations[outcome, transport or "none"].inc()
         self._bytes.inc(nbytes)
         if outcome == "ok":
             self._migration.observe(seconds)
 
     def step(self, tokens: int, seconds: float) -> None:
-        """The engine ran one step over `tokens` tokens."""
+        """Count one step of the engine over `tokens` tokens."""
         self._batch.set(tokens)
         self._step.observe(seconds)
 
     def forks(self, forked: int, inherited: int) -> None:
-        """Totals since the worker started."""
+        """Take over the totals of forked samples since the worker started."""
         for kind, total in zip(FORKS, (forked, inherited), strict=True):
             self._forks[kind].inc(self._growth.of(("forks", kind), total))
 
     def preempted(self, totals: Mapping[str, int]) -> None:
-        """Requests that have given their blocks away since the worker started, by what they did."""
+        """Take over the totals of preempted requests since the worker started, by what they were doing."""
         for state, total in totals.items():
             self._preemptions[state].inc(self._growth.of(("preempted", state), total))
 
     def resumed(self, way: str, lost_tokens: int, seconds: float) -> None:
-        """A preempted request decodes again."""
+        """Count a preempted request that decodes again."""
         self._preemption[way].observe(seconds)
         self._lost[way].inc(lost_tokens)
 
     def orphans_expired(self, total: int) -> None:
-        """Total since the worker started."""
+        """Take over the total of expired orphans since the worker started."""
         self._orphans.inc(self._growth.of(("orphans", "expired"), total))
 
     def handoffs_dropped(self, side: str, totals: Mapping[str, int]) -> None:
-        """What the sending or receiving side has dropped since it started."""
+        """Take over the totals that the sending or receiving side has dropped since it started."""
         for what, total in totals.items():
             self._dropped[side, what].inc(self._growth.of((side, what), total))
 
     def transferred(self, made: int, verified: int, mismatched: int, scrapped_bytes: int) -> None:
-        """Totals of the transfer thread since it started: digests, and late bytes."""
+        """Take over the totals of the transfer thread since it started: digests, and late bytes."""
         for what, total in zip(DIGEST_EVENTS, (made, verified, mismatched), strict=True):
             self._digests[what].inc(self._growth.of(("digests", what), total))
         self._scrapped.inc(self._growth.of(("bytes", "scrapped"), scrapped_bytes))
 
     def quarantined(self, seconds: float) -> None:
-        """A handoff's blocks, held for a receiver that was lost, could be let go after so long."""
+        """Observe how long a handoff's blocks were held for a receiver that was lost, until they could be let go."""
         self._quarantine.observe(seconds)
 
     def audit_failed(self) -> None:
-        """A ledger did not add up."""
+        """Count a ledger that did not add up."""
         self._audit_failures.inc()

@@ -1,4 +1,4 @@
-"""What a router counts: requests as their callers saw them, its own decisions, and how its workers fare."""
+"""Counts of a router: requests as their callers saw them, its own decisions, and the state of its workers."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class WorkerView(NamedTuple):
 
 
 class RouterMetrics(ProcessMetrics):
-    """`slo_ttft_s` and `slo_itl_s` are the targets of `slo_requests_total`."""
+    """The families of a router. `slo_ttft_s` and `slo_itl_s` are the targets of `slo_requests_total`."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class RouterMetrics(ProcessMetrics):
         e2e_s: float,
         stages: Mapping[str, float],
     ) -> None:
-        """A request ended. `ttft_s` is None if no token came; `stages` are seconds by stage name, and one that is below
-        zero by rounding counts as zero: a sum that shrinks would be read as a restart.
+        """Count a request that ended. `ttft_s` is None if no token came; `stages` are seconds by stage name, and one
+        that is below zero by rounding counts as zero: a sum that shrinks would be read as a restart.
 
         One that failed before its first token has missed the target; one that was refused or whose client left has
         none to meet.
@@ -149,50 +149,50 @@ class RouterMetrics(ProcessMetrics):
             self._stages[stage].observe(max(0.0, stage_s))
 
     def decided(self, seconds: float) -> None:
-        """A new request was taken in, and workers were looked for."""
+        """Count a new request that was taken in and for which workers were looked for."""
         self._decision.observe(seconds)
 
     def placed(self, reason: str) -> None:
-        """A request was offered to workers."""
+        """Count a request that was offered to workers."""
         self._decisions[reason].inc()
 
     def hits(self, expected_tokens: int, actual_tokens: int) -> None:
-        """What the router believed to be cached for a request, and what its workers reused."""
+        """Count what the router believed to be cached for a request, and what its workers reused."""
         self._expected.inc(expected_tokens)
         self._actual.inc(actual_tokens)
 
     def dropped(self, kind: str) -> None:
-        """A record was ignored."""
+        """Count a record that was ignored."""
         self._dropped[kind].inc()
 
     def continued(self, cause: str) -> None:
-        """A request goes on with other workers."""
+        """Count a request that goes on with other workers."""
         self._continued[cause].inc()
 
     def poisonous(self) -> None:
-        """A request is refused: workers were lost while they held it."""
+        """Count a request that is refused because workers were lost while they held it."""
         self._poisonous.inc()
 
     def lag(self, seconds: float) -> None:
-        """The event loop came round so much later than it was to."""
+        """Observe how much later than planned the event loop came round."""
         self._lag.observe(seconds)
 
     def expected_worker(self, peer: str, role: str) -> None:
-        """A worker of this name was announced: its counters exist from now on."""
+        """Create the counters of a worker whose name was announced."""
         self._lives[peer, role].inc(0)
         for how in LOSSES:
             self._losses[peer, role, how].inc(0)
 
     def joined(self, peer: str, role: str) -> None:
-        """A new life of a worker is connected."""
+        """Count a new life of a worker that is connected."""
         self._lives[peer, role].inc()
 
     def lost(self, peer: str, role: str, how: str) -> None:
-        """A worker is connected no more."""
+        """Count a worker that is no longer connected."""
         self._losses[peer, role, how].inc()
 
     def cluster(self, waiting: int, running: int, workers: Sequence[WorkerView]) -> None:
-        """What is true as the page is rendered."""
+        """Show the state of queue, requests and workers as the page is rendered."""
         self._queue.set(waiting)
         self._running.set(running)
         self._states.clear()

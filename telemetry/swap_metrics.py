@@ -1,4 +1,4 @@
-"""What a decode worker counts of preempted requests: how they were to come back, at what price, and what was copied."""
+"""Counts of preempted requests on a decode worker: how they were to come back, at what price, and what was copied."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -61,7 +61,7 @@ class SwapMetrics:
         self._spent_s = dict.fromkeys(DIRECTIONS, 0.0)
 
     def seen(self, swaps: Swaps) -> None:
-        """The totals as they are now."""
+        """Take over the totals as they are now."""
         for choice, seconds in swaps.costs.predicted.items():
             self._choices[choice].inc(self._growth.of(("choice", choice), swaps.choices[choice]))
             self._predicted[choice].set(seconds)

@@ -1,4 +1,4 @@
-"""What a worker counts of the tiers below its device: blocks there, and what goes down and comes back."""
+"""Counts of the tiers below a worker's device: blocks there, and blocks that go down and come back."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -76,7 +76,7 @@ class TierMetrics:
         self._load_s = dict.fromkeys(TIERS, 0.0)
 
     def seen(self, tiers: TierReadings) -> None:
-        """The tiers as they are now."""
+        """Take over the tiers' totals as they are now."""
         counts, nbytes = tiers.counts, tiers.block_bytes
         for tier, blocks in tiers.blocks.items():
             self._blocks[tier].set(blocks)

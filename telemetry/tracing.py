@@ -51,30 +51,30 @@ class Tracing(Protocol):
     """Takes spans. All calls of one instance come from one thread, except `shut`."""
 
     def open(self, request: str, name: str, traceparent: str, begin_s: float) -> str:
-        """Begin the trace of a request, or go on with its caller's; the context for whoever works on it."""
+        """Begin the trace of a request, or go on with its caller's; returns the context for whoever works on it."""
 
     def close(self, request: str, span: Span) -> None:
-        """End what `open` began with this span; of no such request it is dropped."""
+        """End what `open` began with this span; the span of another request is dropped."""
 
     def add(self, traceparent: str, span: Span) -> None:
-        """A part of a request, under the context that came with it; dropped without one."""
+        """Add a part of a request, under the context that came with it; dropped without one."""
 
     def shut(self) -> None:
-        """Send what is still here."""
+        """Send the spans that are still here."""
 
 
 def sound(traceparent: str) -> str:
-    """The context, if it is one; otherwise none: a caller's malformed header never fails its request."""
+    """Return the context if it is one, otherwise none: a caller's malformed header never fails its request."""
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
 def unix_offset_s() -> float:
-    """What to add to this process's monotonic clock to get the wall clock's time."""
+    """Return what to add to this process's monotonic clock to get the wall clock's time."""
     return time.time() - time.monotonic()
 
 
 def consecutive(begin_s: float, stages: Sequence[tuple[str, float]]) -> list[Span]:
-    """Stages that follow each other from `begin_s` on, by their durations."""
+    """Return the spans of stages that follow each other from `begin_s` on, by their durations."""
     spans = []
     for name, seconds in stages:
         spans.append(Span(name, begin_s, begin_s + seconds))
@@ -83,7 +83,7 @@ def consecutive(begin_s: float, stages: Sequence[tuple[str, float]]) -> list[Spa
 
 
 def make_tracing(config: TracingConfig, worker: str) -> Tracing | None:
-    """What a process gives its spans to; None without an endpoint. Raises TracingError without OpenTelemetry."""
+    """Return what a process gives its spans to; None without an endpoint. Raises TracingError without OpenTelemetry."""
     if not config.endpoint:
         return None
     try:
@@ -106,18 +106,19 @@ def configure(config: TracingConfig, worker: str) -> None:
 
 
 def current() -> Tracing | None:
-    """What `configure` has chosen."""
+    """Return what `configure` has chosen."""
     return _process[0] if _process else None
 
 
 def shut() -> None:
-    """Send what is still here, and forget it."""
+    """Send the spans that are still here, and forget what `configure` has chosen."""
     while _process:
         _process.pop().shut()
 
 
 class _Exporting:
-    """Spans to an OTLP collector, in batches, from a thread of the SDK. Mutable state: the open spans by request."""
+    """Sends spans to an OTLP collector, in batches, from a thread of the SDK. Mutable state: the open spans by request.
+    """
 
     def __init__(self, config: TracingConfig, worker: str) -> None:
         from opentelemetry import trace

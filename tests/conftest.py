@@ -18,8 +18,8 @@ settings.load_profile("headrace")
 
 
 def has_gpu() -> bool:
-    """As torch sees it, which is imported only where there is a driver. Device files say less: they are made when
-    somebody first asks, and a card that is there may be hidden."""
+    """Say whether torch sees a GPU; torch is imported only where there is a driver. Device files say less: they are
+    made when somebody first asks, and a card that is there may be hidden."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on loopback that nobody listened on a moment ago."""
+    """Return a TCP port on loopback that nobody listened on a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

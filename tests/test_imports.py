@@ -135,7 +135,7 @@ def sources(*packages: str) -> list[Path]:
 
 
 def statements(path: Path, *, everywhere: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import; with `everywhere` false only those that run on import."""
+    """Return (line, dotted name) of each import; with `everywhere` false only those that run on import."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     pending: list[ast.AST] = [tree]
     while pending:
@@ -179,7 +179,7 @@ def is_impure(name: str) -> bool:
 
 
 def ways_to(modules: tuple[str, ...], paths: list[Path]) -> dict[str, str]:
-    """Of `paths`, those that import one of `modules` as they are imported themselves, and through which files."""
+    """Return those of `paths` that import one of `modules` as they are imported themselves, and through which files."""
     reaches: dict[Path, str | None] = {}
 
     def way(path: Path) -> str | None:
@@ -200,7 +200,7 @@ def ways_to(modules: tuple[str, ...], paths: list[Path]) -> dict[str, str]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of the longest prefix of a dotted name that is a module of ours."""
+    """Return the file of the longest prefix of a dotted name that is a module of ours."""
     parts = name.split(".")
     while parts:
         base = ROOT.joinpath(*parts)

@@ -11,7 +11,7 @@ ENTRY = re.compile(r"^\| \*\*")
 
 
 def classes() -> dict[str, list[str]]:
-    """Files by the public top-level classes that they define; generated code has names of its own."""
+    """Return files by the public top-level classes that they define; generated code has names of its own."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sources(*OURS):
         if "_pb2" in path.name:

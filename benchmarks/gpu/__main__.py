@@ -1,4 +1,4 @@
-"""All that a GPU can show, in one command: `python3 -m benchmarks.gpu --out DIR`, under eight minutes.
+"""Measures all that a GPU can show, in one command: `python3 -m benchmarks.gpu --out DIR`, under eight minutes.
 
 Checks the kernels against 64 bits, measures them beside torch's own and beside what the card can copy, moves blocks,
 runs decode steps of a whole model, and has a prefill process and a decode process answer prompts. Needs neither Ray nor

@@ -1,4 +1,5 @@
-"""Packages that a machine with a GPU may not have, though the workers import them: `stand_ins` has what they use."""
+"""Stands in for packages that a machine with a GPU may not have, though the workers import them: `stand_ins` has what
+they use."""
 
 import os
 import sys
@@ -10,8 +11,9 @@ PACKAGES = ("msgspec", "xxhash")
 
 
 def stand_in() -> list[str]:
-    """To be called before anything of ours is imported: for this process and all that it starts. Where one package is
-    absent all are stood in for, since workers must agree. Returns the names of those that are."""
+    """Stand in for absent packages, in this process and all that it starts. To be called before anything of ours is
+    imported. Where one package is absent all are stood in for, since workers must agree. Returns the names of those
+    that are."""
     absent = [name for name in PACKAGES if find_spec(name) is None]
     if absent:
         sys.path.insert(0, FOLDER)

@@ -33,11 +33,11 @@ _MIB = 1 << 20
 
 
 class BundleRefused(Exception):
-    """There is no bundle; the message says why."""
+    """No bundle can be made; the message says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1 where a wheel cannot be had, or the bundle would be too large."""
+    """Make the bundle. Returns 1 where a wheel cannot be had, or the bundle would be too large."""
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def project_files(root: Path) -> list[Path]:
-    """Relative to `root`. Outside of a git checkout all that is not hidden, built, or a wheel."""
+    """List the project's files relative to `root`. Outside of a git checkout all that is not hidden, built, or a wheel.
+    """
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -70,7 +71,7 @@ def project_files(root: Path) -> list[Path]:
 
 
 def download(pythons: Sequence[str], folder: Path) -> list[Path]:
-    """The wheels of all packages for Linux on x86-64, none of which is built here. Raises BundleRefused."""
+    """Fetch the wheels of all packages for Linux on x86-64; none is built here. Raises BundleRefused."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {normal(line.partition("==")[0]): line for line in lines if not line.startswith("#")}
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC]
@@ -86,7 +87,7 @@ def download(pythons: Sequence[str], folder: Path) -> list[Path]:
 
 
 def write(out: Path, files: Sequence[Path], wheels: Sequence[Path]) -> None:
-    """Raises BundleRefused, and leaves no file, where it is over the limit."""
+    """Write the bundle. Raises BundleRefused, and leaves no file, where it is over the limit."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     try:
@@ -108,7 +109,7 @@ def write(out: Path, files: Sequence[Path], wheels: Sequence[Path]) -> None:
 
 
 def contents(bundle: Path) -> Iterator[str]:
-    """A line for each folder of the project and for each wheel, and one for all."""
+    """Return a line for each folder of the project and for each wheel, and one for all."""
     folders: dict[str, list[int]] = {}
     with tarfile.open(bundle) as tar:
         for member in tar:

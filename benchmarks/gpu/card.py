@@ -19,16 +19,16 @@ class NoCard(Exception):
 
 class Timer(Protocol):
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long the device takes for `work`, which launches kernels over memory that does not move, with nothing of
-        its operands in the cache."""
+        """Time how long the device takes for `work`, which launches kernels over memory that does not move, with
+        nothing of its operands in the cache."""
 
     def busy_seconds(self, work: Callable[[], object]) -> float:
-        """For how long of `work`, which may do as it likes, a kernel ran or a copy was made."""
+        """Time how long, of `work`, which may do as it likes, a kernel ran or a copy was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the measured shapes. `unit` divides every length of a context, for a run that only shows that it runs."""
+    """The measured shapes. `unit` divides every length of a context, for a run that only shows that it runs."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -54,7 +54,7 @@ class Card:
     sizes: Sizes
 
     def random(self, *shape: int) -> Tensor:
-        """Filled a GiB at a time: some fills count elements with 32 bits."""
+        """Return a random tensor, filled a GiB at a time: some fills count elements with 32 bits."""
         made = torch.empty(*shape, dtype=self.dtype, device=self.device)
         for piece in made.view(-1).split(1 << 29):
             piece.uniform_(-1.0, 1.0)
@@ -65,8 +65,8 @@ class Card:
 
 
 class CudaTimer:
-    """Work is captured in two graphs: one that evicts the cache and works, over and over, and one that only evicts.
-    Their difference is free of launch costs and finds a cold cache. The median of `rounds`."""
+    """Times work on the device. Work is captured in two graphs: one that evicts the cache and works, over and over, and
+    one that only evicts. Their difference is free of launch costs and finds a cold cache. The median of `rounds`."""
 
     def __init__(self, device: torch.device, rounds: int = 9, inner: int = 8) -> None:
         self._rounds = rounds
@@ -106,7 +106,7 @@ class CudaTimer:
 
 
 def open_card(sizes: Sizes) -> Card:
-    """The first GPU. Raises NoCard, saying what was found instead."""
+    """Open the first GPU. Raises NoCard, saying what was found instead."""
     if not torch.cuda.is_available():
         build = torch.version.cuda or "no CUDA"
         raise NoCard(f"no NVIDIA GPU is visible to torch {torch.__version__} (built with {build})")
@@ -121,7 +121,7 @@ def open_card(sizes: Sizes) -> Card:
 
 
 def describe(card: Card) -> Line:
-    """The card and what drives it."""
+    """Describe the card and what drives it."""
     properties = torch.cuda.get_device_properties(card.device)
     return {
         "gpu": properties.name,
@@ -133,7 +133,8 @@ def describe(card: Card) -> Line:
 
 
 def copy_rate(card: Card) -> list[Line]:
-    """What figures are held against: a device copy, both directions counted, a read, and a product of two matrices."""
+    """Measure what figures are held against: a device copy, both directions counted, a read, and a product of two
+    matrices."""
     count = card.sizes.tokens(1 << 31)
     source = torch.zeros(count, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)

@@ -1,6 +1,5 @@
 """A prefill process and a decode process on the one card: real workers, real schedulers, real migration. Their tokens
-are held against the same model on the CPU.; by which rule, `judge` says.
-"""
+are compared with those of the same model on the CPU, by the rule in `judge`."""
 
 import os
 import statistics
@@ -46,7 +45,7 @@ TINY = {
     "max_position_embeddings": 256,
 }
 JOIN_S = 10.0
-"""What a way of NCCL has to show that it works."""
+"""How long a way of NCCL may take to show that it works."""
 WAYS = {
     "cuda_ipc": TransferConfig(transport="cuda_ipc"),
     "nccl, multi_rank": TransferConfig(
@@ -74,7 +73,8 @@ def cluster(card: Card) -> Iterator[Line]:
 
 
 def demo(card: Card) -> Iterator[Line]:
-    """The demo's model, where its package and a reader of its file are installed: otherwise a line that says so."""
+    """Answer with the demo's model, where its package and a reader of its file are installed: otherwise return a line
+    that says so."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             model_dir = prepare(None, Path(folder), "float32")

@@ -23,11 +23,11 @@ from telemetry.build import revision
 
 FILE = "gpu.json"
 SLOWER = 4.0
-"""How much longer a dry run may take, on a machine that is busy with other things."""
+"""How many times longer a dry run may take, on a machine that is busy with other things."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1 where a part failed or found something wrong, 2 without a GPU."""
+    """Run the command. Returns 1 where a part failed or found something wrong, 2 without a GPU."""
     options = _parser().parse_args(arguments)
     if options.dry_run:
         dry_card()
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.out / options.file
 
     def on_end(name: str, outcome: PartOutcome) -> None:
-        """What there is by now is written: a command that is cut short has not been for nothing."""
+        """Write what there is by now: a command that is cut short has not been for nothing."""
         print(
             f"{name}: {outcome.took_s:.1f} s of {outcome.limit_s:.0f} s {outcome.failure}",
             flush=True,
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def whole_card() -> Card:
-    """The first GPU, with a pool that fits into what is free of its memory. Raises NoCard."""
+    """Open the first GPU, with a pool that fits into what is free of its memory. Raises NoCard."""
     card = open_card(Sizes())
     free_bytes, _ = torch.cuda.mem_get_info(card.device)
     sizes = replace(card.sizes, pool_bytes=min(card.sizes.pool_bytes, free_bytes * 6 // 10))

@@ -26,7 +26,7 @@ class Target:
 
 
 def target_of(card: Card) -> Target:
-    """The card's, or that of a dry run, which has none."""
+    """Return the target of the card, or that of a dry run, which has none."""
     major, minor = divmod(card.arch, 10)
     if card.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(card.device)
@@ -34,7 +34,8 @@ def target_of(card: Card) -> Target:
 
 
 class CompilePool:
-    """As many processes as there are processors. Its answers are why a configuration cannot be launched, or nothing.
+    """Compiles configurations in as many processes as there are processors. An answer is why a configuration cannot be
+    launched, or nothing.
 
     A configuration on which the compiler itself dies takes the processes with it: those that have no answer then are
     not compiled ahead, and those asked for later are, by new ones."""
@@ -61,7 +62,7 @@ class CompilePool:
 
 
 def refusal(target: Target, key: ConfigKey, config: KernelConfig) -> str:
-    """Compile all that the step of this key launches. Why it cannot be launched, or nothing."""
+    """Compile all that the step of this key launches. Returns why it cannot be launched, or nothing."""
     from benchmarks.gpu.tuned_steps import step_of
     from kernels.compile_only import compile_only
 

@@ -1,4 +1,5 @@
-"""Whether the kernels are right on this card: their error against 64 bits, beside that of a plain 16-bit computation.
+"""Checks that the kernels are right on this card: their error against 64 bits, beside that of a plain 16-bit
+computation.
 
 The rule is FlashAttention's: a kernel may be wrong by twice what the plain one is. Each case stands by itself: one that
 is refused, fails or breaks its process costs its own line. The whole suite, with its odd sizes and poisoned memory, is
@@ -27,13 +28,14 @@ from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_
 ALLOWED = 2.0
 SLACK = 1e-3
 LAYERS, LAYER = 4, 1
-"""Of the pool, and the one that is read. With a single layer some 8-bit rows would be less aligned than in a model."""
+"""The pool's layers, and the one that is read. With a single layer some 8-bit rows would be less aligned than in a
+model."""
 CASE_S = 40.0
 """How long a case may take, compilation included."""
 
 
 class Case(NamedTuple):
-    """`kind`: "decode" or "prefill". `dtype`: of the pool, "native" for that of the queries."""
+    """One case to check. `kind`: "decode" or "prefill". `dtype`: of the pool, "native" for that of the queries."""
 
     kind: str
     heads: int
@@ -68,7 +70,8 @@ IN_DRY_RUN = slice(8, 10)
 
 @dataclass(frozen=True, slots=True)
 class CaseRows:
-    """`q` `[rows, heads, head_dim]`: the last `counts[i]` rows of context i, whose blocks are in `tables[i]`."""
+    """The rows of one case. `q` `[rows, heads, head_dim]`: the last `counts[i]` rows of context i, whose blocks are in
+    `tables[i]`."""
 
     q: Tensor
     pool: KVPool
@@ -78,7 +81,8 @@ class CaseRows:
 
 
 def correct(card: Card) -> Iterator[Line]:
-    """Raises nothing: a line whose `right` is 0 is a wrong kernel, or one that gave no answer, and why."""
+    """Check every case. Raises nothing: a line whose `right` is 0 is a wrong kernel, or one that gave no answer, and
+    why."""
     cases = CASES if card.sizes.unit == 1 else CASES[IN_DRY_RUN]
     for case, told in isolated.each(cases, check, card, CASE_S):
         if isinstance(told, isolated.Failure):
@@ -88,7 +92,7 @@ def correct(card: Card) -> Iterator[Line]:
 
 
 def check(card: Card, case: Case) -> Line:
-    """One case, launched and held against 64 bits. Raises what the launch raises."""
+    """Launch one case and compare it with 64 bits. Raises what the launch raises."""
     rows = random_rows(card, case)
     got = launched(card, case, rows)
     place = rows.q, rows.pool, LAYER
@@ -107,7 +111,7 @@ def check(card: Card, case: Case) -> Line:
 
 
 def random_rows(card: Card, case: Case) -> CaseRows:
-    """Contexts of several lengths, in shuffled blocks; the last half of each for prefill."""
+    """Make contexts of several lengths, in shuffled blocks; the last half of each for prefill."""
     contexts = [max(1, card.sizes.tokens(n)) for n in (1, 37, 700, 2049)]
     counts = [1] * len(contexts) if case.kind == "decode" else [max(1, n // 2) for n in contexts]
     need = [-(-n // case.block) for n in contexts]
@@ -119,7 +123,7 @@ def random_rows(card: Card, case: Case) -> CaseRows:
 
 
 def launched(card: Card, case: Case, rows: CaseRows) -> Tensor:
-    """What the kernels make of `rows`, with the table's configuration."""
+    """Return what the kernels make of `rows`, with the table's configuration."""
     key = case.key(card)
     config = config_for(key)
     width = max(map(len, rows.tables))
@@ -159,7 +163,7 @@ def _pool(
 
 
 def _plain(rows: CaseRows) -> Tensor:
-    """Each step of attention rounded to the queries' 16 bits."""
+    """Compute attention with each step rounded to the queries' 16 bits."""
     q, pool = rows.q, rows.pool
     out, row = torch.empty_like(q), 0
     group = q.shape[1] // pool.kv_heads

@@ -28,8 +28,8 @@ LEAST_POOL_BYTES = 32 << 30
 
 
 def orders(card: Card) -> Iterator[Line]:
-    """K0: the layout's order in memory, over a pool that no cache of translations holds. A card without room for such a
-    pool gets one line that says so: a smaller one would tell nothing."""
+    """Measure K0: the layout's order in memory, over a pool that no cache of translations holds. A card without room
+    for such a pool gets one line that says so: a smaller one would tell nothing."""
     size = card.sizes
     if card.device.type == "cuda" and size.pool_bytes < LEAST_POOL_BYTES:
         refused = f"a pool of {size.pool_bytes >> 30} GiB, and K0 takes {LEAST_POOL_BYTES >> 30}"
@@ -53,7 +53,7 @@ def orders(card: Card) -> Iterator[Line]:
 
 
 def shapes(card: Card) -> Iterator[Line]:
-    """K1, K2, K3 and the two sides of splitting, beside torch's own attention over contiguous KV."""
+    """Measure K1, K2, K3 and the two sides of splitting, beside torch's own attention over contiguous KV."""
     size = card.sizes
     long = size.tokens(64 * 1024)
     cases: list[tuple[str, str, list[int], bool]] = [
@@ -72,7 +72,7 @@ def shapes(card: Card) -> Iterator[Line]:
 
 
 def eight_bits(card: Card) -> Iterator[Line]:
-    """K4: at K1's shape, as a ratio to 16 bits in the same run."""
+    """Measure K4: at K1's shape, as a ratio to 16 bits in the same run."""
     size = card.sizes
     lengths = [size.tokens(4096)] * size.batch
     pool, blocks = _pool(card, lengths, 64)
@@ -87,7 +87,7 @@ def eight_bits(card: Card) -> Iterator[Line]:
 
 
 def narrowed(card: Card, pool: KVPool, dtype: torch.dtype) -> KVPool:
-    """A pool of one layer in 8 bits."""
+    """Return a pool of one layer in 8 bits."""
     count, heads, _, _, block, head_dim = pool.payload.shape
     _, small = eight_bit_pool(count, heads, 1, block, head_dim, dtype=dtype, device=card.device)
     assert small.scales is not None
@@ -99,7 +99,7 @@ def narrowed(card: Card, pool: KVPool, dtype: torch.dtype) -> KVPool:
 
 
 def shared(card: Card) -> list[Line]:
-    """K5: 64 requests behind one prefix, with and without knowing that it is one."""
+    """Measure K5: 64 requests behind one prefix, with and without knowing that it is one."""
     size = card.sizes
     prefix = size.tokens(8192) // 64 * 64 or 64
     lengths = [prefix + 32] * (2 * size.batch)
@@ -113,7 +113,7 @@ def shared(card: Card) -> list[Line]:
 
 
 def blocks(card: Card) -> Iterator[Line]:
-    """K8: what paging costs: shuffled blocks of each size against contiguous ones of 128 tokens."""
+    """Measure K8: what paging costs: shuffled blocks of each size against contiguous ones of 128 tokens."""
     size = card.sizes
     lengths = [size.tokens(4096)] * size.batch
     base = 0.0
@@ -144,7 +144,7 @@ def _seconds(
     shared: Sequence[SharedPrefix] = (),
     tables_of: SharedPrefix | None = None,
 ) -> float:
-    """How long one step's attention takes, the merge included."""
+    """Time one step's attention, the merge included."""
     size = card.sizes
     order = list(range(blocks))
     if scattered:
@@ -171,8 +171,8 @@ def attention_step(
     shared: Sequence[SharedPrefix] = (),
     config: KernelConfig | None = None,
 ) -> Callable[[], Tensor]:
-    """What computes `[batch, heads, head_dim]` of one step, planned beforehand; always into the same memory. `config`:
-    by default the table's."""
+    """Return a function that computes `[batch, heads, head_dim]` of one step, planned beforehand; always into the same
+    memory. `config`: by default the table's."""
     size = card.sizes
     group = size.heads // size.kv_heads
     dtype = str(pool.payload.dtype).removeprefix("torch.")
@@ -214,7 +214,7 @@ def _kv_bytes(card: Card, lengths: Sequence[int], value_bytes: float) -> int:
 
 
 def _torch(card: Card, name: str, batch: int, length: int) -> Line:
-    """torch's own kernels over KV that lies in order: not paged, so it has less to do."""
+    """Attend with torch's own kernels over KV that lies in order: not paged, so it has less to do."""
     size = card.sizes
     q = card.random(batch, size.heads, 1, size.head_dim)
     k, v = (card.random(batch, size.kv_heads, length, size.head_dim) for _ in range(2))

@@ -24,7 +24,7 @@ TINY = Sizes(
 
 
 class Clock:
-    """Runs work once and looks at the clock."""
+    """A timer that runs work once and looks at the clock."""
 
     def seconds(self, work: Callable[[], object]) -> float:
         began_s = time.perf_counter()
@@ -35,11 +35,11 @@ class Clock:
 
 
 def dry_card() -> Card:
-    """To be called before anything imports Triton, which then takes its interpreter."""
+    """Return a card of tiny shapes. To be called before anything imports Triton, which then takes its interpreter."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     return Card(torch.device("cpu"), Clock(), torch.float16, 90, 2, TINY)
 
 
 def compile_for_real() -> None:
-    """For a process that a dry run starts and that compiles nonetheless; also before anything imports Triton."""
+    """Make Triton compile in a process of a dry run; also to be called before anything imports Triton."""
     os.environ.pop("TRITON_INTERPRET", None)

@@ -37,19 +37,19 @@ CHUNK = 2048
 STEPS, WARM, PROFILED = 32, 4, 8
 BATCHES = (1, 8, 32, 64)
 HERE = PeerAddress("", "")
-"""In place of a prefill worker: the prompt is computed by the engine itself."""
+"""Stands in place of a prefill worker: the prompt is computed by the engine itself."""
 LINK = 1
 
 Opener = Callable[[torch.device], Recorder]
 
 
 def on_card(card: Card) -> Iterator[Line]:
-    """As a part of `benchmarks.gpu`."""
+    """Run as a part of `benchmarks.gpu`."""
     return engine(card, CudaRecorder if card.device.type == "cuda" else None)
 
 
 def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
-    """A line for each batch size, recorded and not; without a GPU nothing is recorded.
+    """Return a line for each batch size, recorded and not; without a GPU nothing is recorded.
 
     `ms` is the median step; `idle_ms` is how much of it no kernel runs, where the profiler sees kernels. `bound_ms` is
     the time to read the weights and the KV of the batch once, at the rate at which this card was seen to read.
@@ -64,7 +64,7 @@ def engine(card: Card, recorder: Opener | None) -> Iterator[Line]:
 
 
 class EngineBench:
-    """One engine, and requests that go on for as long as it is asked for steps."""
+    """One engine, with requests that go on for as long as steps are asked for."""
 
     def __init__(self, card: Card, batches: Sequence[int], recorder: Opener | None) -> None:
         size, most = card.sizes, batches[-1]
@@ -119,7 +119,7 @@ class EngineBench:
             pass
 
     def line(self, how: str, bytes_per_s: float) -> Line:
-        """What a step of the present batch takes, in one of `ways`."""
+        """Measure a step of the present batch, in one of `ways`."""
         few = self._card.sizes.unit > 1
         self._runner.now = self.ways[how]
         for _ in range(1 if few else WARM):
@@ -162,7 +162,7 @@ class EngineBench:
         return sum(self._graphs.replays.values()) if self._graphs else 0
 
     def _place(self, number: int) -> Place:
-        """A prompt that shares no prefix with another."""
+        """Hand in a prompt that shares no prefix with another."""
         draw = Random(number)
         record = RequestRecord(
             request=RequestId(str(number)),
@@ -181,7 +181,7 @@ def _idle(wall_s: float, busy_s: float) -> Line:
 
 
 class _Switch:
-    """Fulfils `Runner` by one of several over the same memory."""
+    """A runner that passes steps to one of several over the same memory. Fulfils `Runner`."""
 
     def __init__(self, kv: KVTensors, now: Runner) -> None:
         self.kv = kv
@@ -192,7 +192,7 @@ class _Switch:
 
 
 def _see(commands: Sequence[Command]) -> None:
-    """What a router would hear. Raises RuntimeError for a request that is over, or never begins."""
+    """Read what a router would hear. Raises RuntimeError for a request that has ended, or never begins."""
     for command in commands:
         if isinstance(command, Tell) and isinstance(command.record, Ended | Refused):
             raise RuntimeError(f"a request has ended before the benchmark did: {command.record}")

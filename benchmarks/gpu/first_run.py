@@ -38,7 +38,7 @@ TUNED_KEYS = "128/4/64"
 """Head size, group and block of the keys that are tuned: those of the goals."""
 VERSIONS_S = 60.0
 SLOWER = 4.0
-"""How much longer a dry run may take."""
+"""How many times longer a dry run may take."""
 PIPE_S, KILL_S = 5.0, 10.0
 _SUBREAPER = 36
 
@@ -47,7 +47,7 @@ Command = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`out` gets the results; `measured` is the table that `tuned` stages run with."""
+    """One run of the command. `out` gets the results; `measured` is the table that `tuned` stages run with."""
 
     out: Path
     measured: Path
@@ -64,7 +64,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
-    """`commands` run one after the other; if `is_tuned`, in a copy of the project with the measured table in place."""
+    """One stage. `commands` run one after the other; if `is_tuned`, in a copy of the project with the measured table in
+    place."""
 
     limit_s: float
     commands: Callable[[Run], list[Command]]
@@ -117,7 +118,7 @@ STAGES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1 where a stage failed, 2 without a GPU."""
+    """Run all stages. Returns 1 where a stage failed, 2 without a GPU."""
     options = _parser().parse_args(arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ def _versions(here: Mapping[str, str]) -> dict[str, Any]:
 def _run(
     stage: RunStage, run: Run, limit_s: float, scratch: Path, here: Mapping[str, str], log: BinaryIO
 ) -> str:
-    """Why the stage failed, or nothing. All of its commands are run, whatever became of those before."""
+    """Run all commands of a stage, whatever became of those before. Returns why the stage failed, or nothing."""
     folder = ROOT
     if stage.is_tuned:
         if not run.measured.exists():
@@ -230,7 +231,7 @@ def _ended(
 
 
 def _copy_with(run: Run, folder: Path) -> None:
-    """The project as it is here, with the measured table in place."""
+    """Copy the project as it is here, with the measured table in place."""
     shutil.rmtree(folder, ignore_errors=True)
     hidden = shutil.ignore_patterns(".*", "__pycache__", WHEELS)
     shutil.copytree(ROOT, folder, ignore=hidden)
@@ -244,13 +245,13 @@ def _copy_with(run: Run, folder: Path) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Parts of a benchmark lead sessions of their own: those whose parent was killed become children of this process,
-    which ends them."""
+    """Become the parent of processes whose own was killed: parts of a benchmark lead sessions of their own, and this
+    process ends them."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_all() -> None:
-    """All processes below this one, but for such as the driver does not let go."""
+    """End all processes below this one, but for such as the driver does not let go."""
     deadline_s = time.monotonic() + KILL_S
     while (left := descendants()) and time.monotonic() < deadline_s:
         for pid in left:

@@ -1,4 +1,4 @@
-"""What each stage had to reach, K0 to K8, T1, E1 and E2, beside what bounds it on this card, and whether it did.
+"""The goal of each stage, K0 to K8, T1, E1 and E2, beside what bounds it on this card, and whether it was reached.
 
 Bounds are not looked up but measured in the same run: what the card reads and copies, and how fast it multiplies
 matrices (the part `copy_rate`). What bandwidth bounds is judged as a share of those, so a goal asks as much of one card
@@ -14,16 +14,16 @@ from benchmarks.gpu.card import Line
 ENGINE_STEP = "batch 64, recorded"
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
 Found = tuple[str, float, float]
-"""Of which case; what was measured, and what it could be at best."""
+"""The case; what was measured, and what it could be at best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the card, as measured."""
+    """The card's rates, as measured."""
 
     read_tb_per_s: float
     copy_tb_per_s: float
-    """Read and written bytes both counted."""
+    """Terabytes per second of a copy, read and written bytes both counted."""
     matmul_tflop_per_s: float
 
     def read_us(self, nbytes: float) -> float:
@@ -32,7 +32,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`needed` is the least, or with `at_most` the most, that `found` may say of the lines of `part`."""
+    """One goal. `needed` is the least, or with `at_most` the most, that `found` may say of the lines of `part`."""
 
     name: str
     part: str
@@ -146,8 +146,8 @@ GOALS = (
 
 
 def judged(results: Results) -> list[Line]:
-    """A line for each goal and case: what was asked, measured, and possible. Without figures, or without the rates that
-    they are held against, it says so."""
+    """Return a line for each goal and case: what was asked, measured, and possible. Without figures, or without the
+    rates that they are held against, it says so."""
     rates = _rates(results)
     lines: list[Line] = []
     for goal in GOALS:

@@ -18,7 +18,7 @@ from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.stages import how_it_ended
 
 START_S = 60.0
-"""Beside a task's own limit, for a process that imports torch and opens the card."""
+"""How long a process may take to import torch and open the card, beside a task's own limit."""
 
 Measure = Callable[[Card, Any], Line]
 
@@ -34,7 +34,7 @@ class Refusal(Failure):
 def each(
     tasks: Sequence[Any], measure: Measure, card: Card, limit_s: float
 ) -> Iterator[tuple[Any, Line | Failure]]:
-    """Every task with what `measure`, a function of a module, says of it on `card`, in the order of `tasks`. The
+    """Yield every task with what `measure`, a function of a module, says of it on `card`, in the order of `tasks`. The
     process, and all it holds, ends with this iterator. `limit_s`: how long a task may take."""
     worker: _Worker | None = None
     try:
@@ -51,7 +51,7 @@ def each(
 
 
 class _Worker:
-    """The process under way. `is_over`: it answers nothing more."""
+    """The process that runs the tasks. `is_over`: it answers nothing more."""
 
     def __init__(self, measure: Measure, card: Card) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,7 +91,7 @@ def _opener(card: Card) -> Callable[[], Card]:
 
 
 class _Reopened:
-    """The same card in another process: a timer's buffers are its process's own."""
+    """Opens the same card in another process: a timer's buffers are its process's own."""
 
     def __init__(self, card: Card) -> None:
         self._sizes = card.sizes

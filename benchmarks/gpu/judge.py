@@ -1,4 +1,4 @@
-"""Whether tokens of a 16-bit GPU are those of the same model on the CPU.
+"""Judges whether tokens of a 16-bit GPU are those of the same model on the CPU.
 
 **What counts as right.** A 16-bit computation is off by something at every logit. How much a plain one is off on these
 very tokens is measured in the same run: the same weights on the CPU's backend, in 16 bits against 32, at the sixteen
@@ -28,8 +28,8 @@ PLAIN_TOKENS = 600
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """By how much tokens stay behind the exact model's best ones, `[positions]`: those of the answer, those that the
-    exact model takes with a block lost, and those that the plain one takes (of a short prompt, else none)."""
+    """How far tokens stay behind the exact model's best ones, `[positions]`: those of the answer, those that the exact
+    model takes with a block lost, and those that the plain one takes (of a short prompt, else none)."""
 
     answer: Tensor
     lost: Tensor
@@ -37,14 +37,15 @@ class _Seen:
 
 
 class Judge:
-    """`exact` and `plain` are one model, prepared in 32 bits and as the GPU computes."""
+    """Compares answers with two models. `exact` and `plain` are one model, prepared in 32 bits and as the GPU computes.
+    """
 
     def __init__(self, exact: Path, plain: Path, context_tokens: int) -> None:
         self._exact = Reference(exact, context_tokens)
         self._plain = Reference(plain, context_tokens)
         self._known: dict[tuple[int, ...], _Seen] = {}
         self._error = 0.0
-        """The plain computation's largest so far: what is allowed only grows with what was seen."""
+        """The plain computation's largest error so far: what is allowed only grows with what was seen."""
 
     def verdict(self, answers: Sequence[Answer]) -> Line:
         """`right` is 1 if every token passes, and those chosen with a block lost would not all have. Tokens that are

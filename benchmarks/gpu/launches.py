@@ -20,7 +20,7 @@ ROWS = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 2 without a GPU."""
+    """Launch each once. Returns 2 without a GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--marked", action="store_true", help="between the calls that a profiler listens to")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, no GPU")

@@ -1,4 +1,5 @@
-"""Prefill attention (K7) and the copying of blocks (K6) with the device to itself; beside a step: `overlap`."""
+"""Measures prefill attention (K7) and the copying of blocks (K6) with the device to itself; beside a step: `overlap`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,8 +19,8 @@ from kernels.prefill_attention import plan_prefill, prefill_attention, rows_per_
 
 
 def prefill(card: Card) -> Iterator[Line]:
-    """K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention, in the kernel
-    that it chooses and in cuDNN's."""
+    """Measure K7: one causal prompt, and a chunk of 2048 at the end of it; beside torch's own causal attention, in the
+    kernel that it chooses and in cuDNN's."""
     size = card.sizes
     lengths = size.tokens(4096), size.tokens(16384)
     for length in lengths:
@@ -52,8 +53,8 @@ def _prefill_s(card: Card, count: int, length: int) -> float:
 def prefill_step(
     card: Card, q: Tensor, pool: KVPool, length: int, table: Sequence[int], config: KernelConfig | None = None
 ) -> Callable[[], Tensor]:
-    """What attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the same memory.
-    `config`: by default the table's."""
+    """Return a function that attends with `q` `[count, heads, head_dim]`, the last rows of one context; always into the
+    same memory. `config`: by default the table's."""
     size = card.sizes
     group = size.heads // size.kv_heads
     dtype = str(pool.payload.dtype).removeprefix("torch.")
@@ -73,7 +74,7 @@ def _torch(card: Card, length: int) -> Callable[[], Tensor]:
 
 
 def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) -> Line:
-    """Operations of the pairs that a causal mask leaves: 4 x head_dim each."""
+    """Make a line. It counts operations of the pairs that a causal mask leaves: 4 x head_dim each."""
     pairs = count * (length - count) + count * (count + 1) / 2
     operations = 4 * card.sizes.head_dim * card.sizes.heads * pairs
     rate = operations / taken / 1e12
@@ -82,12 +83,12 @@ def _prefill_line(card: Card, what: str, count: int, length: int, taken: float) 
 
 
 PROGRAMS_PER_SM = 4
-"""Of the copy kernel's that fit, by their registers and shared memory (`tests/kernels/contract`)."""
+"""Programs of the copy kernel that fit, by their registers and shared memory (`tests/kernels/contract`)."""
 
 
 def copies(card: Card) -> Iterator[Line]:
-    """K6: scattered blocks of 16 tokens into a row of them and back, on as many programs as a worker's copies have and
-    on as many as the card holds, with and without digests."""
+    """Measure K6: scattered blocks of 16 tokens into a row of them and back, on as many programs as a worker's copies
+    have and on as many as the card holds, with and without digests."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     block_bytes = size.kv_heads * shape.words * 8

@@ -1,4 +1,4 @@
-"""What copies of KV blocks cost the decode step that they run beside (K6).
+"""Measures what copies of KV blocks cost the decode step that they run beside (K6).
 
 **The step**: attention and matrix products of an 8B's layers at E1's batch, recorded as one graph. **The copies**:
 pieces of 32 scattered blocks, digested on the way, on a worker's grid and on a stream of their own; each is followed by
@@ -30,13 +30,13 @@ from kernels.pool import KVPool
 RATES = (200e9, 400e9)
 CONTEXT, BLOCK = 1536, 64
 LAYERS = 8
-"""That there is memory for; a step goes through it as often as the model has layers."""
+"""Layers that there is memory for; a step goes through them as often as the model has layers."""
 INTERMEDIATE = 14336
 PIECE_BLOCKS, PIECES = 32, 4
 STEPS = 10
 TRIES = 6
 CLOSE = 0.05
-"""How far off the wanted rate may be."""
+"""How far off the wanted rate a run may be."""
 CYCLES = 5_000_000
 
 Work = Callable[[], object]
@@ -44,7 +44,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class StepAndCopies:
-    """How long a step takes alone and beside copies, and from one piece to the next meanwhile."""
+    """Seconds of a step alone, of a step beside copies, and from one piece of copies to the next meanwhile."""
 
     alone_s: float
     beside_s: float
@@ -53,14 +53,14 @@ class StepAndCopies:
 
 class Overlap(Protocol):
     def alone_s(self) -> float:
-        """How long a step takes."""
+        """Time a step."""
 
     def beside(self, pause_s: float) -> tuple[float, float]:
-        """How long it takes beside copies with such pauses, and from one piece to the next meanwhile."""
+        """Time a step beside copies with such pauses, and from one piece to the next meanwhile."""
 
 
 def beside(card: Card) -> Iterator[Line]:
-    """A line for each rate; `gb_per_s` is what was reached."""
+    """Return a line for each rate; `gb_per_s` is what was reached."""
     step, step_bytes = decode_step(card)
     copies, piece_bytes = pieces(card)
     kind = DryOverlap if card.device.type == "cpu" else CudaOverlap
@@ -80,7 +80,7 @@ def beside(card: Card) -> Iterator[Line]:
 
 
 def held_to(overlap: Overlap, period_s: float, rounds: int) -> StepAndCopies:
-    """Medians of `rounds`, with a piece every `period_s` or, where copies are slower, as often as they can."""
+    """Return medians of `rounds`, with a piece every `period_s` or, where copies are slower, as often as they can."""
     pause_s = period_s
     for _ in range(TRIES):
         _, seen_s = overlap.beside(pause_s)
@@ -93,8 +93,8 @@ def held_to(overlap: Overlap, period_s: float, rounds: int) -> StepAndCopies:
 
 
 def decode_step(card: Card) -> tuple[Work, int]:
-    """A step's attention and products, and how many bytes it reads. The products' results go nowhere: what counts is
-    what is read."""
+    """Build a step's attention and products; also returns how many bytes it reads. The products' results go nowhere:
+    what counts is what is read."""
     size = card.sizes
     layers = min(LAYERS, size.layers)
     batch, length = 2 * size.batch, size.tokens(CONTEXT)
@@ -130,7 +130,7 @@ def decode_step(card: Card) -> tuple[Work, int]:
 
 
 def pieces(card: Card) -> tuple[list[Work], int]:
-    """Copies of different blocks, and how many bytes each of them reads and writes."""
+    """Build copies of different blocks; also returns how many bytes each of them reads and writes."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     each = size.tokens(PIECE_BLOCKS)
@@ -179,8 +179,8 @@ class CudaOverlap:
         raise RuntimeError("the copies were over before the steps")
 
     def _together(self, graph: torch.cuda.CUDAGraph, turns: int) -> tuple[float, float, list[float]] | None:
-        """When the steps began and ended, and when each turn of copies ended, all in seconds since one moment; None if
-        the copies ended first."""
+        """Return when the steps began and ended, and when each turn of copies ended, all in seconds since one moment;
+        None if the copies ended first."""
         zero, began, ended, *turned = (torch.cuda.Event(enable_timing=True) for _ in range(3 + turns))
         torch.cuda.synchronize()
         zero.record(self._main)
@@ -210,7 +210,7 @@ class CudaOverlap:
         return self._paced[cycles]
 
     def _took_s(self, work: Work) -> float:
-        """After it has been done once, which raises the clock."""
+        """Time it after it has been done once, which raises the clock."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         work()
         began.record()
@@ -232,7 +232,7 @@ def _recorded(works: Sequence[Work]) -> torch.cuda.CUDAGraph:
 
 
 class DryOverlap:
-    """One after the other."""
+    """Runs steps and copies one after the other."""
 
     def __init__(self, device: torch.device, step: Work, copies: Sequence[Work]) -> None:
         self._step = step

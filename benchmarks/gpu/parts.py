@@ -1,4 +1,4 @@
-"""What the one command consists of, in order, and how much of its eight minutes each part may take."""
+"""The parts of the one command, in order, and how much of its eight minutes each may take."""
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -8,8 +8,8 @@ from benchmarks.gpu.card import Card, Line
 
 
 class Part(NamedTuple):
-    """`target` (`module:function`) takes the card and gives lines. It is imported when it runs, so that a package which
-    only one part needs is missed by that one alone."""
+    """One part. `target` (`module:function`) takes the card and gives lines. It is imported when it runs, so that a
+    package which only one part needs is missed by that one alone."""
 
     target: str
     budget_s: float
@@ -43,7 +43,8 @@ LIMIT_S = 465.0
 
 
 def within(names: Sequence[str], limit_s: float) -> dict[str, Part]:
-    """These parts, in the order of the table; together they have all of `limit_s`, each in proportion to its budget."""
+    """Return these parts, in the order of the table; together they have all of `limit_s`, each in proportion to its
+    budget."""
     asked_s = sum(PARTS[name].budget_s for name in names)
     return {
         name: part._replace(budget_s=part.budget_s * limit_s / asked_s)

@@ -31,7 +31,8 @@ Run = Callable[[], Tensor]
 
 
 def flash_attention(package: str, block: int, table_argument: str, step: Step) -> Run:
-    """Versions 2 and 3 differ in their package, the blocks that they take, and the name of an argument."""
+    """Attend with FlashAttention. Versions 2 and 3 differ in their package, the blocks that they take, and the name of
+    an argument."""
     attend = import_module(package).flash_attn_with_kvcache
     k, v, table = step.paged(block)
     q = step.q.unflatten(0, (len(step.lengths), step.count))
@@ -56,7 +57,7 @@ def flashinfer(step: Step) -> Run:
 
 
 def flashinfer_cascade(step: Step) -> Run:
-    """The shared prefix as one level, what follows it as another."""
+    """Attend with the shared prefix as one level, what follows it as another."""
     package = import_module("flashinfer")
     pool, sizes = _own_order(step)
     shared = step.prefix_tokens // BLOCK
@@ -124,11 +125,11 @@ PEERS: Peers = {
     "vllm, triton": vllm_triton,
 }
 CASCADES: Peers = {"flashinfer, cascade": flashinfer_cascade}
-"""Those that read a shared prefix once."""
+"""Peers that read a shared prefix once."""
 
 
 def peers(card: Card) -> Iterator[Line]:
-    """Each of them at each of the steps it is for."""
+    """Measure each of them at each of the steps it is for."""
     size = card.sizes
     long = size.tokens(64 * 1024)
     for name, lengths in (
@@ -152,7 +153,7 @@ def peers(card: Card) -> Iterator[Line]:
 def _step(
     card: Card, lengths: list[int], *, count: int = 1, prefix_tokens: int = 0
 ) -> tuple[KVPool, Step]:
-    """A pool, and a step over it."""
+    """Make a pool, and a step over it."""
     size, shared = card.sizes, prefix_tokens // BLOCK
     need = [-(-length // BLOCK) - shared for length in lengths]
     order = list(range(sum(need) + shared))
@@ -188,7 +189,7 @@ def _lines(card: Card, name: str, step: Step, ours: Run, others: Peers) -> Itera
 
 
 def _own_order(step: Step) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Our blocks, each of keys and values for itself; heads, KV heads, size of a head and of a block."""
+    """Return our blocks, keys and values apart; heads, KV heads, size of a head and of a block."""
     k, v = step.k.contiguous(), step.v.contiguous()
     return (k, v), (step.q.shape[1], k.shape[1], step.q.shape[2], BLOCK)
 
@@ -198,7 +199,7 @@ def _room(step: Step) -> Tensor:
 
 
 def _one_of(*names: str) -> Any:
-    """The first of these modules that there is. Raises ImportError."""
+    """Import the first of these modules that there is. Raises ImportError."""
     for name in names[:-1]:
         try:
             return import_module(name)
@@ -208,6 +209,6 @@ def _one_of(*names: str) -> Any:
 
 
 def _first(answer: Any) -> Tensor:
-    """Some versions return log-sum-exps beside the answer."""
+    """Return the answer alone: some versions return log-sum-exps beside it."""
     found: Tensor = answer[0] if isinstance(answer, tuple) else answer
     return found

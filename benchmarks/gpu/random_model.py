@@ -22,11 +22,11 @@ from engine.model.llama import Llama
 from engine.storage.paged import TORCH_DTYPES
 
 GAIN = 1.25
-"""Of a product's spread over its input's. With it attention looks at some tens of keys: a lost block shows."""
+"""The ratio of a product's spread to its input's. With it attention looks at some tens of keys: a lost block shows."""
 
 
 def random_llama(card: Card) -> Llama:
-    """A model of an 8B's shape (of `card.sizes`), made where it is used."""
+    """Make a model of an 8B's shape (of `card.sizes`) where it is used."""
     size = card.sizes
     small = size.unit > 1
     shape = ModelConfig(
@@ -49,7 +49,8 @@ def random_llama(card: Card) -> Llama:
 
 
 def read_bytes(shape: ModelConfig) -> int:
-    """Of the weights that a decode step reads: all, but for an embedding that is no head, of which it reads rows."""
+    """Return the bytes of the weights that a decode step reads: all, but for an embedding that is no head, of which it
+    reads rows."""
     width = TORCH_DTYPES[shape.dtype].itemsize
     return sum(
         prod(weight.shape(shape)) * width
@@ -59,8 +60,8 @@ def read_bytes(shape: ModelConfig) -> int:
 
 
 def save_checkpoint(folder: Path, sizes: dict[str, int], seed: int) -> None:
-    """A Llama in bfloat16 as Hugging Face lays it out: config.json, model.safetensors, tokenizer.json. `sizes` by the
-    names of `config.json`. Two runs with one seed write the same bytes."""
+    """Write a Llama in bfloat16 as Hugging Face lays it out: config.json, model.safetensors, tokenizer.json. `sizes` by
+    the names of `config.json`. Two runs with one seed write the same bytes."""
     folder.mkdir(parents=True)
     raw: dict[str, Any] = {
         **sizes,
@@ -108,7 +109,7 @@ def reshard(folder: Path, shards: int, seed: int) -> None:
 
 
 def _weights(shape: ModelConfig) -> list[tuple[str, Weight, int]]:
-    """(name in the engine, weight, layer) of all that the model has."""
+    """Yield (name in the engine, weight, layer) of all that the model has."""
     family = FAMILIES[shape.family]
     once = [(weight.name, weight, 0) for weight in family.weights if weight.present(shape)]
     return once + [

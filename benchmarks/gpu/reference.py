@@ -1,4 +1,4 @@
-"""What the CPU's backend says of tokens that another backend has chosen.
+"""Scores tokens that another backend has chosen, by the logits of the CPU's.
 
 The model is led through each prompt and the answer that it was given, so one near-tie that fell the other way changes
 nothing about the positions behind it. At each position the chosen token is held against the CPU's logits.
@@ -42,15 +42,15 @@ class Reference:
         return self._model.config.vocab
 
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        """float32 `[len(answer), vocab]`: what was to be chosen from at each position of the answer."""
+        """Return float32 `[len(answer), vocab]`: what was to be chosen from at each position of the answer."""
         tokens, rows = [*prompt, *answer[:-1]], []
         for start in range(0, len(tokens), CHUNK):
             rows.append(self._rows(tokens, start, min(start + CHUNK, len(tokens))))
         return self._model.logits(torch.cat(rows)[len(prompt) - 1 :])
 
     def without_a_block(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        """The same, after `logits` of the same tokens, with zeros where the KV of the prompt's middle block was: what a
-        block that is lost in a migration makes of the answer."""
+        """Return the same, after `logits` of the same tokens, with zeros where the KV of the prompt's middle block was:
+        what a block that is lost in a migration makes of the answer."""
         lost = len(prompt) // BLOCK // 2
         self._kv.memory[lost] = 0
         tokens = [*prompt, *answer[:-1]]
@@ -69,6 +69,7 @@ class Reference:
 
 
 def gaps(logits: Tensor, chosen: Sequence[int]) -> Tensor:
-    """`[positions]`: by how much the chosen token's logit stays behind the best one's; 0 where it is the best."""
+    """Return `[positions]`: by how much the chosen token's logit stays behind the best one's; 0 where it is the best.
+    """
     taken = logits.gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
     return logits.max(1).values - taken

@@ -1,4 +1,5 @@
-"""Drawing a token for each row of a large batch (E2): 64 rows over a vocabulary of 128k, filters on and off."""
+"""Measures drawing a token for each row of a large batch (E2): 64 rows over a vocabulary of 128k, filters on and off.
+"""
 
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ WAYS = {
 
 
 def sampling(card: Card) -> Iterator[Line]:
-    """`bytes` are those of the logits, which have to be read once."""
+    """Measure every way. `bytes` are those of the logits, which have to be read once."""
     rows, vocab = 2 * card.sizes.batch, card.sizes.tokens(VOCAB)
     logits = torch.randn(rows, vocab, dtype=torch.float32, device=card.device).mul_(SPREAD)
     weights = torch.empty(rows, vocab, dtype=torch.float64, device=card.device)

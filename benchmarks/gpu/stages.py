@@ -26,15 +26,15 @@ from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.parts import Part
 
 LOG_LINES = 40
-"""How much of its output a part that failed is quoted with."""
+"""How many lines of its output a part that failed is quoted with."""
 PATIENCE_S = 5.0
-"""For a process that has said all to end by itself."""
+"""How long a process that has said all may take to end by itself."""
 _MIB = 1 << 20
 
 
 @dataclass(slots=True)
 class PartOutcome:
-    """Of one part. `failure` is empty where it came to its end; `lines` are those that it had by then."""
+    """How one part ended. `failure` is empty where it came to its end; `lines` are those that it had by then."""
 
     limit_s: float
     lines: list[Line] = field(default_factory=list)
@@ -50,7 +50,7 @@ def run(
     on_end: Callable[[str, PartOutcome], None],
 ) -> None:
     """Run all of `parts` in order. `open_card`, a function of a module, is called in each part's process; `on_line`
-    hears of lines as they come, `on_end` of a part that is over."""
+    hears of lines as they come, `on_end` of a part that has ended."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch", "triton"])
     deadline_s = time.monotonic()
@@ -87,7 +87,7 @@ def _hear(
     deadline_s: float,
     on_line: Callable[[Line], None],
 ) -> str:
-    """Take lines until the part has ended; why it did so too early, if so."""
+    """Take lines until the part has ended; returns why it ended too early, if it did."""
     while True:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not heard.poll(left_s):
@@ -104,7 +104,7 @@ def _hear(
 
 
 def _work(part: Part, open_card: Callable[[], Card], says: Connection, log: Path) -> None:
-    """The part's process: says lines, then None, or why it failed. What it prints goes to `log`."""
+    """Run the part in its process: send lines, then None, or why it failed. What it prints goes to `log`."""
     os.setsid()
     tempfile.tempdir = str(log.parent)
     # Workers may append to it too.
@@ -125,7 +125,7 @@ def _work(part: Part, open_card: Callable[[], Card], says: Connection, log: Path
 
 
 def _end(work: BaseProcess, patience_s: float) -> None:
-    """Its process, if it does not end by itself, and all that it has left in its group."""
+    """End the part's process, if it does not end by itself, and all that it has left in its group."""
     work.join(patience_s)
     with suppress(ProcessLookupError):
         os.killpg(work.pid or 0, signal.SIGKILL)
@@ -142,5 +142,5 @@ def _tail(log: Path) -> list[str]:
 
 
 def how_it_ended(code: int | None) -> str:
-    """A process's exit code in words."""
+    """Write a process's exit code in words."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"

@@ -13,9 +13,9 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`q` `[batch * count, heads, head_dim]`: the last `count` rows of each context, causal. Context i is the first
-    `lengths[i]` tokens that `tables[i]` names blocks of, `k`, `v` `[blocks, kv_heads, BLOCK, head_dim]`. The first
-    `prefix_tokens` of all contexts, whole blocks, are the same."""
+    """One step's inputs. `q` `[batch * count, heads, head_dim]`: the last `count` rows of each context, causal. Context
+    i is the first `lengths[i]` tokens that `tables[i]` names blocks of, `k`, `v` `[blocks, kv_heads, BLOCK, head_dim]`.
+    The first `prefix_tokens` of all contexts, whole blocks, are the same."""
 
     q: Tensor
     k: Tensor
@@ -33,19 +33,20 @@ class Step:
         return torch.tensor(numbers, dtype=torch.int32).to(self.q.device)
 
     def query_starts(self) -> Tensor:
-        """int32 `[batch + 1]`."""
+        """Return int32 `[batch + 1]`: where each context's rows of `q` begin."""
         return self.ints(range(0, len(self.q) + 1, self.count))
 
     def pages(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each table starts, int32 `[n + 1]`, all their blocks, and how many tokens the last of each holds."""
+        """Return where each table starts, int32 `[n + 1]`, all their blocks, and how many tokens the last of each
+        holds."""
         used = [table[: -(-length // BLOCK)] for table, length in zip(tables, lengths, strict=True)]
         last = [(length - 1) % BLOCK + 1 for length in lengths]
         starts = accumulate(map(len, used), initial=0)
         return self.ints(list(starts)), self.ints(list(chain.from_iterable(used))), self.ints(last)
 
     def paged(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[blocks, block, kv_heads, head_dim]` in shuffled order, and tables int32 `[batch, widest]`.
-        `block` is a multiple of BLOCK."""
+        """Return keys and values `[blocks, block, kv_heads, head_dim]` in shuffled order, and tables int32 `[batch,
+        widest]`. `block` is a multiple of BLOCK."""
         together = block // BLOCK
         padded = [[*table, *[table[0]] * (-len(table) % together)] for table in self.tables]
         order = torch.tensor(list(chain.from_iterable(padded)), device=self.q.device)

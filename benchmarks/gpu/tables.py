@@ -25,7 +25,7 @@ VERSIONS = ("python", "torch", "triton", "msgspec")
 
 
 def main() -> int:
-    """With `--check` nothing is written, and the status is 1 where the page is not up to date."""
+    """Write the page. With `--check` nothing is written, and the status is 1 where the page is not up to date."""
     parser = argparse.ArgumentParser(description="Writes measured figures into docs/gpu.md.")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     options = parser.parse_args()
@@ -40,8 +40,8 @@ def main() -> int:
 
 
 def written(page: str, told: Mapping[str, Any] | None) -> str:
-    """The page with the figures of a `gpu.json`, or with none. Raises ValueError for those of a dry run, and for a page
-    without a place for them."""
+    """Return the page with the figures of a `gpu.json`, or with none. Raises ValueError for those of a dry run, and for
+    a page without a place for them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

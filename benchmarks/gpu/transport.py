@@ -1,4 +1,4 @@
-"""KV blocks between two workers on one GPU, over `cuda_ipc` and `nccl`.
+"""Measures moving KV blocks between two workers on one GPU, over `cuda_ipc` and `nccl`.
 
 Two processes, each with a pool and the transfer thread of a worker; chunks of blocks are digested, moved and verified
 as in a handoff. Reported are the time from posting a receive to its verified end, the bytes per second in it, what a
@@ -46,7 +46,7 @@ SENDER, RECEIVER = Incarnation(1), Incarnation(2)
 MODEL = KVLayout(kv_heads=8, layers=32, block_size=16, head_dim=128, dtype="bfloat16")
 """2 MiB a block: an 8B model with grouped queries."""
 SMALL = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=8)
-"""Of a dry run."""
+"""The model of a dry run."""
 CHUNKS = (1, 8, 64)
 LIMIT_S = 60.0
 
@@ -62,7 +62,8 @@ Opener = Callable[[str, Any, Incarnation], Transport]
 
 
 def opened(kind: str, pool: Any, me: Incarnation) -> Transport:
-    """Of a kind of `WAYS`. The process's environment is NCCL's, so each way needs a process of its own."""
+    """Open a transport of a kind of `WAYS`. The process's environment is NCCL's, so each way needs a process of its
+    own."""
     name, nccl = WAYS[kind]
     os.environ.update(nccl_environment(nccl, f"{me}"))
     return open_transport(name, pool, me, TransferConfig(nccl=nccl))
@@ -93,7 +94,8 @@ class TransportWorker:
         self.mover.submit(Connect(peer, endpoint, self.agreement))
 
     def event(self, kind: type[MoverEvent], may_break: bool = False) -> Any:
-        """The next event of a kind. Raises RuntimeError if the way breaks and may not, queue.Empty after a while."""
+        """Return the next event of a kind. Raises RuntimeError if the way breaks and may not, queue.Empty after a
+        while."""
         while True:
             found = self.events.get(timeout=LIMIT_S)
             if isinstance(found, Unreachable) and not may_break:
@@ -112,7 +114,7 @@ def _move(seq: int, count: int) -> tuple[Handoff, tuple[BlockId, ...]]:
 
 
 def _send(pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: Any, opener: Opener) -> None:
-    """The sender's process: posts a chunk for each number that it is told."""
+    """Run the sender's process: post a chunk for each number that it is told."""
     worker = TransportWorker(kind, SENDER, layout, blocks, pool_of, opener)
     worker.pool.memory.random_(0, 256)
     pipe.send(msgspec.msgpack.encode(worker.transport.describe()))
@@ -173,7 +175,7 @@ class TransportBench:
         self.worker.mover.submit(PostRecv(SENDER, Move(name, 0, remote=remote), incoming))
 
     def seconds(self, count: int) -> float:
-        """From posting a receive of `count` blocks to its verified end."""
+        """Time a receive of `count` blocks from its posting to its verified end."""
         self.begin(count)
         received = self.worker.event(Received)
         if received.error:
@@ -196,7 +198,7 @@ class TransportBench:
         }
 
     def freed_after_kill_s(self, count: int) -> float:
-        """Kills the sender in the middle of a chunk, if it is quick enough: how long its receive lives on."""
+        """Kill the sender in the middle of a chunk, if that is quick enough; returns how long its receive lives on."""
         self.begin(count)
         self.sender.kill()
         self.sender.join()
@@ -213,7 +215,7 @@ class TransportBench:
 
 
 def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
-    """All lines of one transport. Raises RuntimeError where a transfer fails."""
+    """Return all lines of one transport. Raises RuntimeError where a transfer fails."""
     began_s = time.monotonic()
     bench = TransportBench(kind, **options)
     try:
@@ -231,8 +233,8 @@ def measure(kind: str, rounds: int, **options: Any) -> list[Line]:
 
 
 def transport(card: Card) -> Iterator[Line]:
-    """As a part of `benchmarks.gpu`: every way, each in processes of its own. Where one of NCCL does not work, which
-    depends on its version, a line says so; where `cuda_ipc` does not, this raises."""
+    """Run as a part of `benchmarks.gpu`: every way, each in processes of its own. Where one of NCCL does not work,
+    which depends on its version, a line says so; where `cuda_ipc` does not, this raises."""
     if card.device.type == "cpu":
         yield from measure("shm", card.sizes.rounds, layout=SMALL, pool_of=PagedKV, opener=by_name)
         return

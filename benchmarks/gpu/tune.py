@@ -1,4 +1,4 @@
-"""Which tile, warps and stages are fastest on this card: python3 -m benchmarks.gpu.tune --out DIR
+"""Finds the tile, warps and stages that are fastest on this card: python3 -m benchmarks.gpu.tune --out DIR
 
 Writes `measured.json`, after each entry that it has measured. Copied to `kernels/measured.json`, its entries take the
 place of those that were chosen by the compiler's counts, on cards of the same compute capability
@@ -22,8 +22,8 @@ from kernels.configs import DRY_RUN, MEASURED, ConfigKey
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1 where a kernel gives another answer than with its present entry, breaks its process, or cannot be timed
-    as it is; 2 without a GPU, or where no key is as asked."""
+    """Measure all entries. Returns 1 where a kernel gives another answer than with its present entry, breaks its
+    process, or cannot be timed as it is; 2 without a GPU, or where no key is as asked."""
     options = _parser().parse_args(arguments)
     if options.dry_run:
         card, gpu = dry_card(), DRY_RUN
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _known(path: Path, told: dict[str, str]) -> dict[tuple[str | int | float, ...], Line]:
-    """Entries of an earlier run of the same card and compiler, for other keys: they stay."""
+    """Return the entries of an earlier run of the same card and compiler, for other keys: they stay."""
     if not path.exists():
         return {}
     before = json.loads(path.read_text(encoding="utf-8"))

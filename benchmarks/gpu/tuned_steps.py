@@ -20,7 +20,8 @@ Step = Callable[[KernelConfig], Callable[[], Tensor]]
 
 
 def step_of(card: Card, key: ConfigKey) -> Step:
-    """What an entry of the table is for, at the shapes of `card`; it takes a configuration and gives the launch."""
+    """Return the work of an entry of the table, at the shapes of `card`: a function that takes a configuration and
+    returns the launch."""
     if key.kernel == "copy_blocks":
         return _copy_step(card)
     if card.sizes.unit == 1:
@@ -37,7 +38,7 @@ def _pool(card: Card, key: ConfigKey, blocks: int) -> KVPool:
 
 
 def _decode(card: Card, key: ConfigKey) -> Step:
-    """K1's batch; with shared prefixes K5's."""
+    """Make the step of K1's batch; with shared prefixes K5's."""
     size, block = card.sizes, key.block_size
     is_shared = key.kernel == "decode_shared"
     prefix = (size.tokens(8192) // block * block or block) if is_shared else 0
@@ -58,7 +59,7 @@ def _decode(card: Card, key: ConfigKey) -> Step:
 
 
 def _prefill(card: Card, key: ConfigKey) -> Step:
-    """K7's prompt of 4k."""
+    """Make the step of K7's prompt of 4k."""
     size = card.sizes
     length = size.tokens(4096)
     order = list(range(-(-length // key.block_size)))
@@ -69,7 +70,7 @@ def _prefill(card: Card, key: ConfigKey) -> Step:
 
 
 def _copy_step(card: Card) -> Step:
-    """K6's packing with digests, on a worker's grid."""
+    """Make the step of K6's packing with digests, on a worker's grid."""
     size = card.sizes
     shape = BlockShape(size.layers, 16, size.head_dim * card.dtype.itemsize)
     count = max(4, size.tokens(size.tokens(1 << 29)) // (size.kv_heads * shape.words * 8))

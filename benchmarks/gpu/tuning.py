@@ -24,19 +24,19 @@ from kernels.configs import TABLE, ConfigKey, KernelConfig
 Task = tuple[ConfigKey, KernelConfig]
 KERNELS = ("decode", "decode_shared", "prefill", "copy_blocks")
 APART = 0.05
-"""Answers that differ by the order of addition are closer than this, of values up to 1."""
+"""The largest difference between answers that differ by the order of addition, of values up to 1."""
 GAIN = 0.99
-"""An entry is replaced by what takes less than this share of its time."""
+"""An entry is replaced by a configuration that takes less than this share of its time."""
 CANDIDATE_S = 20.0
-"""How long one may take to be timed, compilation included where it was not compiled ahead."""
+"""How long a candidate may take to be timed, compilation included where it was not compiled ahead."""
 IN_DRY_RUN = 2
 """Candidates, and one entry of each kernel."""
 
 
 @dataclass(slots=True)
 class Tuned:
-    """Of one entry. `line` is None where the present configuration could not be timed; `wrong` and `broken` say which
-    candidates gave another answer, and which broke their process."""
+    """The result for one entry. `line` is None where the present configuration could not be timed; `wrong` and `broken`
+    say which candidates gave another answer, and which broke their process."""
 
     key: ConfigKey
     line: Line | None = None
@@ -49,8 +49,8 @@ def key_name(key: ConfigKey) -> str:
 
 
 def keys_for(card: Card, patterns: Sequence[str]) -> list[ConfigKey]:
-    """The table's keys of this card's architecture that are tuned. A pattern is words, as in a shell, each of which
-    fits a word of the key's name; without patterns all are taken."""
+    """Return the table's keys of this card's architecture that are tuned. A pattern is words, as in a shell, each of
+    which fits a word of the key's name; without patterns all are taken."""
     found = [key for kernel in KERNELS for key in TABLE if key.kernel == kernel and key.arch == card.arch]
     if card.sizes.unit > 1:
         found = [next(key for key in found if key.kernel == kernel) for kernel in KERNELS]
@@ -63,8 +63,8 @@ def _fits(key: ConfigKey, pattern: str) -> bool:
 
 
 def candidates(key: ConfigKey) -> list[KernelConfig]:
-    """What may be faster than the table's entry, which is not among them. In no order, so that those for which no time
-    is left are not all of a kind."""
+    """Return what may be faster than the table's entry, which is not among them. In no order, so that those for which
+    no time is left are not all of a kind."""
     present = replace(TABLE[key], origin="contract")
     tiles = [512, 1024, 2048] if key.kernel == "copy_blocks" else [32, 64, 128]
     rows = [64, 128] if key.kernel == "prefill" else [present.rows]
@@ -76,8 +76,8 @@ def candidates(key: ConfigKey) -> list[KernelConfig]:
 def tuned(
     card: Card, keys: Sequence[ConfigKey], seconds: float, measure: isolated.Measure | None = None
 ) -> Iterator[Tuned]:
-    """One entry after the other, each within its share of the time that is left, until none is. While one is timed, the
-    candidates of the next are compiled. `measure`: by default a `CandidateTimer`."""
+    """Tune one entry after the other, each within its share of the time that is left, until none is. While one is
+    timed, the candidates of the next are compiled. `measure`: by default a `CandidateTimer`."""
     deadline_s = time.monotonic() + seconds
     pool = CompilePool(target_of(card))
     asked = _ask(card, pool, keys[:1])
@@ -100,7 +100,7 @@ def _ask(card: Card, pool: CompilePool, keys: Sequence[ConfigKey]) -> dict[Confi
 
 
 def _fitting(answers: Answers, until_s: float) -> list[KernelConfig]:
-    """Those that were not refused, or of which nothing is known when half of the time is over."""
+    """Return those that were not refused, or of which nothing is known when half of the time has passed."""
     compiling_until_s = (time.monotonic() + until_s) / 2
     found = []
     for config, answer in answers.items():
@@ -119,7 +119,7 @@ def _fitting(answers: Answers, until_s: float) -> list[KernelConfig]:
 def _tune(
     card: Card, key: ConfigKey, some: Sequence[KernelConfig], until_s: float, measure: isolated.Measure
 ) -> Tuned:
-    """`some` begin with the present configuration; without its time, those of others say nothing."""
+    """Time some configurations, the present one first; without its time, those of others say nothing."""
     found, present = Tuned(key), TABLE[key]
     taken_us: dict[KernelConfig, float] = {}
     for (_, config), told in isolated.each([(key, config) for config in some], measure, card, CANDIDATE_S):
@@ -143,8 +143,8 @@ def _tune(
 
 
 class CandidateTimer:
-    """In a process of its own: how long the step of a key takes with a configuration, and how far its answer is from
-    that of the present one. What the step reads is made once for all configurations of a key."""
+    """Times candidates in a process of its own: how long the step of a key takes with a configuration, and how far its
+    answer is from that of the present one. What the step reads is made once for all configurations of a key."""
 
     def __init__(self) -> None:
         self._key: ConfigKey | None = None

@@ -1,4 +1,4 @@
-"""What a machine has of what the GPU's path stands on, as JSON: `python3 -m benchmarks.gpu.versions`
+"""Lists what a machine has of what the GPU's path stands on, as JSON: `python3 -m benchmarks.gpu.versions`
 
 Status 2 where torch sees no GPU. A question without an answer is told with the reason, and costs no other.
 """
@@ -21,7 +21,7 @@ PACKAGES = (
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "flash-attn", "flashinfer-python", "vllm",
     "xxhash", "protobuf", "prometheus-client", "safetensors", "pytest", "hypothesis", "gguf",
 )  # fmt: skip
-"""Beside those of `cluster.bench.environment`."""
+"""Packages that are listed beside those of `cluster.bench.environment`."""
 TOOLS = ("nvidia-smi", "ncu", "cc", "git", "python")
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -59,7 +59,7 @@ def _smi() -> list[str]:
 
 
 def _driver() -> int:
-    """The CUDA version that the driver speaks, as 13000."""
+    """Return the CUDA version that the driver speaks, as 13000."""
     found = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
     return found.value

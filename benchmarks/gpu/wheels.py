@@ -35,11 +35,11 @@ PACKAGES = {
     "typing-extensions": "typing_extensions",
     "xxhash": "xxhash",
 }
-"""What `benchmarks.gpu` and `tests/gpu` import beside torch, Triton, numpy and CuPy, which are too large to bring, and
-what these packages import themselves; each with a module that shows whether it works."""
+"""Packages that `benchmarks.gpu` and `tests/gpu` import beside torch, Triton, numpy and CuPy, which are too large to
+bring, and what these packages import themselves; each with a module that shows whether it works."""
 IMPORT_S = 60.0
 MINOR = sys.version_info.minor
-"""Of this Python 3."""
+"""The minor version of this Python 3."""
 
 
 class Wheel(NamedTuple):
@@ -51,7 +51,7 @@ class Wheel(NamedTuple):
     platform: str
 
     def fits(self) -> bool:
-        """Whether it is for this interpreter and this kind of machine."""
+        """Say whether the wheel is for this interpreter and this kind of machine."""
         exact = self.abi == f"cp3{MINOR}" == self.python
         stable = self.abi == "abi3" and any(
             int(tag[3:]) <= MINOR for tag in self.python.split(".") if re.fullmatch(r"cp3\d+", tag)
@@ -62,7 +62,7 @@ class Wheel(NamedTuple):
 
 
 def parsed(path: Path) -> Wheel:
-    """Raises ValueError for a file whose name is none of a wheel."""
+    """Split a wheel's file name. Raises ValueError for a file whose name is none of a wheel."""
     parts = path.name.removesuffix(".whl").split("-")
     if not path.name.endswith(".whl") or len(parts) not in (5, 6):
         raise ValueError(f"{path} is no wheel")
@@ -74,7 +74,7 @@ def normal(name: str) -> str:
 
 
 def least_versions() -> dict[str, str]:
-    """Of the packages that the project names, by `pyproject.toml`."""
+    """Return the least versions of the packages that the project names, by `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     found = (re.match(r"([\w.-]+)>=([\d.]+)", line) for line in asked)
@@ -83,7 +83,7 @@ def least_versions() -> dict[str, str]:
 
 def unpack(wheels: Iterable[Path], folder: Path) -> dict[str, str]:
     """Put into `folder` those of `wheels` that this machine lacks or has too old, and that can be imported from there.
-    What became of each package, by name."""
+    Returns what became of each package, by name."""
     least = least_versions()
     told: dict[str, str] = {}
     fresh: list[Wheel] = []
@@ -113,7 +113,7 @@ def _installed(name: str) -> str:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """Of a version, as far as it is numbers."""
+    """Return the numbers that a version begins with."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0])))
 
 
@@ -140,6 +140,6 @@ def _remove(wheel: Wheel, folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's, for one that finds packages in `folder` first."""
+    """Return this process's environment, changed for one that finds packages in `folder` first."""
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in (str(folder), known) if part)}

@@ -40,12 +40,12 @@ QUIET_S = 5.0
 STOP_S = 3.0
 DEATH_S = 1.0
 LOOK_S = 0.2
-"""How often it is seen whether a worker lives."""
+"""How often it is checked that a worker lives."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one prompt; `heard_s` of each token, since the request was sent."""
+    """The answer to one prompt; `heard_s` of each token, since the request was sent."""
 
     prompt: list[int]
     began_s: float
@@ -55,7 +55,7 @@ class Answer:
 
 
 class _Stream:
-    """Frames of one worker, whose records go into the one queue; the queue hears None at the end."""
+    """Reads frames of one worker, whose records go into the one queue; the queue hears None at the end."""
 
     def __init__(self, put: Callable[[Record | None], None]) -> None:
         self._put = put
@@ -69,7 +69,7 @@ class _Stream:
 
 
 class WorkerPair:
-    """Both workers, up and connected to. All of it raises RuntimeError, with the reason, where a worker has died or
+    """Both workers, up and connected to. Every method raises RuntimeError, with the reason, where a worker has died or
     does not answer."""
 
     def __init__(self, children: Sequence[Child], rpc: RpcLoop) -> None:
@@ -87,7 +87,7 @@ class WorkerPair:
             pass
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
-        """Greedy answers of `max_tokens` tokens each, to all of the prompts at once."""
+        """Return greedy answers of `max_tokens` tokens each, to all of the prompts at once."""
         answers: dict[RequestId, Answer] = {}
         assert self._say is not None
         for prompt in prompts:
@@ -120,7 +120,7 @@ class WorkerPair:
         return list(answers.values())
 
     def wait_quiet(self) -> dict[str, Load]:
-        """Each worker's report once nobody holds a block of it. Raises RuntimeError too if blocks stay held."""
+        """Return each worker's report once nobody holds a block of it. Raises RuntimeError too if blocks stay held."""
 
         def is_quiet() -> bool:
             return all(
@@ -151,7 +151,8 @@ class WorkerPair:
                 raise RuntimeError(f"the process of {child.spec.name} has died: {reason}")
 
     def _fail(self, why: str) -> NoReturn:
-        """Raises RuntimeError, with what the death of a worker, if that is seen in a moment, says better than `why`."""
+        """Raise RuntimeError, with the death of a worker, if that is seen in a moment, as a better reason than `why`.
+        """
         for _ in range(round(DEATH_S / LOOK_S)):
             self._look()
             time.sleep(LOOK_S)
@@ -160,7 +161,7 @@ class WorkerPair:
     def _records(
         self, done: Callable[[], bool], why: str, limit_s: float = ANSWER_S
     ) -> Iterator[Record]:
-        """What is said, until `done`; reports are kept up to date. Raises RuntimeError(`why`) after `limit_s`."""
+        """Yield what is said, until `done`; reports are kept up to date. Raises RuntimeError(`why`) after `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > deadline_s:
@@ -190,7 +191,7 @@ class WorkerPair:
 
 @contextmanager
 def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator[WorkerPair]:
-    """Both processes, for as long as it lasts; then both are stopped, whatever happened. What they say goes to `log`.
+    """Run both processes inside this block; then both are stopped, whatever happened. What they say goes to `log`.
     Raises RuntimeError where one does not start, and cluster's LaunchError where one outlives its stop."""
     launcher, rpc = ProcessLauncher(), RpcLoop("front")
     children: list[Child] = []
@@ -210,7 +211,7 @@ def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator
 
 @contextmanager
 def _errors_to(log: Path) -> Iterator[None]:
-    """Processes that are started meanwhile have it as their standard error."""
+    """Make a file the standard error of processes that are started meanwhile."""
     before = os.dup(2)
     try:
         with log.open("ab") as file:

@@ -29,7 +29,7 @@ CUSTOM = Preset(
 
 
 def main(argv: list[str]) -> int:
-    """Run the load that `argv` describes. 0: all requests ended well; 1: some failed; 2: wrong usage.
+    """Run the load that `argv` describes. Returns 0 if all requests ended well, 1 if some failed, 2 for wrong usage.
 
     Raises ConfigError, and LaunchError where the cluster of that name does not serve the target.
     """
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> LoadPlan:
-    """Preset or default, with the flags that were given on top. Raises `ValueError`."""
+    """Combine the preset, or the defaults, with the flags that were given. Raises `ValueError`."""
     base = PRESETS.get(options.preset, CUSTOM)
     workload = msgspec.structs.replace(base.workload, **_workload_flags(options, base))
     workload.check()

@@ -49,7 +49,8 @@ class MemoryWatch:
         self.peak_bytes: int | None = None
 
     async def sample(self) -> None:
-        """Raises `ProcessLookupError` when a process is gone: then the figures are not of the server meant."""
+        """Measure once. Raises `ProcessLookupError` when a process is gone: then the figures are not of the server
+        meant."""
         if not self._pids:
             return
         now = await asyncio.to_thread(lambda: sum(map(tree_pss_bytes, self._pids)))
@@ -114,7 +115,7 @@ async def drive(
 
 
 async def measure(target: LoadTarget, call: GenerateCall) -> Sample:
-    """One request, timed by this process's clock."""
+    """Send one request and time it by this process's clock."""
     arrivals: list[tuple[float, int]] = []
     end: Finished | None = None
     began = time.perf_counter()

@@ -15,7 +15,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One request. Times in seconds; `error` is the name of a code, empty if it ended well."""
+    """One request's figures. Times in seconds; `error` is the name of a code, empty if it ended well."""
 
     ttft_s: float = 0.0
     itl_s: list[float] = []
@@ -62,7 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks (as numpy's default). `ordered` is ascending and not empty."""
+    """Interpolate linearly between closest ranks (as numpy's default). `ordered` is ascending and not empty."""
     if not ordered:
         raise ValueError("a percentile of nothing")
     rank = (len(ordered) - 1) * percent / 100
@@ -94,7 +94,7 @@ def gaps(arrivals: Iterable[tuple[float, int]]) -> list[float]:
 
 
 def summarise(samples: Sequence[Sample], wall_s: float) -> Summary:
-    """Failed requests count as errors and in nothing else."""
+    """Summarise the requests of one run. Failed requests count as errors and in nothing else."""
     good = [sample for sample in samples if not sample.error]
     prompt = sum(sample.prompt_tokens for sample in good)
     output = sum(sample.output_tokens for sample in good)

@@ -22,7 +22,8 @@ class LoadTarget(Protocol):
     """A server and the connections to it."""
 
     def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
-        """Raises `ApiError` for a request that ends badly, be it by the server or the network."""
+        """Stream one answer's events. Raises `ApiError` for a request that ends badly, be it by the server or the
+        network."""
         ...
 
     async def close(self) -> None: ...
@@ -87,7 +88,7 @@ class HttpTarget:
         await self._client.aclose()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
-        """Deltas and Finished, of which times and reason stay empty: the load generator has its own clock."""
+        """Stream Deltas and Finished, whose times and reason stay empty: the load generator has its own clock."""
         try:
             async with self._client.stream("POST", "/v1/completions", json=_body(call)) as reply:
                 if reply.status_code != 200:
@@ -137,7 +138,7 @@ class GrpcTarget:
 
 
 def open_target(kind: str, address: str) -> LoadTarget:
-    """`kind` is `grpc` or `http`. Must be called on the event loop that will use the target."""
+    """Connect to a server; `kind` is `grpc` or `http`. Must be called on the event loop that will use the target."""
     if kind == "http":
         return HttpTarget(address)
     return GrpcTarget(address)

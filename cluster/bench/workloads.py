@@ -32,7 +32,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     token_high: int = 32_000
 
     def check(self) -> None:
-        """Raises `ValueError` naming what is out of range."""
+        """Check every field. Raises `ValueError` naming what is out of range."""
         if self.input_tokens < 1 or self.output_tokens < 1:
             raise ValueError("input and output tokens must be at least 1")
         if self.kind is Kind.SHARED_PREFIX and (self.groups < 1 or self.prefix_tokens < 1):
@@ -66,7 +66,7 @@ PRESETS = {
 
 
 def prompts(workload: Workload, count: int, seed: str) -> list[list[int]]:
-    """`count` prompts. Groups take turns, so that every group is met early and none runs alone.
+    """Return `count` prompts. Groups take turns, so that every group is met early and none runs alone.
 
     Different seeds share no prefix, so a run does not meet what another one left in the cache.
     """

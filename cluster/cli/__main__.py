@@ -18,7 +18,7 @@ from router.front.api import NOBODY, ApiError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status."""
+    """Run one verb and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with interruptible():

@@ -1,4 +1,4 @@
-"""Asking a running server and showing the answer as it comes."""
+"""Asks a running server and shows the answer as it comes."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Cl
 
 
 def stream_answer(arguments: argparse.Namespace) -> int:
-    """`headrace generate`: the answer on standard output, figures (if asked for) on standard error."""
+    """Run `headrace generate`: the answer goes to standard output, figures (if asked for) to standard error."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     chat = [ChatMessage("user", text)]
     if arguments.system:

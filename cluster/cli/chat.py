@@ -18,7 +18,7 @@ HELP = """\
 
 
 class Chat:
-    """Mutable state: the messages so far, and whether figures are shown."""
+    """One conversation. Mutable state: the messages so far, and whether figures are shown."""
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
         self._client = client
@@ -74,7 +74,7 @@ class Chat:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Until the end of the input. Piped, the first failure is raised as ApiError; a person may try again."""
+    """Converse until the end of the input. Piped, the first failure is raised as ApiError; a person may try again."""
     is_person = sys.stdin.isatty()
     if is_person:
         import readline  # noqa: F401  (lines can be edited and recalled once it is imported)
@@ -103,7 +103,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _line(is_person: bool) -> str | None:
-    """The next line without its end; None when there is none, or Ctrl-C is pressed where nothing runs."""
+    """Return the next line without its end; None when there is none, or Ctrl-C is pressed where nothing runs."""
     try:
         return input("> " if is_person else "").strip()
     except EOFError:

@@ -34,7 +34,7 @@ not know, and be friendly to children."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """`follows` names the question whose conversation this one continues."""
+    """One question of the demo. `follows` names the question whose conversation this one continues."""
 
     name: str
     text: str
@@ -102,7 +102,7 @@ def _ask_all(addresses: Addresses, console: Console) -> dict[str, ClientAnswer]:
 
 
 def _prove_clean(ours: dict[int, str], segments: set[str]) -> None:
-    """Raises LaunchError naming any process or segment of the cluster that is still there."""
+    """Check that nothing is left. Raises LaunchError naming any process or segment of the cluster that is."""
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     while left := running({**ours, **descendants()}):
         if time.monotonic() > deadline_s:

@@ -11,9 +11,10 @@ from cluster.processes.spec import LaunchError
 from cluster.rundir import ProcessIdentity, RunDir
 
 STOP_S = 60.0
-"""Beside twice the grace that requests have: for the router and the workers, one group after the other."""
+"""How long the router and the workers may take to stop, one group after the other, beside twice the grace that requests
+have."""
 VANISH_S = 10.0
-"""For what a killed supervisor leaves: it notices within two seconds."""
+"""How long the processes of a killed supervisor may take to end: they notice within two seconds."""
 LOOK_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Where the cluster of a name serves on this host: what verbs that ask it go by."""
+"""Finds the address at which the cluster of a name serves on this host, for the verbs that ask it."""
 
 import argparse
 import os
@@ -11,8 +11,8 @@ from cluster.rundir import RunDir
 
 
 def served_at(arguments: argparse.Namespace, kind: Literal["grpc", "http"]) -> str:
-    """HOST:PORT of the cluster that `arguments` name, whatever its ports; if none runs here, where it would serve by
-    its settings. Raises ConfigError, and LaunchError where it runs and does not serve that."""
+    """Return HOST:PORT of the cluster that `arguments` name, whatever its ports; if none runs here, where it would
+    serve by its settings. Raises ConfigError, and LaunchError where it runs and does not serve that."""
     config = resolve(arguments, os.environ).config
     router = config.router
     try:

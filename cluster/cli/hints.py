@@ -14,11 +14,12 @@ _CAUSES = {
     "look at prompt lengths, and at how much of them is cached",
     "migrate": "KV takes long to move: look at the transport, and at the network between the pools",
 }
-"""What each stage before the first token says when it is the longest."""
+"""The likely cause of a late first token, by the stage before it that is the longest."""
 
 
 def hints(overview: Overview) -> list[str]:
-    """What the last minute's figures suggest, for a person who decides; nothing while they are good, or none."""
+    """Suggest which pool to enlarge, by the last minute's figures; a person decides. Empty while they are good, or
+    missing."""
     recent = overview.recent
     said = []
     if recent.ttft_p50_s is not None and recent.ttft_p50_s > TTFT_S:

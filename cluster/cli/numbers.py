@@ -1,4 +1,4 @@
-"""Numbers on the command line: what a flag takes, said when it is typed and not where it would have been used."""
+"""Numbers on the command line: a value that a flag does not take is refused while the command line is read."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def seconds(text: str) -> float:
-    """A finite time above zero. Raises what argparse tells the user."""
+    """Parse a finite time above zero. Raises what argparse shows the user."""
     try:
         value = float(text)
     except ValueError:
@@ -17,7 +17,8 @@ def seconds(text: str) -> float:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A whole number in this range, both ends included. What it returns raises what argparse tells the user."""
+    """Return a parser of whole numbers in this range, both ends included. The parser raises what argparse shows the
+    user."""
 
     def read(text: str) -> int:
         try:

@@ -133,7 +133,7 @@ def _wait_running(
     supervisor: "subprocess.Popen[bytes] | None",
     output: Path | None,
 ) -> Status:
-    """Until it serves. Raises LaunchError with what it said last if it ends before."""
+    """Wait until the supervisor serves. Raises LaunchError with what it said last if it ends before."""
     deadline_s = time.monotonic() + config.start_timeout_s + ASK_AGAIN_S
     with AdminClient(rundir) as client, Bars() as bars:
         while True:
@@ -175,7 +175,7 @@ def _url(address: str) -> str:
 
 
 def _command() -> str:
-    """How this command was called, so that the printed line works from the same folder."""
+    """Return how this command was called, so that the printed line works from the same folder."""
     called = Path(sys.argv[0])
     if called.name != "headrace":
         return "headrace"

@@ -43,7 +43,7 @@ def print_status(status: Status, console: Console | None = None) -> None:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 41 s, 3 min 5 s, 7 h 2 min, 4 d 3 h."""
+    """Write a duration as people say it: 41 s, 3 min 5 s, 7 h 2 min, 4 d 3 h."""
     units = [("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)]
     whole, parts = int(seconds), list[str]()
     for unit, size in units:

@@ -27,7 +27,8 @@ CACHED = ("cached", "░", "cyan")
 
 
 def run_top(client: AdminClient, once: bool, interval_s: float) -> int:
-    """Until interrupted; with `once`, one frame. Raises LaunchError if the cluster cannot be asked, or ends."""
+    """Show the cluster until interrupted; with `once`, show one frame. Raises LaunchError if the cluster cannot be
+    asked, or ends."""
     console = Console(highlight=False)
     if once:
         console.print(frame(client.status(), client.overview()))
@@ -93,7 +94,7 @@ def _speed(recent: Recent) -> str:
 
 
 def _pools(status: Status, overview: Overview) -> Table:
-    """Fits 80 columns."""
+    """Draw both pools, within 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("worker", "state"):
         table.add_column(name, no_wrap=True)
@@ -133,7 +134,7 @@ def _row(process: ProcessStatus, view: WorkerOverview | None) -> list[Renderable
 
 
 def _bar(view: WorkerOverview) -> Text:
-    """The pool as a bar; what is there at all is at least one cell."""
+    """Draw the pool as a bar; a state that any block is in gets at least one cell."""
     load = view.load
     assert load is not None
     bar, left = Text(), BAR_CELLS

@@ -9,7 +9,7 @@ from cluster.admin import Flights
 from telemetry.flight import Flight, FlightEvent
 
 PREFIXES = ("chatcmpl-", "cmpl-")
-"""What the HTTP front writes before a request's id."""
+"""The prefixes that the HTTP front writes before a request's id."""
 
 
 def request_of(text: str) -> str:
@@ -31,7 +31,7 @@ def print_trace(told: Flights, console: Console | None = None) -> None:
 
 
 def print_latest(told: Flights, console: Console | None = None) -> None:
-    """The requests that the router heard of last, the newest first."""
+    """Print the requests that the router heard of last, the newest first."""
     console = console or Console(highlight=False)
     table = Table("request", "began", "last event")
     for flight in told.flights:

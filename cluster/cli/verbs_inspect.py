@@ -1,4 +1,4 @@
-"""Verbs that say what would be, without a cluster: dump-config, doctor, collect-env, plan."""
+"""Verbs that need no running cluster: dump-config, doctor, collect-env, plan."""
 
 import argparse
 import json
@@ -99,7 +99,8 @@ def _collect_env(arguments: argparse.Namespace) -> int:
 
 
 def _settled(arguments: argparse.Namespace) -> Resolved:
-    """Every setting as it would be; an `engine.dtype` stays "auto" where only a model says it that is not here."""
+    """Resolve every setting; an `engine.dtype` stays "auto" where only the model's file says it and the file is not
+    here."""
     resolved = resolve(arguments, os.environ)
     try:
         return settled(resolved)

@@ -1,4 +1,4 @@
-"""What the doctor found of one thing, and what to do about it."""
+"""What one check of the doctor found, and what to do about it."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """`fix` is empty where nothing is to be done."""
+    """The result of one check. `fix` is empty where nothing is to be done."""
 
     name: str
     level: Level

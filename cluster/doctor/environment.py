@@ -40,7 +40,7 @@ Found = dict[str, dict[str, str]]
 
 
 def collect(resolved: Resolved, environ: Mapping[str, str]) -> Found:
-    """Sections of names and values. Nothing here imports torch or Ray: a broken one must not stop the report."""
+    """Return sections of names and values. Nothing here imports torch or Ray: a broken one must not stop the report."""
     return {
         "headrace": {"version": VERSION, "revision": revision()},
         "host": _host(),

@@ -1,4 +1,4 @@
-"""The doctor's look at GPUs: driver, PyTorch, peer access between them, NCCL and CuPy."""
+"""The doctor's checks of GPUs: driver, PyTorch, peer access between them, NCCL and CuPy."""
 
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -14,8 +14,8 @@ CUPY = ("cupy-cuda13x", "cupy-cuda12x")
 def gpu_checks(
     wanted: str = "", device: Path = Path("/dev/nvidiactl")
 ) -> Iterator[Check]:
-    """One line without a GPU; torch is imported only with one. `wanted`: the setting by which workers of this host want
-    one, if any."""
+    """Check this host's GPUs; without one there is one line. torch is imported only with one. `wanted`: the setting by
+    which workers of this host want one, if any."""
     if not device.exists():
         if wanted:
             fix = "install NVIDIA's driver, give the container its GPUs, or take the device cpu"
@@ -43,7 +43,8 @@ def gpu_checks(
 
 
 def allocator_checks(is_exported: bool, environ: Mapping[str, str]) -> Iterator[Check]:
-    """A line where workers of this host are to read each other's blocks, and the allocator does not allow it."""
+    """Warn, in one line, where workers of this host are to read each other's blocks and the allocator does not allow
+    it."""
     why = without_handles(environ) if is_exported else ""
     if why:
         found, _, fix = why.rpartition("; ")

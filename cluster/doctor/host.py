@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this host must have to run a cluster, what was found, and what to do about it.
+"""`headrace doctor`: checks that this host can run a cluster, and says what was found and what to do about it.
 
 A check looks; it changes nothing but a probe of its own, which it takes away.
 """
@@ -28,17 +28,18 @@ from engine.config import EngineConfig, TierConfig
 from transfer.allocator import is_exported
 
 FILES = (1024, 8192)
-"""Open files of a process: fewer than the first fail under load, fewer than the second may with many workers."""
+"""Limits on the open files of a process: fewer than the first fail under load, fewer than the second may with many
+workers."""
 RAY_OLDEST = (2, 50)
 RAY_STORE_BYTES = 80 << 20
 RAY_SOCKET_BYTES = 60
-"""What Ray adds to its folder's path for its longest socket, nearly."""
+"""Roughly what Ray adds to its folder's path for its longest socket."""
 NOISY_RAY = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_RUNTIME_ENV_HOOK", "RAY_LOCAL_MODE")
 DISK_BYTES = 2 << 30
 
 
 def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
-    """Every check, in the order in which a start would fail."""
+    """Run every check, in the order in which a start would fail."""
     groups: list[Callable[[], Iterator[Check]]] = [
         _system,
         lambda: _ports(config, environ),
@@ -59,7 +60,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
 
 
 def _gpu_wanted(config: ClusterConfig) -> str:
-    """Which setting puts workers on a GPU of this host: on a Ray cluster they are on others."""
+    """Return the setting that puts workers on a GPU of this host, if any: on a Ray cluster they are on others."""
     if config.launcher == "ray" and config.ray.address != "local":
         return ""
     engines = {"prefill": config.prefill.engine, "decode": config.decode.engine}
@@ -137,8 +138,8 @@ def _memory(config: ClusterConfig) -> Iterator[Check]:
 
 
 def _taken_bytes(engine: EngineConfig, tiers: TierConfig) -> int:
-    """What a worker takes of this host's memory before it serves: its pool, or beside a GPU the host tier, which is
-    locked. A pool that is sized by what is available fits by itself."""
+    """Return what a worker takes of this host's memory before it serves: its pool, or beside a GPU the host tier, which
+    is locked. A pool that is sized by what is available fits by itself."""
     if engine.device != "cpu":
         return tiers.host_bytes
     return 0 if engine.pool_bytes == "auto" else engine.pool_bytes
@@ -195,7 +196,7 @@ def _clocks() -> Iterator[Check]:
 
 
 def _is_synchronized() -> bool | None:
-    """What the kernel's clock discipline says (adjtimex); None where it cannot be asked."""
+    """Return what the kernel's clock discipline says (adjtimex); None where it cannot be asked."""
     unsynchronized, error_state = 0x40, 5
     buffer = ctypes.create_string_buffer(512)
     try:

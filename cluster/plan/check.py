@@ -1,4 +1,4 @@
-"""`headrace plan --check`: does a worker take the memory that the plan says?
+"""`headrace plan --check`: compares the memory that workers really take with the plan.
 
 A prefill and a decode worker of this configuration are started one after the other, in this process, without a router;
 what they say of themselves in `WorkerInfo` is held against the plan.
@@ -21,7 +21,7 @@ TOLERANCE = 0.05
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of one worker. `deviation` is relative to the worker's."""
+    """One figure of one worker, planned and measured. `deviation` is relative to the worker's."""
 
     worker: str
     what: str
@@ -52,7 +52,7 @@ def check_plan(plan: Plan, config: ClusterConfig) -> list[Compared]:
 
 
 def compare(pool: Pool, info: WorkerInfo) -> list[Compared]:
-    """The plan's figures for one worker against the worker's own."""
+    """Compare the plan's figures for one worker with the worker's own."""
     memory = info.memory
     figures = {
         "weights_bytes": (pool.weights_bytes or 0, memory.weights_bytes),

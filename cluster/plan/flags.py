@@ -15,7 +15,7 @@ from engine.kv.layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What was asked for; None where nothing was said. Sizes in bytes."""
+    """The values of the flags; None where a flag was not given. Sizes in bytes."""
 
     layers: int | None
     kv_heads: int | None
@@ -37,13 +37,13 @@ class Asked:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes of the model that were given."""
+        """Return the sizes of the model that were given."""
         sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return {name: size for name, size in sizes.items() if size is not None}
 
 
 def count(text: str) -> int:
-    """A whole number from 1. Raises ValueError."""
+    """Parse a whole number from 1. Raises ValueError."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -102,7 +102,7 @@ PAPER = frozenset(
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Values stay text until `read_flags`."""
+    """Add the flags of `headrace plan`. Values stay text until `read_flags`."""
     group = parser.add_argument_group("what to plan for")
     for name, metavar, _, text in _FLAGS:
         group.add_argument(f"--{_dashed(name)}", metavar=metavar, help=text)
@@ -112,7 +112,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(arguments: argparse.Namespace) -> Asked:
-    """Raises ConfigError naming the flag."""
+    """Parse every flag. Raises ConfigError naming the flag."""
     values: dict[str, Any] = {}
     for name, _, read, _ in _FLAGS:
         text: str | None = getattr(arguments, name)

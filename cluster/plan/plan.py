@@ -24,7 +24,7 @@ from cluster.plan.shapes import find_shape, is_local
 from engine.config import EngineConfig, StepLimits
 
 GPU_RESERVE = Fraction(1, 10)
-"""Of a GPU's memory, for its runtime, communication buffers and fragmentation."""
+"""The share of a GPU's memory kept for its runtime, communication buffers and fragmentation."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,18 +35,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     ranks: int
     weights_bytes: int | None
-    """On each rank; None where only the KV of the model is known."""
+    """Bytes on each rank; None where only the KV of the model is known."""
     sizes: TokenSizes
     request: PlannedRequest
     many: int
     many_bytes: int
-    """Of `many` requests, all ranks together, every head once."""
+    """Bytes of `many` requests, all ranks together, every head once."""
     pools: tuple[Pool, ...] = ()
     waste: Waste | None = None
 
 
 def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
-    """Raises ConfigError for flags that do not fit together, and ModelError for a model that cannot be read."""
+    """Plan for these flags and this configuration. Raises ConfigError for flags that do not fit together, and
+    ModelError for a model that cannot be read."""
     shape = _shape(asked, config.model)
     own = is_own(asked, config)
     engine = config.decode.engine
@@ -79,13 +80,13 @@ def make_plan(asked: Asked, config: ClusterConfig) -> Plan:
 
 
 def is_own(asked: Asked, config: ClusterConfig) -> bool:
-    """Is it a plan for the pools of this configuration? Any other is one for GPUs, and has their defaults."""
+    """Say whether the plan is for the pools of this configuration. Any other is for GPUs, and has their defaults."""
     on_paper = asked.shape or asked.gpu_memory is not None or asked.kv_memory is not None
     return not on_paper and is_local(config.model)
 
 
 def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[Pool, ...]:
-    """The one pool of the given memory, or those that this configuration makes of its own model."""
+    """Return the one pool of the given memory, or those that this configuration makes of its own model."""
     if asked.kv_memory is not None:
         tail = asked.tail or Fraction(0)
         blocks = plan.request.blocks
@@ -128,7 +129,8 @@ def _configured(
     limits: StepLimits,
     host_tier_bytes: int = 0,
 ) -> Pool:
-    """The pool that a worker of this configuration makes on this machine. Raises ConfigError where only a GPU knows."""
+    """Return the pool that a worker of this configuration makes on this machine. Raises ConfigError where only a GPU
+    knows."""
     if engine.device != "cpu" and engine.pool_bytes == "auto":
         raise ConfigError(
             f"flag --gpu-memory: needed, since {role}.engine.pool_bytes is 'auto' on {engine.device}, and the card's "
@@ -151,8 +153,8 @@ def _configured(
 def _workspace(
     plan: Plan, asked: Asked, limits: StepLimits, block_size: int, device: str
 ) -> int | None:
-    """As given, or estimated where every size of the model is known. Attention kernels on a GPU read KV where it
-    lies."""
+    """Return the workspace as given, or estimated where every size of the model is known. Attention kernels on a GPU
+    read KV where it lies."""
     if asked.workspace is not None or plan.model.model is None:
         return asked.workspace
     # Imports torch, which the arithmetic does without.
@@ -164,7 +166,7 @@ def _workspace(
 
 
 def _shape(asked: Asked, named: str) -> Shape:
-    """The model's, with what the flags say instead; flags for all three sizes need no model."""
+    """Return the model's shape, with what the flags say instead; flags for all three sizes need no model."""
     given = asked.shape
     if len(given) == 3 and not named:
         return Shape(

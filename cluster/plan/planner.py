@@ -22,7 +22,8 @@ from engine.model.families import FAMILIES
 
 
 class KVFormat(msgspec.Struct, frozen=True):
-    """How a pool stores a value. `scale_bytes`: beside each head's key, and each head's value, of each token."""
+    """How a pool stores a value. `scale_bytes`: the scale beside each head's key, and each head's value, of each token.
+    """
 
     value_bytes: int
     scale_bytes: int = 0
@@ -35,25 +36,25 @@ KV_FORMATS = {
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model its KV depends on; `model` where all of its sizes are known."""
+    """The sizes of a model that its KV depends on; `model` where all of its sizes are known."""
 
     name: str
     layers: int
     kv_heads: int
     head_dim: int
     context_tokens: int = 0
-    """The longest; 0 where unknown."""
+    """The longest context; 0 where unknown."""
     stored: str = "bfloat16"
-    """How its weights are kept (`engine.model.files.opening.stored_dtype`)."""
+    """How the model's weights are kept (`engine.model.files.opening.stored_dtype`)."""
     model: ModelConfig | None = None
 
 
 class TokenSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of KV memory, in bytes; `rank_` ones on each rank."""
+    """The sizes of KV memory, in bytes; those that begin with `rank_` are per rank."""
 
     kv_heads_per_rank: int
     token_bytes: int
-    """Of the model: every head once, however often ranks repeat it."""
+    """Bytes of one token in the whole model: every head once, however often ranks repeat it."""
     rank_token_bytes: int
     block_size: int
     rank_block_bytes: int
@@ -64,7 +65,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     token_bytes: int
-    """Of its tokens, all ranks together, every head once."""
+    """Bytes of all its tokens, all ranks together, every head once."""
     blocks: int
     rank_block_bytes: int
     """What its blocks take on each rank."""
@@ -73,7 +74,8 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's memory, in bytes, and what fits in. `weights`, `workspace` are None where they are not known."""
+    """One rank's memory, in bytes, and what fits into it. `weights_bytes` and `workspace_bytes` are None where unknown.
+    """
 
     name: str
     memory_bytes: int | None
@@ -81,20 +83,20 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int | None
     workspace_bytes: int | None
     kv_bytes: int
-    """In whole blocks."""
+    """Bytes of whole blocks."""
     blocks: int
     tokens: int
     tail_share: float
     tail_bytes: int
-    """Lost to the assumed tails of requests whose lengths are mixed."""
+    """Bytes lost to the assumed tails of requests whose lengths are mixed."""
     missing_bytes: int
-    """By how much weights, workspace and reserve alone exceed the memory, or one block does."""
+    """How far weights, workspace and reserve alone exceed the memory, or by how much one block does."""
     requests: int
-    """Of full length, at once."""
+    """Requests of full length that fit at once."""
 
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
-    """A mix of lengths in contiguous reservations, and in blocks. Bytes of all ranks, every head once."""
+    """A mix of lengths in contiguous reservations, and in blocks. Bytes count all ranks, every head once."""
 
     live_tokens: int
     reserved_tokens: int
@@ -108,16 +110,16 @@ class Waste(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kv_heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Heads are dealt out where they divide evenly; ranks that outnumber them in whole multiples share one head each;
-    otherwise every rank keeps all of them."""
+    """Return how many KV heads each rank holds. Heads are dealt out where they divide evenly; ranks that outnumber them
+    in whole multiples share one head each; otherwise every rank keeps all of them."""
     if kv_heads % ranks == 0:
         return kv_heads // ranks
     return 1 if ranks % kv_heads == 0 else kv_heads
 
 
 def rank_shape(model: ModelConfig, ranks: int) -> ModelConfig:
-    """The model as one of `ranks` sees it: heads, intermediate and vocabulary split, padded where they do not divide;
-    norms and the residual stream whole (Megatron-LM, arXiv 1909.08053)."""
+    """Return the model as one of `ranks` holds it: heads, intermediate and vocabulary split, padded where they do not
+    divide; norms and the residual stream whole (Megatron-LM, arXiv 1909.08053)."""
     kv_heads = kv_heads_per_rank(model.kv_heads, ranks)
     heads = -(-model.heads // ranks)
     return msgspec.structs.replace(
@@ -130,7 +132,7 @@ def rank_shape(model: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def parameters(model: ModelConfig) -> int:
-    """How many weights a model of this shape has, by its family's table."""
+    """Count the weights of a model of this shape, by its family's table."""
     family = FAMILIES[model.family]
     once = sum(math.prod(w.shape(model)) for w in family.weights if w.present(model))
     layer = sum(math.prod(w.shape(model)) for w in family.layer_weights if w.present(model))
@@ -138,13 +140,14 @@ def parameters(model: ModelConfig) -> int:
 
 
 def weights_bytes(model: ModelConfig, dtype: str, ranks: int = 1) -> int:
-    """On each rank: the weights, and the rotary tables, one cosine and one sine per position and pair."""
+    """Return the bytes on each rank: the weights, and the rotary tables, one cosine and one sine per position and pair.
+    """
     values = parameters(rank_shape(model, ranks)) + model.context_tokens * model.head_dim
     return values * DTYPE_BYTES[dtype]
 
 
 def token_sizes(shape: Shape, kv_dtype: str, block_size: int, ranks: int = 1) -> TokenSizes:
-    """Sizes of a token and of a block. Raises KeyError for a format that is not in `KV_FORMATS`."""
+    """Return the sizes of a token and of a block. Raises KeyError for a format that is not in `KV_FORMATS`."""
     form = KV_FORMATS[kv_dtype]
     head_bytes = 2 * shape.layers * (shape.head_dim * form.value_bytes + form.scale_bytes)
     held = kv_heads_per_rank(shape.kv_heads, ranks)
@@ -182,7 +185,7 @@ def pool_of(
     workspace: int | None = None,
     tail_share: Fraction = Fraction(0),
 ) -> Pool:
-    """The pool that `kv_bytes` makes or, without them, that `memory_bytes` leave. One of the two is given."""
+    """Return the pool that `kv_bytes` makes or, without them, that `memory_bytes` leave. One of the two is given."""
     if kv_bytes is None:
         assert memory_bytes is not None
         kv_bytes = memory_bytes - reserve_bytes - (weights or 0) - (workspace or 0)
@@ -205,7 +208,7 @@ def pool_of(
 
 
 def waste(sizes: TokenSizes, lengths: Sequence[int], reserved: int) -> Waste:
-    """Requests of these lengths, each with `reserved` tokens set aside; and in blocks."""
+    """Compare requests of these lengths, each with `reserved` tokens set aside, with the same in blocks."""
     live, slots = sum(lengths), reserved * len(lengths)
     paged = sum(request(sizes, length).blocks for length in lengths) * sizes.block_size
     return Waste(

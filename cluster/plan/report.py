@@ -11,7 +11,7 @@ Row = tuple[str, ...]
 
 
 def check_text(compared: Sequence[Compared]) -> str:
-    """Every figure, and by how much plan and worker differ."""
+    """Write every figure, and by how much plan and worker differ."""
     rows = [("worker", "figure", "planned", "found", "")]
     for one in compared:
         show = "{:,}".format if one.what == "blocks" else format_size
@@ -30,7 +30,7 @@ def check_text(compared: Sequence[Compared]) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """What a person reads; every size of memory in powers of 1024."""
+    """Write the plan for a person; every size of memory in powers of 1024."""
     parts = [_aligned(_sizes(plan))]
     if plan.pools:
         parts.append(_aligned(_pools(plan)))
@@ -117,7 +117,7 @@ def _waste(waste: Waste, reserved: int) -> Iterable[Row]:
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they must be; a first column of words, the others of figures."""
+    """Align columns as wide as they must be; the first is of words, the others of figures."""
     table = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(

@@ -86,7 +86,7 @@ published numbers of parameters."""
 
 
 def find_shape(named: str) -> Shape:
-    """The shape of a file, a directory or a published model; "" is the demo model.
+    """Return the shape of a file, a directory or a published model; "" is the demo model.
 
     Raises ModelError for a file that cannot be used, ConfigError for a name that nothing is known of.
     """
@@ -104,12 +104,12 @@ def find_shape(named: str) -> Shape:
 
 
 def is_local(named: str) -> bool:
-    """Is it a model that this engine could be given, as far as its path says?"""
+    """Say whether the model could be given to this engine, as far as its path tells."""
     return not named or Path(named).expanduser().exists()
 
 
 def shape_of(model: ModelConfig, stored: str = "bfloat16") -> Shape:
-    """`stored`: how its weights are kept; published models in 16 bits."""
+    """Return the shape of a model. `stored`: how its weights are kept; published models in 16 bits."""
     return Shape(
         stored=stored,
         name=model.name or "model",
@@ -128,7 +128,8 @@ def _demo() -> Path:
 
 
 def _read(path: Path) -> Shape:
-    """Of a GGUF file, a prepared model, a Hugging Face directory, or the config.json of either."""
+    """Read the configuration of a GGUF file, a prepared model, a Hugging Face directory, or the config.json of either.
+    """
     if path.suffix == ".gguf":
         from engine.model.files.gguf_model import GGUFModel
 
@@ -145,7 +146,8 @@ def _read(path: Path) -> Shape:
 
 
 def _hugging_face(file: Path, raw: dict[str, object]) -> ModelConfig:
-    """Its sizes, also of a family that this engine does not run: a plan needs no more. Raises ModelError."""
+    """Read the sizes of a Hugging Face model, also of a family that this engine does not run: a plan needs no more.
+    Raises ModelError."""
     from engine.model.files.hf_model import model_config
 
     for key in ("kv_lora_rank", *_EXPERTS):

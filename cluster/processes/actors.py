@@ -15,8 +15,8 @@ class HostActor:
         self._loading: tuple[int, int] | None = None
 
     def start(self) -> ChildReady | str:
-        """Where it is reached, or why it could not start: in words, since any error type may be
-        unknown to the caller's process."""
+        """Start the hosted object. Returns where it is reached, or in words why it could not start, since any error
+        type may be unknown to the caller's process."""
         try:
             if not self._spec.host:
                 import ray
@@ -28,20 +28,20 @@ class HostActor:
             return one_line(error)
 
     def loading(self) -> tuple[int, int] | None:
-        """Bytes of weights that are loaded, and of how many."""
+        """Return the bytes of weights that are loaded, and the bytes of all."""
         return self._loading
 
     def _load(self, done: int, total: int) -> None:
         self._loading = (done, total)
 
     def node(self) -> str:
-        """The id of the Ray node that this is on."""
+        """Return the id of the Ray node that this actor is on."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     def wait(self) -> str:
-        """Block until it ends; why it failed, or nothing."""
+        """Block until the hosted object ends. Returns why it failed, or an empty text."""
         try:
             self._host.wait()
         except Exception as error:
@@ -52,7 +52,7 @@ class HostActor:
         self._host.leave(grace_s)
 
     def ask(self, what: str, argument: str) -> bytes | str:
-        """The answer as JSON, or in words why there is none."""
+        """Return the answer as JSON, or in words why there is none."""
         try:
             return self._host.ask(what, argument)
         except Exception as error:

@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildLeave(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: its process ends by itself, with status 0."""
+    """Asks a worker to leave: its process then ends by itself, with status 0."""
 
     grace_s: float
 
@@ -58,7 +58,7 @@ class ChildStop(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of weights that are loaded, and of how many."""
+    """Bytes of weights that are loaded, and bytes of all."""
 
     done: int
     total: int
@@ -178,7 +178,7 @@ class ChildProcess:
         self._hosted.stop(grace_s)
 
     def _report_load(self, done: int, total: int) -> None:
-        """At every hundredth."""
+        """Report the bytes loaded at every hundredth."""
         percent = 100 * done // max(1, total)
         if percent > self._loaded_percent:
             self._loaded_percent = percent

@@ -11,14 +11,14 @@ from engine.types import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A process that was asked for is reached at this address."""
+    """A process that was asked for is up and reached at this address."""
 
     ready: ChildReady
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """A process has ended, or could not start. `left`: because it was asked to."""
+    """A process has ended, or could not start. `left`: it ended because it was asked to."""
 
     name: str
     why: str
@@ -27,7 +27,7 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWanted:
-    """These workers are to leave, one after the other, each within `grace_s`; `again`: and to be replaced."""
+    """These workers are to leave, one after the other, each within `grace_s`; with `again`, they are replaced."""
 
     names: tuple[str, ...]
     grace_s: float
@@ -45,7 +45,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Accused:
-    """The router has given up a life of a worker. Said again until its process has ended."""
+    """The router has given up one life of a worker. Said again until its process has ended."""
 
     name: str
     incarnation: Incarnation
@@ -54,7 +54,7 @@ class Accused:
 
 @dataclass(frozen=True, slots=True)
 class RouterProbed:
-    """The router was looked at; `answered`: it owes no answer from before."""
+    """The supervisor has looked at the router; `answered`: it owes no answer from before."""
 
     name: str
     answered: bool
@@ -73,7 +73,7 @@ Event = Up | ProcessEnded | Accused | RouterProbed | LeaveWanted | Resize | Time
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Stop and reap whatever is left of this slot's process: of it nothing may live on beside its replacement."""
+    """Stop and reap whatever is left of this slot's process: nothing of it may live on beside its replacement."""
 
     name: str
 
@@ -95,7 +95,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class AskToLeave:
-    """Tell this worker; answered by ProcessEnded."""
+    """Ask this worker to leave; answered by ProcessEnded."""
 
     name: str
     grace_s: float

@@ -27,13 +27,15 @@ write. `flights` of a request, or of the latest ones (every process); `overview`
 
 
 class Hosted:
-    """The one thing that runs in a child process, a worker open when this is made; both launchers' shells only call it.
+    """The one object that runs in a child process; both launchers' shells only call it. A worker is opened when this is
+    made.
 
     `stop` and `wait` may be called from different threads, as the hosted classes allow.
     """
 
     def __init__(self, spec: ChildSpec, report: Callable[[int, int], None] | None = None) -> None:
-        """`report` hears of weights that are loaded, in bytes. Raises whatever stops a worker from opening."""
+        """Open the worker. `report` hears of weights that are loaded, in bytes. Raises whatever stops a worker from
+        opening."""
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
         tracing.configure(spec.tracing, spec.name)
@@ -77,14 +79,15 @@ class Hosted:
         return list(self._router("condemned").condemned())
 
     def ask(self, what: str, argument: str) -> bytes:
-        """The answer to one of QUESTIONS, as JSON. Raises LaunchError for a question that it does not know."""
+        """Return the answer to one of QUESTIONS, as JSON. Raises LaunchError for a question that it does not know."""
         method = getattr(self._server, what, None) if what in QUESTIONS else None
         if method is None:
             raise LaunchError(f"{self._spec.name} cannot be asked for {what!r}")
         return msgspec.json.encode(method(argument))
 
     def leave(self, grace_s: float) -> None:
-        """Workers only: `wait` returns as soon as it holds nothing more, at the latest after `grace_s` seconds."""
+        """Take no new work (workers only): `wait` returns as soon as nothing is held, at the latest after `grace_s`
+        seconds."""
         self._server.leave(grace_s)
 
     def wait(self) -> None:
@@ -105,15 +108,16 @@ class Hosted:
 
 
 def _check_allocator(config: PrefillConfig | DecodeConfig) -> None:
-    """Before a model is loaded, and with a reason: the library's own error has none. Raises LaunchError."""
+    """Refuse an allocator that other processes cannot read from, before a model is loaded and with a reason: the
+    library's own error has none. Raises LaunchError."""
     why = without_handles(os.environ) if is_exported(config.engine.device, config.transfer) else ""
     if why:
         raise LaunchError(why)
 
 
 def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:
-    """The folder of the model on this host, converted unless the cache has it. `report` hears of weights in bytes.
-    Raises engine's ModelError."""
+    """Return the folder of the model on this host, converted unless the cache has it. `report` hears of weights in
+    bytes. Raises engine's ModelError."""
     from engine.model.prepared.cache import prepare
 
     cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
@@ -121,7 +125,7 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:
-    """The spec of a process that landed on this host: at its address, with its copy of the model."""
+    """Return the spec of a process that landed on this host: at its address, with its copy of the model."""
     spec = msgspec.structs.replace(spec, host=host)
     if spec.source is None:
         return spec
@@ -133,7 +137,7 @@ def moved(spec: ChildSpec, host: str) -> ChildSpec:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line for a person: its last line, with the type where the text alone says little."""
+    """Write an error as one line for a person: its last line, with the type where the text alone says little."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError | LaunchError | ValueError) and text:
         return text

@@ -12,14 +12,14 @@ from transfer.liveness import ProcessWatch
 
 LOOK_S = 0.02
 KILLED_S = 5.0
-"""For a killed process to be gone."""
+"""How long a killed process may take to be gone."""
 
 End = Literal["ended", "killed", "runs"]
 """How a process ended: by itself, killed, or not at all."""
 
 
 class Keeper:
-    """Mutable state: the processes that it was told of, by pid. It ends no other."""
+    """Ends processes of its node. Mutable state: the processes that it was told of, by pid; it ends no others."""
 
     def __init__(self) -> None:
         self._watches: dict[int, ProcessWatch] = {}

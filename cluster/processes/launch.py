@@ -54,7 +54,7 @@ POLL_S = 0.05
 WATCH_S = 0.1
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, of how much."""
+"""What is being done, how much of it is done, and how much there is."""
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ class Cluster:
 
     @property
     def workers(self) -> dict[str, ChildReady]:
-        """The latest process of every worker by name, dead or alive. May be read from any thread."""
+        """Return the latest process of every worker by name, dead or alive. May be called from any thread."""
         return {name: up for name, up in self._ready.items() if self._specs[name].kind != "router"}
 
     @property
     def router(self) -> ChildReady:
-        """The latest process of the router, dead or alive. May be read from any thread."""
+        """Return the latest process of the router, dead or alive. May be called from any thread."""
         return next(up for name, up in self._ready.items() if self._specs[name].kind == "router")
 
     def __enter__(self) -> "Cluster":
@@ -191,16 +191,16 @@ class Cluster:
         self._orders.give(order, f"{', '.join(names)} to leave", timeout_s)
 
     def slots(self) -> list[SlotView]:
-        """Every process that there is to be, and how it is with it. From any thread; empty before the start."""
+        """Return the state of every process that there is to be. From any thread; empty before the start."""
         return [] if self._supervisor is None else self._supervisor.view()
 
     def processes(self) -> dict[str, ChildReady]:
-        """The latest process of every slot by name, dead or alive. From any thread."""
+        """Return the latest process of every slot by name, dead or alive. From any thread."""
         return dict(self._ready)
 
     def ask(self, name: str, what: str, argument: str = "") -> bytes:
-        """Put a question to one process (`cluster.processes.hosting.QUESTIONS`); the answer as JSON. From any thread.
-        Raises LaunchError if there is no such process, or it does not answer."""
+        """Ask one process a question (`cluster.processes.hosting.QUESTIONS`); returns the answer as JSON. From any
+        thread. Raises LaunchError if there is no such process, or it does not answer."""
         child = self._children.get(name)
         if child is None:
             raise LaunchError(f"{name}: there is no such process now")
@@ -226,7 +226,7 @@ class Cluster:
                 self._launcher.close()
 
     def _wait_started(self, deadline_s: float) -> dict[str, ChildReady]:
-        """The first failure ends the wait, whoever else is still starting."""
+        """Wait for all of them. The first failure ends the wait, whoever else is still starting."""
         ready: dict[str, ChildReady] = {}
         waiting = dict(self._children)
         while waiting:
@@ -248,7 +248,7 @@ class Cluster:
         return ready
 
     def _report_loading(self) -> None:
-        """What all workers together have loaded; nothing where none loads."""
+        """Report what all workers together have loaded; nothing where none loads."""
         said = [child.loading() for child in self._children.values()]
         loads = [load for load in said if load is not None]
         if loads:
@@ -262,7 +262,7 @@ class Cluster:
                 raise LaunchError(f"{name}: {reason}")
 
     def _news(self, supervisor: Supervisor) -> list[Event]:
-        """What has been ordered, and has happened to the processes, since the last look."""
+        """Return what has been ordered, and what has happened to the processes, since the last look."""
         news: list[Event] = [*self._orders.take()]
         for name, child in list(self._children.items()):
             why = child.failure()
@@ -317,7 +317,7 @@ class Cluster:
             self._has_ended(name, error)
 
     def _another(self, name: str) -> ChildSpec:
-        """The spec of a worker that its pool has not had before: that of any other, under its own name."""
+        """Return the spec of a worker that its pool has not had before: that of any other, under its own name."""
         assert self._supervisor is not None
         kind = self._supervisor.kind(name)
         like = next(spec for spec in self._specs.values() if spec.kind == kind)
@@ -330,7 +330,7 @@ class Cluster:
             log.info("%s: %s", name, error)
 
     def _tell_router(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        """One that cannot be told is as good as dead."""
+        """Announce the workers to the router. One that cannot be told is treated as dead."""
         name = self.router.name
         try:
             self._children[name].set_workers(prefill, decode)
@@ -344,7 +344,7 @@ class Cluster:
 
 
 def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:
-    """The same once more: of a router, on the ports that it had, where its clients look for it."""
+    """Return the spec of a slot's next process: of a router, on the ports that it had, where its clients look."""
     if spec.kind != "router" or was is None:
         return spec
     ports = {"grpc_port": _port(was.address)}

@@ -1,4 +1,4 @@
-"""What a cluster could leave behind: processes below this one, and the shared memory they map."""
+"""Finds what a cluster could leave behind: processes below this one, and the shared memory they map."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ SHARED_MEMORY = "/dev/shm/"
 
 
 def descendants(root: int | None = None) -> dict[int, str]:
-    """Running processes started by `root` (this process when None), directly or not: pid to name."""
+    """Return the running processes started by `root` (this process when None), directly or not: pid to name."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -32,7 +32,7 @@ def descendants(root: int | None = None) -> dict[int, str]:
 
 
 def mapped_segments(pids: dict[int, str]) -> set[str]:
-    """Paths of the named shared-memory segments that these processes map."""
+    """Return the paths of the named shared-memory segments that these processes map."""
     found = set()
     for pid in pids:
         try:
@@ -47,7 +47,7 @@ def mapped_segments(pids: dict[int, str]) -> set[str]:
 
 
 def running(pids: dict[int, str]) -> dict[int, str]:
-    """Those that still run."""
+    """Return those that still run."""
     left = {}
     for pid, name in pids.items():
         try:

@@ -1,4 +1,4 @@
-"""What callers in other threads ask of the thread that watches a cluster, and how they hear that it is done."""
+"""Passes orders from other threads to the thread that watches a cluster, and tells the callers when they are done."""
 
 import queue
 from concurrent.futures import Future
@@ -10,8 +10,8 @@ Order = LeaveWanted | Resize
 
 
 class Orders:
-    """Mutable state: the orders not yet taken, and those taken whose callers still wait. `give` may be called from any
-    thread, everything else by the one that watches."""
+    """The queue of orders. Mutable state: the orders not yet taken, and those taken whose callers still wait. `give`
+    may be called from any thread, everything else by the one that watches."""
 
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[tuple[Order, Future[None]]] = queue.SimpleQueue()
@@ -19,8 +19,8 @@ class Orders:
         self._closed = ""
 
     def give(self, order: Order, what: str, timeout_s: float | None) -> None:
-        """Block until it is carried out. Raises LaunchError if that takes over `timeout_s`, or nobody watches any more;
-        `what` names the order."""
+        """Block until the order is carried out. Raises LaunchError if that takes over `timeout_s`, or nobody watches
+        any more; `what` names the order in messages."""
         done: Future[None] = Future()
         self._given.put((order, done))
         if self._closed:
@@ -39,7 +39,7 @@ class Orders:
         return taken
 
     def carried_out(self) -> None:
-        """Everything that was taken."""
+        """Tell every waiting caller that its order is done."""
         while self._awaited:
             self._awaited.pop().set_result(None)
 
@@ -47,7 +47,7 @@ class Orders:
         self._closed = ""
 
     def close(self, why: str) -> None:
-        """Nobody watches from now on, for this reason: say so to those who wait, and to those who come."""
+        """Fail all waiting and later callers with this reason: nobody watches the cluster from now on."""
         self._closed = why
         self._refuse()
         while self._awaited:

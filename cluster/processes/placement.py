@@ -1,4 +1,4 @@
-"""Which node of a Ray cluster a process goes to: the decision, without Ray.
+"""Decides which node of a Ray cluster a process goes to, without Ray.
 
 Workers go to the nodes whose label names their pool, each to the one that has fewest of ours. The router goes to the
 node on which `headrace up` runs, where its clients look for it, also after it was replaced.
@@ -19,19 +19,19 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which Ray the actors run on, when the launcher is `ray`."""
 
     address: str = "local"
-    """`local`: one of our own on this machine, gone at the end; `auto`: the one that this machine is a node of; or the
-    HOST:PORT of its head. The last two only ever take what they started away again."""
+    """`local`: a Ray of our own on this machine, gone at the end; `auto`: the one that this machine is a node of; or
+    the HOST:PORT of its head. On the last two, only what was started there is taken away again."""
     pool_label: str = "pool"
-    """Prefill workers go to the nodes with the label `pool=prefill`, decode workers to those with `pool=decode`; empty:
-    to any node. A Ray of our own has no labels."""
+    """Name of the nodes' label by which workers are placed: prefill workers go to nodes with `pool=prefill`, decode
+    workers to those with `pool=decode`; empty: to any node. A Ray of our own has no labels."""
     gpus_per_worker: float = 1.0
-    """What a worker with `engine.device = "cuda"` asks of a Ray cluster, which then shows it no other GPU: 0.5 puts two
-    on one; 0 asks for none and shows all, as it is with `cuda:N` and on a Ray of our own."""
+    """GPUs that a worker with `engine.device = "cuda"` asks of a Ray cluster, which then shows it no other: 0.5 puts
+    two workers on one; 0 asks for none and shows all, as it is with `cuda:N` and on a Ray of our own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A live node. `is_leaving`: Ray drains it, and places nothing new there."""
+    """A live node. `is_leaving`: Ray drains it and places nothing new there."""
 
     id: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -39,14 +39,15 @@ class ClusterNode:
 
 
 def gpus(kind: Kind, device: str, config: RayConfig) -> float:
-    """What a process on a Ray cluster asks of its node; `device` is its engine's."""
+    """Return how many GPUs a process on a Ray cluster asks of its node; `device` is its engine's."""
     return config.gpus_per_worker if kind != "router" and device == "cuda" else 0.0
 
 
 def selector(
     kind: Kind, config: RayConfig, nodes: Iterable[ClusterNode], ours: Mapping[str, int], here: str
 ) -> dict[str, str]:
-    """The labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's id.
+    """Return the labels that a process's node must have. `ours`: processes of this kind by node id; `here`: this node's
+    id.
 
     Names one node if any will do now; else only the pool, and Ray waits until such a node joins."""
     if kind == "router":

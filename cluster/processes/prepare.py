@@ -1,4 +1,4 @@
-"""Before a cluster starts: its launcher, its model, and the specs of its processes."""
+"""Prepares a start: makes the launcher, the model, and the specs of the processes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
-    """The launcher of that name; Ray is imported only if it is asked for."""
+    """Make the launcher of that name; Ray is imported only if it is asked for."""
     if name == "process":
         from cluster.processes.process_launcher import ProcessLauncher
 
@@ -36,7 +36,7 @@ def make_launcher(name: str, ray: RayConfig | None = None) -> Launcher:
 
 
 def model_source(config: ClusterConfig) -> ModelSource:
-    """The model as the configuration names it. Raises as `model_dtype` does."""
+    """Return the model as the configuration names it. Raises as `model_dtype` does."""
     engines = (config.prefill.engine, config.decode.engine)
     return ModelSource(
         model=config.model,
@@ -49,8 +49,8 @@ def model_source(config: ClusterConfig) -> ModelSource:
 def prepare_model(
     config: ClusterConfig, progress: Callable[[str, int, int], None] | None = None
 ) -> str:
-    """Convert the model unless the cache has it; the prepared folder. `progress` hears of weights in bytes. Raises
-    engine's ModelError, and ConfigError for pools that cannot share a model."""
+    """Convert the model unless the cache has it; returns the prepared folder. `progress` hears of weights in bytes.
+    Raises engine's ModelError, and ConfigError for pools that cannot share a model."""
     report = None if progress is None else partial(progress, "weights")
     return prepared(model_source(config), report)
 
@@ -61,7 +61,7 @@ def specs(
     factories: Mapping[str, str] = FACTORIES,
     source: ModelSource | None = None,
 ) -> list[ChildSpec]:
-    """The processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
+    """Return the processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
     prefill = msgspec.structs.replace(
         config.prefill, engine=with_model_dir(config.prefill.engine, model_dir)
     )

@@ -48,7 +48,7 @@ class ProcessChild:
         self._asked: dict[int, queue.SimpleQueue[Told]] = {}
         self._sending = threading.Lock()
         self._condemned: list[Verdict] | None = None
-        """None while it cannot be asked: before it is up, and while an answer is due."""
+        """The router's latest answer; None while it cannot be asked: before it is up, and while an answer is due."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cluster.processes.child", spec.name],
             stdin=subprocess.PIPE,
@@ -153,7 +153,7 @@ class ProcessChild:
             raise LaunchError(f"{self.spec.name}: {self.failure() or 'closed its pipe'}")
 
     def _send(self, line: bytes) -> bool:
-        """False when the child is gone, which `failure` explains."""
+        """Write one line to the child. False when the child is gone, which `failure` explains."""
         pipe = self._process.stdin
         if pipe is None or pipe.closed:
             return False
@@ -193,7 +193,7 @@ class ProcessLauncher:
         self._children: list[ProcessChild] = []
 
     def open(self) -> None:
-        """Nothing to start first."""
+        """Do nothing: plain processes need nothing started first."""
 
     def launch(self, spec: ChildSpec) -> ProcessChild:
         child = ProcessChild(spec)

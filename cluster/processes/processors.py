@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy. Linux."""
+"""Counts the cores that this process may keep busy. Linux."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,14 @@ from cluster.memory import control_groups
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Those it may run on, or fewer where an enclosing control group has a quota of less time (`docker run --cpus`,
-    Kubernetes' limits): threads beyond it only bring forward the moment when all of them stand still. At least 1."""
+    """Count the cores that this process may run on, or fewer where an enclosing control group has a quota of less time
+    (`docker run --cpus`, Kubernetes' limits): threads beyond it only bring forward the moment when all of them stand
+    still. At least 1."""
     return max(1, min([len(os.sched_getaffinity(0)), *_quotas(root)]))
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """In whole cores, version 2 and version 1 of control groups; none where there is no limit."""
+    """Return the quotas in whole cores, of version 2 and version 1 of control groups; none where there is no limit."""
     for group in control_groups(root, "cpu"):
         try:
             if (group / "cpu.max").exists():

@@ -18,10 +18,10 @@ class ActorProcess(Protocol):
     """Ends the process of one actor, which may be on another host."""
 
     def found(self, actor: Any, pid: int) -> None:
-        """The actor is up, in this process."""
+        """Note that the actor is up, in this process."""
 
     def kill(self) -> None:
-        """End it, whatever state it is in, if it was found and is still that one. Never blocks."""
+        """End the process, whatever state it is in, if it was found and is still that one. Never blocks."""
 
 
 class LocalProcess:
@@ -95,7 +95,7 @@ class RayChild:
         return self._end() == ""
 
     def _end(self) -> str | None:
-        """Why it failed, nothing where it ended well, None while it runs."""
+        """Return why the process failed, an empty text where it ended well, None while it runs."""
         if self._wait is None:
             return None
         done, _ = self._ray.wait([self._wait], timeout=0)
@@ -164,7 +164,7 @@ class RayChild:
 
 
 def cause_of(error: BaseException) -> str:
-    """The gist of a Ray error, which prints a page."""
+    """Return the gist of a Ray error, which prints a page."""
     name = type(error).__name__
     if name in {"ActorDiedError", "ActorUnavailableError", "RayActorError"}:
         return "its process died"

@@ -21,17 +21,17 @@ from cluster.processes.spec import ChildSpec, LaunchError
 from engine.config import EngineConfig
 
 NAMESPACE = "headrace"
-"""Of the actors: who knows it finds them by name."""
+"""Ray's namespace of our actors: whoever knows it finds them by name."""
 END_TIMEOUT_S = 5.0
 FAULTS = {
     "killed": "did not end by itself, and was killed",
     "runs": "does not end, although it was killed",
     "silent": "may still run: its host does not answer",
 }
-"""What is told of a process that did not end as it was asked to, by how it ended."""
+"""What a message says of a process that did not end as it was asked to, by how it ended."""
 KNOCK_TIMEOUT_S = 5.0
 LEFT_S = 45.0
-"""For Ray to notice that the host of an earlier supervisor is lost, and to end what belonged to it."""
+"""How long Ray may take to notice that the host of an earlier supervisor is lost, and to end what belonged to it."""
 LOOK_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -62,26 +62,28 @@ class KeptProcess:
             self._keeper.kill.remote(self.pid)
 
     def ending(self) -> Any:
-        """What will say how it ended; None if it was never found."""
+        """Ask how the process ended; returns Ray's reference to the answer, None if it was never found."""
         if self._keeper is None:
             return None
         return self._keeper.end.remote(self.pid, END_TIMEOUT_S)
 
 
 def _knock(address: str) -> None:
-    """Raises OSError, or ValueError, where nobody can be there: Ray itself waits for minutes."""
+    """Connect to the address and hang up: Ray itself would wait for minutes. Raises OSError, or ValueError, where
+    nobody can be there."""
     host, colon, port = address.rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
 
 
 def _first(text: str) -> str:
-    """Its first sentence: the next ones name flags of Ray's own."""
+    """Return the text's first sentence: the next ones name flags of Ray's own."""
     return text.partition(". ")[0]
 
 
 class RayClusterLauncher:
-    """Mutable state: the keepers by node, and every child with its process, owned by the thread that launches."""
+    """Starts actors on a Ray cluster that others run. Mutable state: the keepers by node, and every child with its
+    process, owned by the thread that launches."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
@@ -124,8 +126,8 @@ class RayClusterLauncher:
         return child
 
     def close(self) -> None:
-        """Every process has been asked to stop: see that it ended, on its own host. Raises LaunchError with each that
-        did not, or of which nobody can tell."""
+        """Check that every process, which has been asked to stop, ended on its own host. Raises LaunchError with each
+        that did not, or of which nobody can tell."""
         if self._ray is None:
             return
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
@@ -144,14 +146,14 @@ class RayClusterLauncher:
             raise LaunchError("; ".join(faults))
 
     def answer(self, reference: Any) -> Any:
-        """What a call answers. Raises LaunchError where nobody does."""
+        """Return what a call answers. Raises LaunchError where nobody does."""
         try:
             return self._ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         except self._ray.exceptions.RayError as error:
             raise LaunchError(cause_of(error)) from error
 
     def keeper(self, node: str) -> Any:
-        """The keeper of a node, started when it is first needed."""
+        """Return the keeper of a node, started when it is first needed."""
         if node not in self._keepers:
             self._keepers[node] = (
                 self._ray.remote(Keeper)
@@ -166,11 +168,12 @@ class RayClusterLauncher:
         return self._keepers[node]
 
     def forget_keeper(self, node: str) -> None:
-        """It does not answer: the next process there gets another one."""
+        """Drop a keeper that does not answer: the next process there gets another one."""
         self._keepers.pop(node, None)
 
     def _wait_alone(self) -> None:
-        """Until the processes of an earlier supervisor are gone, which end with it. Raises LaunchError if they stay."""
+        """Wait until the processes of an earlier supervisor, which end with it, are gone. Raises LaunchError if they
+        stay."""
         deadline_s = time.monotonic() + LEFT_S
         told = False
         while names := sorted(self._ray.util.list_named_actors()):
@@ -186,7 +189,7 @@ class RayClusterLauncher:
             time.sleep(LOOK_S)
 
     def _how(self, name: str, end: Any) -> str:
-        """How a process ended, as its keeper says; `silent` where nobody does."""
+        """Return how a process ended, as its keeper says; `silent` where nobody does."""
         try:
             return str(self._ray.get(end, timeout=END_TIMEOUT_S + KILLED_S + ANSWER_TIMEOUT_S))
         except self._ray.exceptions.RayError as error:
@@ -211,7 +214,7 @@ class RayClusterLauncher:
         return {one.node_id.hex() for one in state.node_states if one.status == enums.DRAINING}
 
     def _ours(self, spec: ChildSpec, nodes: list[ClusterNode]) -> Counter[str]:
-        """Processes of this kind by node, without the one to be replaced."""
+        """Count our processes of this kind by node, without the one to be replaced."""
         return Counter(
             process.node or pinned
             for child, process, pinned in self._children

@@ -32,7 +32,7 @@ RAY_VARIABLES = {
 
 
 def imported_ray() -> Any:
-    """Ray, with the variables set that it reads when it is imported."""
+    """Import Ray, with the variables set that it reads meanwhile."""
     for name, value in RAY_VARIABLES.items():
         os.environ.setdefault(name, value)
     import ray
@@ -41,7 +41,7 @@ def imported_ray() -> Any:
 
 
 def init(ray: Any, **options: Any) -> None:
-    """`ray.init`, which takes over SIGTERM; what a signal means is decided in `cluster.cli`."""
+    """Call `ray.init` and take SIGTERM back from it: what a signal means is decided in `cluster.cli`."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=True, logging_level=logging.ERROR, **options)
@@ -94,13 +94,13 @@ class RayLauncher:
 
 
 def _short_folder() -> str:
-    """The temporary folder, unless it is so deep that Ray's socket paths would pass 107 bytes."""
+    """Return the temporary folder, unless it is so deep that Ray's socket paths would pass 107 bytes."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= 24 else "/tmp"
 
 
 def processes_of(folder: str) -> dict[int, str]:
-    """Processes that name `folder` in their command line or environment, by pid: those of one Ray."""
+    """Return the processes that name `folder` in their command line or environment, by pid: those of one Ray."""
     found = {}
     needle = folder.encode()
     for entry in Path("/proc").iterdir():

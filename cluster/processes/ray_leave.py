@@ -1,5 +1,5 @@
-"""`python -m cluster.processes.ray_leave`: every worker leaves the Ray node that this runs on, as a preStop hook asks
-it to.
+"""`python -m cluster.processes.ray_leave`: makes every worker leave the Ray node that this runs on, as a preStop hook
+asks.
 
 Ray is told first that the node is being emptied, so that nothing new is placed there. Then each worker of ours is asked
 to leave: a prefill worker finishes what it has begun, a decode worker's requests move to another one. The supervisor
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def leave_node(grace_s: float) -> list[str]:
-    """Empty the node that this machine is: the names of the workers that left. Raises LaunchError as `empty` does, and
-    if this machine is no node of a Ray cluster."""
+    """Empty the node that this machine is; returns the names of the workers that left. Raises LaunchError as `empty`
+    does, and if this machine is no node of a Ray cluster."""
     ray = imported_ray()
     try:
         init(ray, address="auto", namespace=NAMESPACE)
@@ -35,7 +35,8 @@ def leave_node(grace_s: float) -> list[str]:
 
 
 def empty(ray: Any, node: str, grace_s: float) -> list[str]:
-    """Block until all our workers have left a node: their names. Raises LaunchError if one has not in `grace_s`."""
+    """Block until all our workers have left a node; returns their names. Raises LaunchError if one has not in
+    `grace_s`."""
     try:
         close(ray, node, grace_s)
         workers = workers_on(ray, node)
@@ -64,7 +65,7 @@ def close(ray: Any, node: str, grace_s: float) -> None:
 
 
 def workers_on(ray: Any, node: str) -> dict[str, Any]:
-    """Our workers on the node, by name."""
+    """Return our workers on the node, by name."""
     found = {}
     for name in ray.util.list_named_actors():
         if not name.startswith(("prefill-", "decode-")):

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class Interrupted(BaseException):
-    """Somebody asked this process to end; `status` is the exit status that says so. No Exception: nobody who handles
-    failures handles this."""
+    """Somebody asked this process to end; `status` is the exit status that says so. It is no Exception, so that
+    handlers of failures let it pass."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class _Asked:
-    """What has been asked of this process. Changed by the main thread alone: that is where Python runs handlers."""
+    """What this process has been asked to do. Changed by the main thread alone: that is where Python runs handlers."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -67,7 +67,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def on_hangup(act: Callable[[], None]) -> Iterator[None]:
-    """Within, every SIGHUP runs `act`, one after the other; what it raises is logged."""
+    """Run `act` for every SIGHUP inside this block, one after the other; what it raises is logged."""
     turn = threading.Lock()
 
     def run() -> None:
@@ -89,7 +89,7 @@ def on_hangup(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Within, signals wait for `check()`, or for the end of a block that ends well."""
+    """Hold signals back inside this block until `check()`, or until its end if it ends well."""
     _asked.shields += 1
     try:
         yield
@@ -100,5 +100,6 @@ def shielded() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise Interrupted if that has been asked for and not said yet. A good place to be interrupted."""
+    """Raise Interrupted if that has been asked for and not raised yet. To be called where an interruption does no harm.
+    """
     _asked.tell()

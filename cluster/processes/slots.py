@@ -1,4 +1,4 @@
-"""A worker's place in its cluster, or the router's: what the supervisor knows of whoever holds it."""
+"""A slot: the place of a worker, or of the router, in its cluster, and what the supervisor knows of its process."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +19,7 @@ class SlotState(StrEnum):
 
 
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headrace status` shows of a slot. `why`: what the last death was of."""
+    """What `headrace status` shows of a slot. `why`: the cause of the last death."""
 
     name: str
     kind: Kind
@@ -30,9 +30,9 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Slot:
-    """One worker, or the router. `due_s`: when the pause ends, or by when its process must be up, or gone. `again`:
-    whether it is replaced once it has left. `accused`: why the life that is up is being killed. `silent_since_s`: since
-    when the router owes an answer. `why`: what it last died of."""
+    """One worker's place, or the router's. `due_s`: when the pause ends, or by when its process must be up, or gone.
+    `again`: whether it is replaced once it has left. `accused`: why the life that is up is being killed.
+    `silent_since_s`: since when the router owes an answer. `why`: the cause of its last death."""
 
     kind: Kind
     address: PeerAddress

@@ -28,7 +28,8 @@ class LaunchError(Exception):
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """From what, and where to, a host other than ours prepares the model. Empty strings mean the defaults."""
+    """The model, and the cache folder, from which a host other than ours prepares it. Empty strings mean the defaults.
+    """
 
     model: str = ""
     cache_dir: str = ""
@@ -47,10 +48,10 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """The address a worker listens on; empty: the one that Ray knows its node by, on a host of its own."""
     port: int = 0
-    """Of a worker's gRPC server; 0 takes a free one."""
+    """The port of a worker's gRPC server; 0 takes a free one."""
     model_dir: str = ""
     source: ModelSource | None = None
-    """Of `model_dir`, for a process on a host that may not have it."""
+    """What a host that may not have `model_dir` prepares it from."""
     threads: int = 1
     log_level: str = "warning"
     log_json: bool = False
@@ -65,9 +66,9 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     http: str = ""
     incarnation: Incarnation = Incarnation(0)
-    """Of a worker: which life of it this process is."""
+    """Which life of a worker this process is; 0 for a router."""
     host: str = ""
-    """Where `pid` means this process (`transfer.liveness.host_id`)."""
+    """The host on which `pid` means this process (`transfer.liveness.host_id`)."""
 
 
 class Child(Protocol):
@@ -76,37 +77,37 @@ class Child(Protocol):
     spec: ChildSpec
 
     def started_within(self, timeout_s: float) -> ChildReady | None:
-        """Where it is reached once it is up, None if that takes over `timeout_s` seconds.
+        """Return where the process is reached once it is up, None if that takes over `timeout_s` seconds.
 
         Raises LaunchError with the reason if it could not start. May be called again after None.
         """
 
     def loading(self) -> tuple[int, int] | None:
-        """Worker only: bytes of weights that it has loaded, and of how many, as last heard; None where it has said
+        """Return the bytes of weights that a worker has loaded, and of how many, as last heard; None where it has said
         nothing of it. Never blocks."""
 
     def failure(self) -> str | None:
-        """Why it ended, or None while it runs. Never blocks."""
+        """Return why it ended, or None while it runs. Never blocks."""
 
     def left(self) -> bool:
-        """Worker only: whether it has ended because it was asked to leave. Never blocks."""
+        """Say whether a worker has ended because it was asked to leave. Never blocks."""
 
     def leave(self, grace_s: float) -> None:
-        """Worker only: ask it to take no new work and to end by itself, within `grace_s` seconds."""
+        """Ask a worker to take no new work and to end by itself, within `grace_s` seconds."""
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        """Router only: the workers to use from now on."""
+        """Tell a router the workers to use from now on."""
 
     def ready(self) -> bool:
-        """Router only: whether it can serve. Raises LaunchError if it died."""
+        """Say whether a router can serve. Raises LaunchError if it died."""
 
     def condemned(self) -> list[Verdict] | None:
-        """Router only: the lives of workers that it had given up when it was last asked, and ask again; None while it
+        """Return the lives of workers that a router had given up when it was last asked, and ask again; None while it
         owes the answer. Never blocks."""
 
     def ask(self, what: str, argument: str) -> bytes:
-        """The answer to one of `cluster.processes.hosting.QUESTIONS`, as JSON. From any thread. Raises LaunchError if
-        there is none within a few seconds."""
+        """Return the answer to one of `cluster.processes.hosting.QUESTIONS`, as JSON. From any thread. Raises
+        LaunchError if there is none within a few seconds."""
 
     def kill(self) -> None:
         """End this very process, by its pid, whatever state it is in; `failure` says so a moment later."""
@@ -119,7 +120,7 @@ class Launcher(Protocol):
     """Starts processes on this machine or on a Ray cluster."""
 
     def open(self) -> None:
-        """Whatever must run before the first process. Raises LaunchError."""
+        """Start whatever must run before the first process. Raises LaunchError."""
 
     def launch(self, spec: ChildSpec) -> Child:
         """Begin to start a process; does not wait. Raises LaunchError if that cannot even begin."""
@@ -129,7 +130,7 @@ class Launcher(Protocol):
 
 
 def environment_of(spec: ChildSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """All that a process needs beside `environ`. Of NCCL's variables, those that are not set there."""
+    """Return all variables that a process needs beside `environ`; of NCCL's, those that are not set there."""
     found = child_environment(spec.threads, environ)
     if spec.kind == "router":
         return found
@@ -139,7 +140,7 @@ def environment_of(spec: ChildSpec, environ: Mapping[str, str]) -> dict[str, str
 
 
 def child_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables a process needs before torch is imported in it.
+    """Return the variables that a process needs before torch is imported in it.
 
     Threads are explicit, and wait passively: threads that spin between two small operations starve
     the other workers of the host.

@@ -49,8 +49,8 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How dead workers, and a dead router, are replaced."""
 
     limit: int = 5
-    """Deaths of one process within `window_s` that are made good. With the next one it is left alone for as long again,
-    if another one of its pool is up; else the cluster ends. 0: the first one ends it."""
+    """Deaths of one process within `window_s` that are made good. After the next one it stays down for as long again,
+    if another one of its pool is up; else the cluster ends. 0: the first death ends it."""
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
@@ -61,7 +61,7 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AWAY_S = 1.0
-"""The launcher looks many times a second. If this long has passed since the last time, it was itself that slept."""
+"""The launcher looks many times a second. If this long has passed since the last look, the launcher itself slept."""
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
 
@@ -80,7 +80,7 @@ class Supervisor:
         start_timeout_s: float,
         children: Mapping[str, tuple[Kind, ChildReady]],
     ) -> None:
-        """`children` are up: kind (prefill, decode or router) and address by name."""
+        """Begin with these processes up. `children`: kind (prefill, decode or router) and address by name."""
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._slots = {
@@ -91,7 +91,7 @@ class Supervisor:
         self._looked_s: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event in; returns what is to be done, in order."""
+        """Take one event in; returns the commands to carry out, in order."""
         match event:
             case Up(ready):
                 return self._up(ready)
@@ -113,7 +113,7 @@ class Supervisor:
 
     @property
     def is_steady(self) -> bool:
-        """Every worker is up, or has been given up for now, and none is to leave."""
+        """Whether every worker is up, or has been given up for now, and none is to leave."""
         return not self._to_leave and all(s.state in _SETTLED for s in self._slots.values())
 
     def __contains__(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class Supervisor:
         return self._slots[name].kind
 
     def pool(self, kind: Kind) -> list[str]:
-        """The workers of a kind that are to stay."""
+        """Return the workers of a kind that are to stay."""
         leaving = {name for name, _, again in self._to_leave if not again}
         return [
             name
@@ -135,7 +135,7 @@ class Supervisor:
         ]
 
     def view(self) -> list[SlotView]:
-        """All slots, in the order in which they came. May be called from any thread."""
+        """Return all slots, in the order in which they came. May be called from any thread."""
         return [
             SlotView(
                 name=name,
@@ -176,7 +176,7 @@ class Supervisor:
         return []
 
     def _accused(self, event: Accused) -> list[Command]:
-        """Kill the life that is meant, once, and no newer one."""
+        """Kill the life that the router named, once, and no newer one."""
         slot = self._slots.get(event.name)
         alive = (SlotState.UP, SlotState.LEAVING)
         if slot is None or slot.state not in alive or slot.incarnation != event.incarnation:
@@ -225,7 +225,7 @@ class Supervisor:
         return [Discard(name), *(self._tell() if was_up else [])]
 
     def _has_company(self, name: str, slot: Slot) -> bool:
-        """Whether another worker of its pool is up."""
+        """Say whether another worker of its pool is up."""
         return any(
             other.kind == slot.kind and other.state is SlotState.UP
             for others_name, other in self._slots.items()
@@ -233,7 +233,7 @@ class Supervisor:
         )
 
     def _left(self, name: str, slot: Slot) -> list[Command]:
-        """That is no death. The replacement is started by the next tick."""
+        """Take note that a worker left as it was asked to, which is no death. The next tick starts its replacement."""
         if slot.again:
             slot.state, slot.due_s = SlotState.PAUSING, float("-inf")
         else:
@@ -278,12 +278,12 @@ class Supervisor:
         return commands
 
     def _tell(self) -> list[Command]:
-        """The router learns of a change; one that is not up will learn all when it is."""
+        """Announce the workers to the router, if it is up; one that is not will learn all when it is."""
         routers = [slot for slot in self._slots.values() if slot.kind == "router"]
         return [self.announcement()] if all(s.state is SlotState.UP for s in routers) else []
 
     def announcement(self) -> Announce:
-        """The workers that can be reached; who is leaving still has requests to finish."""
+        """Return the workers that can be reached; one that is leaving still has requests to finish."""
 
         def up(kind: str) -> tuple[PeerAddress, ...]:
             slots = self._slots.values()

@@ -17,7 +17,7 @@ METRICS_PAGE = Path("docs/metrics.md")
 
 
 def files() -> dict[Path, str]:
-    """What is generated, by path below the repository root."""
+    """Return what is generated, by path below the repository root."""
     found = {
         DASHBOARD_FOLDER / f"{dashboard.name}.json": json.dumps(
             grafana.build(dashboard), indent=1, ensure_ascii=False
@@ -29,7 +29,8 @@ def files() -> dict[Path, str]:
 
 
 def drifted(root: Path, wanted: Mapping[Path, str]) -> list[str]:
-    """Committed files that differ from `wanted`, are missing, or are dashboards that nobody makes any more."""
+    """Return the committed files that differ from `wanted`, are missing, or are dashboards that nobody makes any more.
+    """
     wrong = [
         str(path)
         for path, text in wanted.items()

@@ -1,4 +1,4 @@
-"""Every metric family that a process of ours shows: what dashboards may ask for, read off the real registries."""
+"""Lists every metric family that a process of ours shows, read off the real registries: what dashboards may ask for."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ EVERYWHERE = ("router", "prefill", "decode")
 
 @dataclass(slots=True)
 class Shown:
-    """One family. `labels` are its own beside model, pool and worker, with the values known at the start."""
+    """One family that a process shows. `labels` are its own beside model, pool and worker, with the values known at the
+    start."""
 
     name: str
     kind: str
@@ -30,14 +31,14 @@ class Shown:
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """The names of its series."""
+        """Return the names of its series."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
         return (self.name,)
 
 
 def catalog() -> dict[str, Shown]:
-    """All families by name, of a router and of a worker of each pool."""
+    """Return all families by name, of a router and of a worker of each pool."""
     router = RouterMetrics("model")
     for role in ROLES:
         router.expected_worker(f"{role}-0", role)

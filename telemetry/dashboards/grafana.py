@@ -13,7 +13,7 @@ HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
 
 
 def build(dashboard: Dashboard) -> dict[str, Any]:
-    """The whole dashboard, ready for an import or for provisioning."""
+    """Return the whole dashboard, ready for an import or for provisioning."""
     return {
         "uid": f"headrace-{dashboard.name}",
         "title": dashboard.title,
@@ -84,7 +84,7 @@ def _annotations() -> Iterator[dict[str, Any]]:
 
 
 def _panels(rows: tuple[PanelRow, ...]) -> Iterator[dict[str, Any]]:
-    """Rows from top to bottom; within a row, panels from left to right, wrapped at Grafana's 24 columns."""
+    """Lay out rows from top to bottom and, within a row, panels from left to right, wrapped at Grafana's 24 columns."""
     number, top = 1, 0
     for row in rows:
         yield {

@@ -1,4 +1,4 @@
-"""What several dashboards and rules ask for in the same words."""
+"""Queries that several dashboards and rules share."""
 
 from telemetry.dashboards.promql import Scope, share
 
@@ -6,11 +6,12 @@ PANELS = Scope("$__rate_interval", 'model=~"$model"', 'worker=~"$worker"')
 RULES = Scope("5m")
 
 UP = 'up{pool=~"router|prefill|decode"}'
-"""Of every target that `/sd` lists."""
+"""1 for each target of `/sd` that Prometheus reaches, 0 for the others."""
 TARGET = "worker, pool"
 
 BUSY_HIGH = 2.0
-"""Of a share of time in steps: a step counts when it ends, so one that began before the window adds to it."""
+"""The highest sound share of time in steps: a step counts when it ends, so one that began before the window adds to it.
+"""
 HINTS = ((1.0, "add a prefill worker"), (0.0, "balanced"), (-1.0, "add a decode worker"))
 
 
@@ -49,7 +50,7 @@ def migrations_failed(s: Scope) -> str:
 
 
 def honesty(s: Scope) -> str:
-    """How much of the expected prefix hits came true."""
+    """The share of the expected prefix hits that came true."""
     return share(
         s.rate("router_actual_hit_tokens_total"), s.rate("router_expected_hit_tokens_total")
     )
@@ -68,8 +69,8 @@ def prefill_pressure(s: Scope) -> str:
 
 
 def decode_pressure(s: Scope) -> str:
-    """Whichever is more: the mean gap between tokens in units of its target, or the mean wait for room on a decode
-    worker in units of the TTFT target."""
+    """The larger of two ratios: the mean gap between tokens in units of its target, and the mean wait for room on a
+    decode worker in units of the TTFT target."""
     targets = {
         slo: f"scalar(max({s.series('slo_target_seconds', slo=slo)}))" for slo in ("ttft", "itl")
     }
@@ -79,7 +80,7 @@ def decode_pressure(s: Scope) -> str:
 
 
 def hint(s: Scope) -> str:
-    """1: add a prefill worker; -1: add a decode worker; 0: neither is above its target."""
+    """Which pool to enlarge. 1: add a prefill worker; -1: add a decode worker; 0: neither is above its target."""
     prefill, decode = f"({prefill_pressure(s)})", decode_pressure(s)
     return (
         f"({prefill} > bool 1) * ({prefill} > bool {decode})"

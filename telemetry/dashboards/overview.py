@@ -1,4 +1,4 @@
-"""Is it healthy, is it fast, what is short? The first page to open."""
+"""The first page to open: is the cluster healthy, is it fast, what is short?"""
 
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S

@@ -1,4 +1,4 @@
-"""What a dashboard is: plain data. `grafana` makes Grafana's JSON of it, a test asks every query of a live cluster."""
+"""A dashboard as plain data. `grafana` makes Grafana's JSON of it, a test asks every query of a live cluster."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ Kind = Literal["timeseries", "stat", "heatmap", "table"]
 
 
 class Proof(StrEnum):
-    """What a live cluster must make of a panel, beside data in its range."""
+    """What a live cluster must show in a panel, beside data in its range."""
 
     SHOWN = "shown"
     """Nothing more: zero is the good case."""
@@ -27,8 +27,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`unit` is Grafana's name of it. `low` and `high` bound every value that a sound cluster can show. `names` are
-    words for values, shown in their place."""
+    """One panel. `unit` is Grafana's name of it. `low` and `high` bound every value that a sound cluster can show.
+    `names` are words for values, shown in their place."""
 
     title: str
     text: str
@@ -51,7 +51,7 @@ class PanelRow:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """`name` is its file and the end of its uid, by which links find it: never changed."""
+    """One dashboard. `name` is its file and the end of its uid, by which links find it: never changed."""
 
     name: str
     title: str
@@ -78,6 +78,6 @@ def one(
     stacked: bool = False,
     names: tuple[tuple[float, str], ...] = (),
 ) -> Panel:
-    """A panel of a single query."""
+    """Make a panel of a single query."""
     query = (Query(expr, legend),)
     return Panel(title, text, unit, query, low, high, proof, kind, width, stacked, names)

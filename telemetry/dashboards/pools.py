@@ -1,4 +1,4 @@
-"""Are the two pools in balance, and are the workers of each?"""
+"""The balance between the two pools, and between the workers of each."""
 
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S

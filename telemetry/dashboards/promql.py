@@ -25,16 +25,16 @@ def _shown() -> dict[str, Shown]:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """`everywhere` and `workers` are label matchers put into every selector: the latter of families that the router
-    does not have."""
+    """What every query of one place has in common. `everywhere` and `workers` are label matchers put into every
+    selector: the latter into those of families that the router does not have."""
 
     window: str
     everywhere: str = ""
     workers: str = ""
 
     def series(self, name: str, part: str = "", **labels: str) -> str:
-        """A selector. `name` goes without our prefix; `part` is bucket, sum or count of a histogram; a label's value
-        may be alternatives, a|b. Raises QueryError for what no process shows."""
+        """Write a selector. `name` goes without our prefix; `part` is bucket, sum or count of a histogram; a label's
+        value may be alternatives, a|b. Raises QueryError for what no process shows."""
         family = _find(name)
         full = f"{family.name}_{part}" if part else family.name
         if full not in family.samples:
@@ -47,30 +47,31 @@ class Scope:
         return f"{full}{{{inside}}}" if inside else full
 
     def rate(self, name: str, by: str = "", part: str = "", **labels: str) -> str:
-        """The sum of rates per second, by the labels named in `by`."""
+        """Write the sum of rates per second, by the labels named in `by`."""
         return f"{_sum(by)} (rate({self.series(name, part, **labels)}[{self.window}]))"
 
     def grown(self, name: str, window: str, by: str = "", **labels: str) -> str:
-        """How much a counter has grown within `window`."""
+        """Write how much a counter has grown within `window`."""
         return f"{_sum(by)} (increase({self.series(name, **labels)}[{window}]))"
 
     def sum(self, name: str, by: str = "", **labels: str) -> str:
-        """The sum of a gauge."""
+        """Write the sum of a gauge."""
         return f"{_sum(by)} ({self.series(name, **labels)})"
 
     def quantile(self, q: float, name: str, by: str = "", **labels: str) -> str:
-        """Of a histogram, interpolated within its bucket."""
+        """Write a quantile of a histogram, interpolated within its bucket."""
         over = f"le, {by}" if by else "le"
         return f"histogram_quantile({q}, {self.rate(name, over, 'bucket', **labels)})"
 
     def mean(self, name: str, by: str = "", **labels: str) -> str:
-        """Of a histogram; nothing where nothing was observed."""
+        """Write the mean of a histogram; nothing where nothing was observed."""
         total, count = (self.rate(name, by, part, **labels) for part in ("sum", "count"))
         return share(total, count)
 
 
 def share(part: str, whole: str) -> str:
-    """`part / whole`, nothing where the whole is nothing: 0 / 0 would be drawn as a gap that looks like an outage."""
+    """Write `part / whole`, nothing where the whole is nothing: 0 / 0 would be drawn as a gap that looks like an
+    outage."""
     return f"{part} / ({whole} > 0)"
 
 

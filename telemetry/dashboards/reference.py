@@ -1,4 +1,4 @@
-"""The page of all metrics: each family with its labels, its meaning, and who asks for it; and the rules."""
+"""Writes the page of all metrics: each family with its labels, its meaning, and who asks for it; and the rules."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from telemetry.dashboards.rules import RECORDINGS
 
 _NAME = re.compile(r"\b(?:headrace|process)_[a-z0-9_]+\b")
 MANY = 10
-"""Values of a label that a table still lists."""
+"""The most values of a label that a table still lists."""
 _INTRODUCTION = """\
 # Metrics
 
@@ -25,7 +25,7 @@ is started again continues its series. Every combination of labels that can be k
 
 
 def askers() -> dict[str, list[str]]:
-    """Family by family, the dashboards and rules that ask for it."""
+    """Return, family by family, the dashboards and rules that ask for it."""
     families = catalog()
     of_sample = {name: family.name for family in families.values() for name in family.samples}
     found: dict[str, list[str]] = {name: [] for name in families}
@@ -47,7 +47,7 @@ def _queries() -> Iterator[tuple[str, str]]:
 
 
 def render() -> str:
-    """The page, as Markdown."""
+    """Return the page, as Markdown."""
     families, asked = catalog(), askers()
     lines = [_INTRODUCTION]
     for title, wanted in (

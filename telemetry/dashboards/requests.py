@@ -1,4 +1,4 @@
-"""Where the time of a request goes, and what befell it on the way."""
+"""Where the time of a request goes, and what happened to it on the way."""
 
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S

@@ -11,7 +11,7 @@ from telemetry.dashboards.panel import INFINITY
 
 @dataclass(frozen=True, slots=True)
 class RecordingRule:
-    """`low` and `high` bound every value that a sound cluster can show."""
+    """A query that Prometheus records. `low` and `high` bound every value that a sound cluster can show."""
 
     name: str
     expr: str
@@ -37,7 +37,7 @@ RECORDINGS = (
 
 
 def render(hurry: float = 1.0) -> str:
-    """The rules as a file of Prometheus; `hurry` divides how long an alert must hold, for tests."""
+    """Write the rules as a file of Prometheus; `hurry` divides how long an alert must hold, for tests."""
     lines = [
         "# Made by `python -m telemetry.dashboards`: change that, not this.",
         "groups:",
@@ -61,5 +61,5 @@ def render(hurry: float = 1.0) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A scalar of YAML: within single quotes, only they need care."""
+    """Write a scalar of YAML: within single quotes, only they need care."""
     return "'" + text.replace("'", "''") + "'"

@@ -36,7 +36,7 @@ def make(folder: Path) -> Path:
 
 
 def pack(folder: Path, *names: str) -> None:
-    """Wheels of packages of this environment, as they were before they were installed."""
+    """Pack packages of this environment as wheels, as they were before they were installed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         found = distribution(name)
@@ -51,7 +51,7 @@ def pack(folder: Path, *names: str) -> None:
 
 
 def closure(name: str) -> set[str]:
-    """A package of this environment and all that it needs."""
+    """Return a package of this environment and all that it needs."""
     return {one.lower().replace("_", "-") for one in _closure(name, {})}
 
 

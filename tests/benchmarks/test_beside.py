@@ -81,7 +81,7 @@ def test_a_cluster_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def _lives(pid: int) -> bool:
-    """It runs: neither gone, nor a zombie."""
+    """Say whether the process runs: it is neither gone, nor a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -137,7 +137,7 @@ def test_its_one_command_runs_on_a_machine_that_has_little(packed: Path, tmp_pat
 
 
 def everything(told: dict[str, object]) -> None:
-    """That nothing is missing from a whole dry run without a single package more."""
+    """Check that nothing is missing from a whole dry run without a single package more."""
     results = told["results"]
     assert isinstance(results, dict)
     assert "mean nothing" in str(told["card"]) and "'msgspec': 'not installed'" in str(told["environment"])

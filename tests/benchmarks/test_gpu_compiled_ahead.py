@@ -22,8 +22,8 @@ PREFILL = ConfigKey("prefill", 64, 3, 16, "bfloat16", 90)
 
 
 def launch_again(*keys: ConfigKey) -> list[bool]:
-    """For another process: the same launches with tensors that have memory, as on a card. Whether each kernel was found
-    in the cache."""
+    """Make the same launches, in another process, with tensors that have memory, as on a card. Returns whether each
+    kernel was found in the cache."""
     from triton import knobs
 
     from benchmarks.gpu.tuned_steps import step_of

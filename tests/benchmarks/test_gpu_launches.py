@@ -19,7 +19,8 @@ KERNEL_PARTS = ("orders", "decode", "eight_bits", "shared", "blocks", "prefill",
 
 
 def compile_parts() -> None:
-    """For another process, which does not run Triton's interpreter. Raises what a launch raises."""
+    """Compile what the parts launch; to be called in a process that does not run Triton's interpreter. Raises what a
+    launch raises."""
     from kernels.compile_only import compile_only
     from tests.kernels.contract.launched import without_memory
 

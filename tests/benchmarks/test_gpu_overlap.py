@@ -48,8 +48,8 @@ class VirtualGraph:
 
 
 class Virtual:
-    """As much of `torch.cuda` as pacing needs. Each stream has a clock of its own; on a stream beside the main one
-    copies are slow."""
+    """As much of `torch.cuda` as pacing needs, in virtual time. Each stream has a clock of its own; on a stream beside
+    the main one copies are slow."""
 
     Event, Stream, CUDAGraph = VirtualEvent, VirtualStream, VirtualGraph
 

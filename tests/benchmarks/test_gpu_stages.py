@@ -39,7 +39,7 @@ def dies(card: Card) -> Iterator[Line]:
 
 
 def hangs(card: Card) -> Iterator[Line]:
-    """With a process of its own, that hangs as well."""
+    """A part that hangs, and has a process of its own that hangs as well."""
     child = os.fork()
     if not child:
         signal.pause()
@@ -107,7 +107,7 @@ def test_time_that_was_not_used_is_there_for_those_behind() -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Or a zombie, which nobody but init can bury."""
+    """Say whether the process is gone, or a zombie, which nobody but init can reap."""
     deadline_s = time.monotonic() + 5
     while time.monotonic() < deadline_s:
         try:

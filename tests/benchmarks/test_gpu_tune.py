@@ -26,7 +26,8 @@ SOURCE = Path(__file__).parents[2]
 KEY = ConfigKey("decode", 64, 3, 16, "bfloat16", 90)
 PRESENT = TABLE[KEY]
 FATES = tuning.candidates(KEY)[:7]
-"""By their place: kills its process, poisons it, is refused, is wrong, is the fastest, is slow, does not fit."""
+"""What becomes of each candidate, by its place: kills its process, poisons it, is refused, is wrong, is the fastest, is
+slow, does not fit."""
 
 
 def tune(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +104,7 @@ class Faked:
 
 
 class Compiled:
-    """A pool that is done at once, and refuses one."""
+    """A pool of processes that is done at once, and refuses one configuration."""
 
     def __init__(self, target: object) -> None:
         pass

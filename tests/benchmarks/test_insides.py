@@ -46,7 +46,7 @@ def test_recovery_kills_and_stays_exact(tiny_model: Path) -> None:
 
 
 class _UnmovedBed:
-    """Its one worker is a process that has nothing to do with the answer."""
+    """A bed whose one worker is a process that has nothing to do with the answer."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -40,7 +40,7 @@ CASES = {
 
 
 class FarGround(Ground):
-    """Without proxies."""
+    """A cluster without proxies, whose workers of one role are far away."""
 
     def load(self, name: str) -> Load | None:
         alive = faults.process_state(self.pid(name)) not in ("", "Z")

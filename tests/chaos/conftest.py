@@ -29,6 +29,6 @@ def ground(model_dir: Path) -> Iterator[Ground]:
 
 @pytest.fixture
 def renewed(ground: Ground) -> Iterator[None]:
-    """Whatever a test leaves behind does not fail the next one."""
+    """Replace whatever workers a test leaves broken, so that it does not fail the next one."""
     yield
     ground.renew()

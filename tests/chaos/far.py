@@ -20,7 +20,7 @@ from tests.chaos.proxy import ProxiedLauncher
 
 CLONE_NEWNET = 0x40000000
 HERE, HERE_DATA = "10.79.0.1", "10.79.0.2"
-"""Of workers that are not far away: for control streams, and for KV blocks."""
+"""Addresses of workers that are not far away: for control streams, and for KV blocks."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,8 +31,8 @@ def _succeeds(status: int) -> None:
 
 
 def leave_the_network() -> None:
-    """Before any other thread is started: this process has a network of its own, with a loopback only. Raises OSError
-    where that is not allowed."""
+    """Give this process a network of its own, with a loopback only. To be called before any other thread is started.
+    Raises OSError where that is not allowed."""
     _succeeds(_libc.unshare(CLONE_NEWNET))
     command("ip", "link", "set", "lo", "up")
     for address in (HERE, HERE_DATA):
@@ -44,7 +44,7 @@ def command(*words: str) -> str:
 
 
 def _in_a_thread(act: Callable[[], Any]) -> Any:
-    """A thread's namespace is its own, and its child processes inherit it."""
+    """Run in a thread, whose namespace is its own and is inherited by its child processes."""
     box: list[Any] = []
     failed: list[BaseException] = []
 
@@ -76,7 +76,7 @@ class Wire:
             run("ip", "link", "set", end, "up")
 
     def swallow(self) -> None:
-        """From now on every packet is dropped, in both directions, without a word to anybody."""
+        """Drop every packet from now on, in both directions, without a word to anybody."""
         for end, run in self._both():
             run(*f"tc qdisc add dev {end} root pfifo limit 0".split())
 

@@ -32,7 +32,7 @@ def _wait_until(pid: int, reached: Callable[[str], bool], what: str) -> None:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; returns once the process is gone, or a zombie that its parent has not reaped yet."""
+    """Send SIGKILL; returns once the process is gone, or a zombie that its parent has not reaped yet."""
     if process_state(pid) in ("", "Z"):
         raise NoEffectError(f"process {pid} was dead already")
     os.kill(pid, signal.SIGKILL)
@@ -40,7 +40,7 @@ def kill(pid: int) -> None:
 
 
 def killed_within(pid: int, limit_s: float) -> None:
-    """Returns once somebody else has ended the process; fails after `limit_s`."""
+    """Wait until somebody else has ended the process; fails after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while (state := process_state(pid)) not in ("", "Z"):
         assert time.monotonic() < deadline_s, f"process {pid} is {state!r} after {limit_s} s"
@@ -48,13 +48,13 @@ def killed_within(pid: int, limit_s: float) -> None:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP; returns once the kernel says that it is stopped."""
+    """Send SIGSTOP; returns once the kernel says that the process is stopped."""
     os.kill(pid, signal.SIGSTOP)
     _wait_until(pid, lambda state: state == "T", "SIGSTOP")
 
 
 def thaw(pid: int) -> None:
-    """SIGCONT; a process that has died meanwhile needs none."""
+    """Send SIGCONT; a process that has died meanwhile needs none."""
     try:
         os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
@@ -64,7 +64,7 @@ def thaw(pid: int) -> None:
 
 @contextmanager
 def frozen(*pids: int) -> Iterator[None]:
-    """Stopped inside the block, whatever happens in it."""
+    """Keep the process stopped inside the block, whatever happens in it."""
     try:
         for pid in pids:
             freeze(pid)

@@ -84,11 +84,11 @@ class Ask:
                 self._news.notify_all()
 
     def leave(self) -> None:
-        """As a client that goes away: the request is cancelled at its next event."""
+        """Leave as a client that goes away: the request is cancelled at its next event."""
         self._left = True
 
     def wait_tokens(self, count: int, timeout_s: float = 30.0) -> None:
-        """Until `count` tokens have come. Fails if the request ends before."""
+        """Wait until `count` tokens have come. Fails if the request ends before."""
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             while len(self.tokens) < count:
@@ -96,7 +96,7 @@ class Ask:
                 assert self._news.wait(deadline_s - time.monotonic()), f"{len(self.tokens)} tokens"
 
     def join(self, timeout_s: float) -> None:
-        """Until it is over. Fails on silence: neither an end nor an error within the time."""
+        """Wait until the request has ended. Fails on silence: neither an end nor an error within the time."""
         self._thread.join(timeout_s)
         assert self.over, f"silence: no end after {timeout_s} s, {len(self.tokens)} tokens came"
 
@@ -202,7 +202,7 @@ class Ground:
         return self._launcher.proxies[name]
 
     def probe(self, name: str) -> Probe:
-        """Of the worker's latest process; opened when first asked for."""
+        """Return a probe of the worker's latest process; opened when first asked for."""
         up = self._launcher.direct[name]
         key = (name, up.pid)
         if key not in self._probes:
@@ -212,13 +212,13 @@ class Ground:
         return self._probes[key]
 
     def load(self, name: str) -> Load | None:
-        """The latest report of a worker that lives and is connected to the router; None where it is not."""
+        """Return the latest report of a worker that lives and is connected to the router; None where it is not."""
         known = faults.process_state(self.pid(name)) not in ("", "Z")
         known &= self.proxy(name).bytes_out > INTRODUCTION_BYTES
         return self.probe(name).load if known else None
 
     def busy(self, role: str, timeout_s: float = 10.0) -> str:
-        """The first worker of a role that holds a block or a request."""
+        """Return the first worker of a role that holds a block or a request."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for name in self.of(role):
@@ -229,14 +229,14 @@ class Ground:
         raise AssertionError(f"no {role} worker became busy")
 
     def replaced(self, name: str, old_pid: int, timeout_s: float = HEAL_S) -> None:
-        """Until another process answers to this name, be it a worker's or `router`."""
+        """Wait until another process answers to this name, be it a worker's or `router`."""
         deadline_s = time.monotonic() + timeout_s
         while self.pid(name) == old_pid:
             assert time.monotonic() < deadline_s, f"{name} was not replaced: {self.gave_up}"
             time.sleep(0.02)
 
     def settle(self, quiet_s: float) -> None:
-        """Until every worker answers and holds nothing: free + cached == total. Fails, with the ledger, past
+        """Wait until every worker answers and holds nothing: free + cached == total. Fails, with the ledger, past
         `quiet_s` after all answer."""
         deadline_s = time.monotonic() + HEAL_S
         for name in self.names:
@@ -260,7 +260,7 @@ class Ground:
             self.replaced(name, pid)
 
     def accuse(self, name: str, incarnation: Incarnation) -> None:
-        """As if the router had given this life up."""
+        """Make the router's answer name this life as one that it has given up."""
         self._launcher.accused = [Verdict(name, incarnation, "a test says so")]
 
     def renew(self) -> list[str]:

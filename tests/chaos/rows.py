@@ -13,7 +13,7 @@ PROMPT_TOKENS = 200
 ANSWER_TOKENS = 12
 FROZEN_S = 5.0
 PAUSED_S = 0.9
-"""Less than the second of silence after which a peer is asked whether it lives."""
+"""A stop shorter than the second of silence after which a peer is asked whether it lives."""
 
 
 class Ending(StrEnum):

@@ -22,19 +22,19 @@ from tests.chaos.rows import (
 PROMPTS = {"victim": tokens(PROMPT_TOKENS, 1), "bystander": tokens(PROMPT_TOKENS, 2)}
 END_S = 40.0
 TRIES = 3
-"""Of a fault that comes too late, as on a machine that is busy with other things."""
+"""How often a fault is tried that comes too late, as on a machine that is busy with other things."""
 SETTLE_S = 3.0
 KEEPALIVE_S = 2.0
 """A peer that does not answer is lost by then."""
 MARGIN_S = 4.0
-"""For reports, ticks and polls on two busy cores, beside what the timers say."""
+"""Time for reports, ticks and polls on two busy cores, beside what the timers say."""
 STOPPED_S, RUNNING_S, STOPS = 0.35, 0.05, 8
-"""Of a stutter: a stop stays under the second after which a silent peer is asked whether it lives."""
+"""Times of a stutter: a stop stays under the second after which a silent peer is asked whether it lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Who serves a request: worker names."""
+    """The workers that serve a request, by name."""
 
     prefill: str
     decode: str
@@ -62,7 +62,7 @@ class Reference:
         assert greedy != seeded, "the seeded run draws nothing"
 
     def judge(self, ask: Ask, name: str, mode: str) -> Ending:
-        """How a request ended. Fails on a wrong token, and on any error but UNAVAILABLE."""
+        """Judge how a request ended. Fails on a wrong token, and on any error but UNAVAILABLE."""
         whole = self._answers[name, mode]
         if ask.error is not None:
             assert ask.error.code == "UNAVAILABLE", f"{name}: {ask.error.code}: {ask.error}"
@@ -93,8 +93,8 @@ def run_row(ground: Ground, reference: Reference, row: Row, number: int) -> None
 def _try_row(
     ground: Ground, reference: Reference, row: Row, modes: list[str], name: str, asks: list[Ask]
 ) -> None:
-    """Afterwards every worker is there under its name: in a new life where the fault ended the old one, otherwise in
-    the same. `asks` takes the requests that were made. Raises NoEffectError."""
+    """Carry the row out once. Afterwards every worker is there under its name: in a new life where the fault ended the
+    old one, otherwise in the same. `asks` takes the requests that were made. Raises NoEffectError."""
     tenant = f"{row}-{name}"
     with ExitStack() as held:
         if row.moment is Moment.ASKED:
@@ -135,7 +135,7 @@ def _try_row(
 
 
 def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
-    """Do it, to all of them at once. Returns when it is over; raises NoEffectError if it did not happen."""
+    """Strike all of them at once. Returns when it is done; raises NoEffectError if it did not happen."""
     pids = [ground.pid(name) for name in names]
     match fault:
         case Fault.KILL:
@@ -163,8 +163,8 @@ def strike(ground: Ground, fault: Fault, names: list[str]) -> None:
 def _asked(
     ground: Ground, mode: str, tenant: str, held: ExitStack, asks: list[Ask]
 ) -> Serving:
-    """A request that is placed and reserved while no prefill worker can move. Which one it was given is told by the
-    bytes that wait for it. They are held until the fault has struck."""
+    """Place a request that stays reserved while no prefill worker can move. Which one it was given is told by the bytes
+    that wait for it. They are held until the fault has struck."""
     prefill = ground.of("prefill")
     held.enter_context(faults.frozen(*(ground.pid(name) for name in prefill)))
     before = {name: ground.proxy(name).bytes_in for name in prefill}
@@ -182,7 +182,7 @@ def _asked(
 
 
 def sending(ground: Ground, prefill: str) -> None:
-    """Until two more of its steps have run, so that their blocks were offered, and it still computes."""
+    """Wait until two more of the request's steps have run, so that their blocks were offered, and it still computes."""
     first = ground.load(prefill)
     assert first is not None
     began_s = time.monotonic()

@@ -16,7 +16,7 @@ from transfer.watchdog import LOOK_S
 pytestmark = pytest.mark.chaos
 
 MARGIN_S = 1.0
-"""For steps, reports and looks on two busy cores."""
+"""Time for steps, reports and looks on two busy cores."""
 TIMEOUT_S = 180.0
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.chaos
 ESCALATE_S, HUNG_S, STUCK_S = 1.5, 5.0, 2.0
 ROUTER_HUNG_S = 3.0
 MARGIN_S = 4.0
-"""For reports, ticks and polls on two busy cores, beside what the timers say."""
+"""Time for reports, ticks and polls on two busy cores, beside what the timers say."""
 KEEPALIVE_S = 2.0
 
 

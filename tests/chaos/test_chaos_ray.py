@@ -16,7 +16,7 @@ from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, run_row
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 
 HUNG_S = 8.0
-"""More than a zombie is stopped for, so that it comes back as it was."""
+"""Longer than a zombie is stopped, so that it comes back as it was."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_row_over_ray(ground: Ground, reference: Reference, number: int) -> None
 
 
 def actor_pid(name: str) -> int:
-    """Asked of whatever actor Ray has under this name."""
+    """Ask whatever actor Ray has under this name for its pid."""
     actor = ray.get_actor(name)
     return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10.0))
 

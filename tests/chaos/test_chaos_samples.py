@@ -19,7 +19,7 @@ SAMPLINGS = {
     ),
 }
 Answers = list[tuple[list[int], str, str, str]]
-"""By sample: tokens, text, finish reason, stop string."""
+"""Tokens, text, finish reason and stop string by sample."""
 
 
 def _call(mode: str, tenant: str, stop: tuple[str, ...] = ()) -> GenerateCall:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.chaos
 
 WIDTH, ANSWERS, OUTPUT_TOKENS = 3, 2, 40
 Found = list[tuple[list[int], str, float | None]]
-"""By answer: tokens, text, score."""
+"""Tokens, text and score of each answer."""
 
 
 class Search:
@@ -44,7 +44,7 @@ class Search:
             self._error = error
 
     def found(self) -> Found:
-        """Its answers, when it is over and every pool at rest."""
+        """Return its answers, when it has ended and every pool is at rest."""
         self._thread.join(END_S)
         assert not self._thread.is_alive(), "silence"
         if self._error is not None:
@@ -61,7 +61,8 @@ class Search:
         return answers
 
     def at_step(self, step: int) -> str:
-        """The decode worker that searches, once it has run so many steps of it. Raises NoEffectError if it is over."""
+        """Return the decode worker that searches, once it has run so many steps of it. Raises NoEffectError if the
+        search has ended."""
         name = self._ground.busy("decode")
         first: int | None = None
         while True:

@@ -63,7 +63,7 @@ class FakeWorker:
 
 
 class LoadingWorker(FakeWorker):
-    """Says that it loads 40 bytes, and takes half a second for each half."""
+    """A worker that says that it loads 40 bytes, and takes half a second for each half."""
 
     def start(self) -> WorkerInfo:
         assert self.progress is not None
@@ -85,7 +85,7 @@ class SlowWorker(FakeWorker):
 
 
 class DyingWorker(FakeWorker):
-    """Its engine thread dies a moment after the start."""
+    """A worker whose engine thread dies a moment after the start."""
 
     def wait(self) -> None:
         time.sleep(0.7)
@@ -93,7 +93,7 @@ class DyingWorker(FakeWorker):
 
 
 class KilledWorker(FakeWorker):
-    """Something kills its process a moment after the start."""
+    """A worker whose process is killed a moment after the start."""
 
     def wait(self) -> None:
         time.sleep(0.7)
@@ -106,14 +106,14 @@ class StubbornWorker(FakeWorker):
 
 
 class ClingingWorker(FakeWorker):
-    """Asked to leave, it stays."""
+    """A worker that stays when it is asked to leave."""
 
     def leave(self, grace_s: float) -> None:
         pass
 
 
 class FakeRouter:
-    """Ready once it has been told its workers; binds its gRPC port as a real one does."""
+    """A router that is ready once it has been told its workers; binds its gRPC port as a real one does."""
 
     def __init__(self, config: RouterConfig, model_dir: str) -> None:
         self.config = config
@@ -150,7 +150,8 @@ class FakeRouter:
 
 
 class AccusingRouter(FakeRouter):
-    """Gives up the life that the file `ACCUSED_FILE` names, as `NAME:INCARNATION`, from when it exists."""
+    """A router that gives up the life that the file `ACCUSED_FILE` names, as `NAME:INCARNATION`, from when it exists.
+    """
 
     def condemned(self) -> tuple[Verdict, ...]:
         file = Path(os.environ["ACCUSED_FILE"])

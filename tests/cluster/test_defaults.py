@@ -31,7 +31,7 @@ from tests.engine.model.quantized import Kind, write_model
 
 ON_CUDA = ("--set", "prefill.engine.device=cuda", "--set", "decode.engine.device=cuda")
 GPUS = ("--set", "ray.address=auto", *ON_CUDA)
-"""As `deploy/ray/headrace-gpu.toml` has it: a card for each worker."""
+"""The cluster of `deploy/ray/headrace-gpu.toml`: a card for each worker."""
 WORKED_OUT = ("engine.threads", "engine.dtype")
 EVERY_GPU_DEFAULT = {
     **{f"{pool}.{key}": value for pool in ("prefill", "decode") for key, value in ON_GPU.items()},
@@ -153,7 +153,7 @@ def test_a_directory_says_it_in_its_configuration(tmp_path: Path) -> None:
 
 
 def test_float32_on_a_gpu_has_to_be_said(tmp_path: Path) -> None:
-    """And is then taken at its word: the model is not even looked at."""
+    """Guards a user's word: float32 is taken as said, and the model is not even looked at."""
     said = [f"--set={pool}.engine.dtype=float32" for pool in ("prefill", "decode")]
     config = settled(resolved(*GPUS, *said, "--model", "/nowhere.gguf")).config
     assert config.decode.engine.dtype == "float32" and model_source(config).dtype == "float32"

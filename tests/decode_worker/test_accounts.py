@@ -18,25 +18,25 @@ from transfer.handoff.commands import Emit, Received
 
 PEER, P = PeerAddress("p0", "p0:1"), Incarnation(5)
 TOKENS = 6
-"""Of the bench's prompt: two blocks of four."""
+"""The bench's prompt: two blocks of four."""
 
 
 class Handing(Bench):
     """A bench whose requests are read from `PEER`."""
 
     def begin(self) -> Handoff:
-        """Place a request and reach its peer; the handoff that was asked for."""
+        """Place a request and reach its peer; returns the handoff that was asked for."""
         self.place(1, prefill=PEER)
         return self._asked(self.do(PeerUp(P, PEER, "shm", 4)))
 
     def send(self, handoff: Handoff, error: str = "") -> list[object]:
-        """Both blocks are offered, and land or fail."""
+        """Offer both blocks, which land or fail."""
         blocks = [BlockOffer(BlockId(at), 1, at, (4, 2)[at], 0) for at in (0, 1)]
         self.do(FromPeer(P, Offer(handoff, 0, blocks)))
         return [*self.do(Received(handoff, 0, error, 0.25, 0 if error else 2))]
 
     def outcomes(self) -> list[tuple[str, str, float, int]]:
-        """Outcome, transport, seconds and blocks of every attempt since the last call."""
+        """Return outcome, transport, seconds and blocks of every attempt since the last call."""
         return [
             (one.outcome, one.transport, one.seconds, one.blocks)
             for one in self.scheduler.take_migrated()

@@ -42,7 +42,8 @@ def main(files: list[str]) -> int:
 
 
 def schema_of(crd: dict[str, Any], version: str) -> dict[str, Any]:
-    """Its schema, made strict as an API server's field validation is: a field that it does not name is an error."""
+    """Return a resource's schema, made strict as an API server's field validation is: a field that it does not name is
+    an error."""
     versions = {one["name"]: one["schema"]["openAPIV3Schema"] for one in crd["spec"]["versions"]}
     schema: dict[str, Any] = copy.deepcopy(versions[version])
     schema["properties"]["metadata"] = {}

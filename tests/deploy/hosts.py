@@ -22,7 +22,7 @@ COVERED = (HOME, "/run", "/dev/shm", "/tmp")
 
 
 def lacking() -> str:
-    """Why no such host can be made here, or nothing."""
+    """Return why no such host can be made here, or nothing."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -38,7 +38,7 @@ def lacking() -> str:
 
 
 def run(*command: str, timeout_s: float = 20.0) -> str:
-    """Standard output. Raises RuntimeError with what it said where it fails."""
+    """Run a command; returns its standard output. Raises RuntimeError with what it said where it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -105,7 +105,7 @@ class Host:
         return ["nsenter", "-t", first, "--mount", "--net", "--pid", "--uts", *login, *inside]
 
     def run(self, *command: str, timeout_s: float = 60.0) -> str:
-        """Run it inside: its standard output. Raises RuntimeError where it fails."""
+        """Run it inside; returns its standard output. Raises RuntimeError where it fails."""
         return run(*self.command(*command), timeout_s=timeout_s)
 
     def processes(self) -> dict[int, str]:
@@ -218,7 +218,7 @@ def processes(first: int) -> dict[int, str]:
 
 
 def alive(pids: dict[int, str]) -> list[int]:
-    """Those that have not ended; a zombie has."""
+    """Return the processes that have not ended; a zombie has."""
     left = []
     for pid in pids:
         try:

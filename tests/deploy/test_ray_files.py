@@ -26,7 +26,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def validated(config: dict[str, Any]) -> dict[str, Any]:
-    """As `ray up` does it before it asks a cloud for anything."""
+    """Validate the file as `ray up` does before it asks a cloud for anything."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     prepared: dict[str, Any] = prepare_config(copy.deepcopy(config))

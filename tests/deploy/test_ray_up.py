@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 ADDRESSES = {"head": "10.0.0.1", "prefill": "10.0.0.11", "decode": "10.0.0.12"}
-"""As deploy/ray/local.yaml has them."""
+"""The addresses in deploy/ray/local.yaml."""
 ACTORS = {"head": "Router", "prefill": "Prefill", "decode": "Decode"}
 PAGE = REPOSITORY / "docs/deploy.md"
 SHIPPED = "deploy/ray/local.yaml"

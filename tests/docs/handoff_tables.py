@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def machine(states: type[Enum], moves: Mapping[tuple[Enum, str], Enum]) -> str:
-    """States down, events across; a dash is a move that raises."""
+    """Draw a state machine: states down, events across; a dash is a move that raises."""
     events = list(dict.fromkeys(event for _, event in moves))
     rows = []
     for state in states:
@@ -47,7 +47,7 @@ def request() -> str:
 
 
 def names() -> str:
-    """Of a handoff: the fields that every message carries."""
+    """Return the fields of a handoff, which every message carries."""
     makers = {
         "request": "router",
         "placement": "router: counts the times it has placed this request; "

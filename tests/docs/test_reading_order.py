@@ -19,7 +19,7 @@ def reading_order() -> list[str]:
 
 
 def leads_to(path: str, following: str) -> bool:
-    """Whether a file imports the next one, or names it in its head."""
+    """Say whether a file imports the next one, or names it in its head."""
     module = following.removesuffix(".py").replace("/", ".")
     head = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
     imported = any(under(name, module) for _, name in statements(ROOT / path))

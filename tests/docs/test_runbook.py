@@ -25,7 +25,7 @@ NAMED = (
 
 
 def rows(text: str) -> list[list[str]]:
-    """Of the table of symptoms: its cells, without the head."""
+    """Return the rows of the table of symptoms as cells, without the head."""
     table = [line for line in text.split("## Symptoms")[1].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 

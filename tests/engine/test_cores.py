@@ -69,7 +69,7 @@ def test_never_more_than_the_cores_there_are(tmp_path: Path, clock: list[float])
 
 
 def test_steps_that_overlap_in_one_process(tmp_path: Path, clock: list[float]) -> None:
-    """At work until the last of them ends."""
+    """Guards a process that counts as idle while one of its steps still runs."""
     with workers(tmp_path / "cores", 1, 1) as (first, second):
         with first.at_work():
             with first.at_work():

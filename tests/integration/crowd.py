@@ -38,7 +38,7 @@ def small_cluster(blocks: int, host_blocks: int = 0, **decode: object) -> Coloca
 def tiering(
     config: TierConfig, device: EngineDevice, name: str
 ) -> Callable[[Callable[[object], None]], Tiering]:
-    """For `Colocated`: opens the lower tiers of the worker `name`."""
+    """Return a function for `Colocated` that opens the lower tiers of the worker `name`."""
 
     def opens(on_event: Callable[[object], None]) -> Tiering:
         opened = open_tiers(config, device, name, on_event)
@@ -86,7 +86,7 @@ def samples_beside_another(cluster: Colocated) -> list[ColocatedAnswer]:
 
 
 def finish(cluster: Colocated, answers: list[ColocatedAnswer]) -> None:
-    """To the end; raises AssertionError if nobody gets a token or ends any more."""
+    """Run to the end; raises AssertionError if nobody gets a token or ends any more."""
     so_far, idle = -1, 0
     while any(answer.ended is None for answer in answers):
         cluster.turn()
@@ -123,7 +123,7 @@ def serve(
     preemption: str = "recompute",
     meddle: Callable[[Colocated], None] = lambda cluster: None,
 ) -> Colocated:
-    """All of them to the end, with the tokens that they would have alone. `meddle` may change the cluster first."""
+    """Run all of them to the end, with the tokens that they would have alone. `meddle` may change the cluster first."""
     cluster = small_cluster(
         blocks,
         host_blocks,

@@ -33,7 +33,8 @@ class Probe:
         yield from ()
 
     def _read(self) -> None:
-        """A worker that was stopped may end the stream when it goes on: what it said before is old by then."""
+        """Keep the latest report. A worker that was stopped may end the stream when it goes on: what it said before is
+        old by then."""
         while not self._silence.is_set():
             with contextlib.suppress(grpc.RpcError):
                 for frame in self._call:

@@ -26,14 +26,14 @@ from tests.integration.traffic import Crowd, Traffic
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 720 * 1024
 BLOCKS = 64
-"""Of each worker: few enough that caches evict."""
+"""Blocks of each worker: few enough that caches evict."""
 CROWD = 20
 """Clients whose requests are taken with room for 4 blocks and grow to 9: half of them fit a worker at first, not in
 the end."""
 DOWN_S = 8.0
 """How long a killed worker stays away."""
 HURRY = 10.0
-"""By how much alerts fire sooner than in production."""
+"""How many times sooner alerts fire than in production."""
 PATIENCE_S = 90.0
 SEEN_S = 2.5
 """Two scrapes, and some."""
@@ -124,8 +124,9 @@ class Scene:
         self.ended_s = time.time()
 
     def _interrupt(self, name: str) -> None:
-        """Unless the deaths so far made somebody compute a prompt again, which takes an answer under way at that very
-        moment: answers take less than a second here. Fails if three more deaths do not."""
+        """Kill the worker of this name until somebody computes a prompt again, unless the deaths so far made that
+        happen. It takes an answer under way at that very moment: answers take less than a second here. Fails after
+        three more deaths."""
         assert self.prometheus is not None
         again = 'increase(headrace_prompt_tokens_total{source="recomputed_after_failure"}[1m]) > 0'
         for _ in range(3):
@@ -138,7 +139,7 @@ class Scene:
         self.prometheus.until(again, SEEN_S)
 
     def _exhaust(self) -> None:
-        """Until requests have given their blocks to others, and have come back."""
+        """Wait until requests have given their blocks to others, and have come back."""
         assert self.prometheus is not None
         crowd = Crowd(self._grpc, CROWD, seed=100)
         try:
@@ -151,7 +152,8 @@ class Scene:
         time.sleep(SEEN_S)
 
     def _until_busy(self, name: str) -> None:
-        """A worker that dies idle disturbs nobody, nor does a decode worker that has said nothing yet."""
+        """Wait until a worker is busy: one that dies idle disturbs nobody, nor does a decode worker that has said
+        nothing yet."""
         running = re.compile(rb"^headrace_running_requests\{.*\} (?!0\.0)", re.MULTILINE)
         address, deadline_s = self.discovered()[name], time.monotonic() + PATIENCE_S
         wanted = 3 if name.startswith("decode") else 1

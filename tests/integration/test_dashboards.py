@@ -46,7 +46,7 @@ def prometheus(scene: Scene) -> Prometheus:
 
 
 def filled(expr: str) -> str:
-    """As Grafana would ask for it, with all models and workers chosen."""
+    """Fill in a query as Grafana would, with all models and workers chosen."""
     for variable in ("$model", "$worker"):
         expr = expr.replace(variable, ".*")
     expr = expr.replace("$__rate_interval", WINDOW)
@@ -55,7 +55,7 @@ def filled(expr: str) -> str:
 
 
 def in_range(scene: Scene, expr: str, low: float, high: float) -> list[tuple[float, float]]:
-    """All points of a query; fails if there are none, or any is outside."""
+    """Return all points of a query; fails if there are none, or any is outside."""
     series = prometheus(scene).over(expr, scene.began_s + 3, scene.ended_s)
     points = [point for _, found in series for point in found]
     assert points, f"no data: {expr}"

@@ -61,7 +61,7 @@ class Pair:
             time.sleep(0.02)
 
     def _is_known(self) -> bool:
-        """Has the router reached everybody?"""
+        """Say whether the router has reached everybody."""
         return bool(self.prefill.parts.routers) and all(w.parts.routers for w in self.decodes.values())
 
     def home(self) -> Worker[Any]:

@@ -121,7 +121,7 @@ def test_a_full_host_tier_and_a_failed_copy_fall_back() -> None:
 
 
 def _held_back(cluster: Colocated) -> list[Callable[[], None]]:
-    """From now on stores and loads end when the test says so."""
+    """Hold stores and loads back from now on, until the test says so."""
     mover, waiting = _mover(cluster), list[Callable[[], None]]()
     do = mover._do
     mover._do = lambda command: waiting.append(lambda: do(command))  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ def test_to_swap_takes_a_host_tier() -> None:
 
 
 def _unlucky(seed: int) -> Callable[[Colocated], None]:
-    """Now and then a store fails, or a bit of what was stored flips."""
+    """Make a store fail now and then, or flip a bit of what was stored."""
 
     def meddle(cluster: Colocated) -> None:
         rng, mover = random.Random(seed), _mover(cluster)

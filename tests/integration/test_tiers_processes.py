@@ -42,7 +42,7 @@ def _ask(client: Client, prompt: list[int]) -> tuple[list[int], Finished]:
 
 
 def _counted(worker: Probe, family: str, label: str = "") -> float:
-    """By the worker's own account, once it is at rest."""
+    """Return the worker's own account, once it is at rest."""
     worker.wait_quiet(10.0)
     time.sleep(0.5)  # a report more
     assert worker.info is not None
@@ -59,7 +59,7 @@ def _hits(worker: Probe, tier: str) -> float:
 
 
 def _cluster(disk_dir: Path, role: str) -> ClusterConfig:
-    """With lower tiers under the worker of one role."""
+    """Start a cluster with lower tiers under the worker of one role."""
     tiers = {
         role: TierConfig(
             host_bytes=32 * BLOCK_BYTES, disk_bytes=200 * BLOCK_BYTES, disk_dir=str(disk_dir)
@@ -112,7 +112,7 @@ def test_a_prefix_that_left_the_device_comes_back_in_this_life_and_in_the_next(
 
 
 def _waiting_in(path: Path) -> bool:
-    """Whether somebody is stuck in the call that opens this fifo for reading; nobody is any more after this."""
+    """Say whether somebody is stuck in the call that opens this fifo for reading; nobody is any more after this."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:

@@ -49,7 +49,7 @@ def parent(digit: str) -> tuple[str, str]:
 
 
 def spans_of(collector: Collector, trace: str) -> dict[str, Seen]:
-    """Once all have come: the workers' may be a second behind the answer."""
+    """Return a trace's spans once all have come: the workers' may be a second behind the answer."""
 
     def mine() -> list[Seen]:
         return [one for one in collector.spans if one.trace == trace]

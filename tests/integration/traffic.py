@@ -34,7 +34,7 @@ class Clients:
             thread.start()
 
     def end(self, limit_s: float) -> None:
-        """No more requests. Fails if those under way are not over within `limit_s`."""
+        """Send no more requests. Fails if those under way have not ended within `limit_s`."""
         self._over.set()
         for thread in self._threads:
             thread.join(limit_s)
@@ -54,7 +54,7 @@ class Traffic(Clients):
         super().__init__(address, clients, seed)
 
     def until_mixed(self, limit_s: float) -> None:
-        """Until requests have ended in every way, from now on. Fails past `limit_s`."""
+        """Wait until requests have ended in every way, from now on. Fails past `limit_s`."""
         before, deadline_s = self.ended.copy(), time.monotonic() + limit_s
         while missing := [kind for kind in KINDS if self.ended[kind] == before[kind]]:
             assert time.monotonic() < deadline_s, f"no request was {missing}: {self.ended}"

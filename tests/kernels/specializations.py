@@ -35,8 +35,8 @@ def _binder(kernel: Any) -> tuple[str, Any]:
 
 @contextmanager
 def launched(carry_out: bool = False) -> Iterator[set[Key]]:
-    """The keys of all launches while this holds. They are carried out only if so asked: what they would have written is
-    then whatever was there."""
+    """Yield the keys of all launches inside this block. They are carried out only if so asked: otherwise what they
+    would have written is whatever was there."""
     plain, seen = InterpretedFunction.run, set[Key]()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

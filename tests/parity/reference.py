@@ -17,7 +17,8 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """At output token `index` the answer has `token`, the reference `best`, which leads by `gap`."""
+    """A token that differs. At output token `index` the answer has `token`, the reference `best`, which leads by `gap`.
+    """
 
     prompt: int
     index: int
@@ -43,7 +44,7 @@ class Reference:
 
     @torch.inference_mode()
     def differences(self, number: int, prompt: list[int], answer: list[int]) -> list[Difference]:
-        """Where the answer leaves the reference's greedy path, prompt `number` of a set."""
+        """Find where the answer leaves the reference's greedy path, prompt `number` of a set."""
         key = (*prompt, *answer)
         best = self._known.get(key)
         if best is None:

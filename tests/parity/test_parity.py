@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parity
 OUTPUT_TOKENS = 64
 AT_ONCE = 8
 MAX_NEAR_TIES = 2
-"""Over all runs together."""
+"""The most near ties over all runs together."""
 NEAR_TIES: set[Difference] = set()
 GREEDY = SamplingParams(temperature=0.0)
 Answers = list[list[int]]

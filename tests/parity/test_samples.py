@@ -80,7 +80,7 @@ def _together(cluster: Colocated, records: list[RequestRecord]) -> list[Colocate
 def drawn(
     request: pytest.FixtureRequest, model_dir: Path, prompts: list[list[int]]
 ) -> list[list[ColocatedAnswer]]:
-    """By prompt the samples, each prompt's forked from one another, all prompts at once."""
+    """Return the samples by prompt, each prompt's forked from one another, all prompts at once."""
     cluster = _cluster(model_dir)
     sampling = SAMPLINGS[request.param]
     asked = [_records(number, prompt, sampling) for number, prompt in enumerate(prompts)]

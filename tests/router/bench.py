@@ -64,7 +64,7 @@ class Bench:
 
 
 def is_told(command: Command, kind: type[RouterRecord]) -> bool:
-    """Whether a worker is sent a record of this kind."""
+    """Say whether a worker is sent a record of this kind."""
     return isinstance(command, TellWorker) and isinstance(command.record, kind)
 
 

@@ -70,7 +70,7 @@ class Site:
         return self.app
 
     async def kill_router(self) -> None:
-        """As its death looks from outside: every stream ends, and nobody is told why."""
+        """Kill the router as its death looks from outside: every stream ends, and nobody is told why."""
         assert self.app is not None
         await self.app.stop(0.0)
         self.app = None

@@ -11,7 +11,8 @@ CHECK_EVERY = 4
 
 
 class Audit:
-    """Changes nothing in the world. Mutable state: how often it was asked, and who was preempted when it last was."""
+    """Checks the world and changes nothing in it. Mutable state: how often it was asked, and who was preempted when it
+    last was."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -19,13 +20,13 @@ class Audit:
         self._preempted: dict[int, dict[str, int]] = {}
 
     def is_due(self) -> bool:
-        """Is it this time's turn? All ledgers are recomputed at every fourth occasion, and at each one when the story
-        is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
+        """Say whether it is this time's turn. All ledgers are recomputed at every fourth occasion, and at each one when
+        the story is told: a broken ledger stays broken, so it is found a little later, for half of the time."""
         self._occasions += 1
         return self._occasions % CHECK_EVERY == 0 or self._world.say is not None
 
     def check(self, process: Process) -> None:
-        """After every step and every batch of events. Raises Violation."""
+        """Check a process, after every step and every batch of events. Raises Violation."""
         world = self._world
         scheduler = world.workers[process.pid].scheduler
         if world.say is not None and process.role == "decode":
@@ -52,7 +53,7 @@ class Audit:
         self._preempted[pid] = waits
 
     def rest(self) -> str:
-        """Nothing, if everything has come to rest; otherwise what has not."""
+        """Return what has not come to rest, or nothing."""
         world = self._world
         if self._is_unreconciled():
             return ""
@@ -82,7 +83,8 @@ class Audit:
         return f"{process} still copies" if world.movers[process.pid].copying else ""
 
     def _is_unreconciled(self) -> bool:
-        """Without `strict`, blocks kept for a decode worker after their stream broke may starve the others."""
+        """Say whether, without `strict`, blocks are kept for a decode worker after their stream broke: they may starve
+        the others."""
         world = self._world
         if world.plan.strict or not world.breaks:
             return False

@@ -50,7 +50,7 @@ class Report:
 
 
 def run_batch(seeds: range, strict: bool) -> Report:
-    """In this process, one after the other, up to the first failure."""
+    """Run schedules in this process, one after the other, up to the first failure."""
     report, began_s = Report(), time.process_time()
     # A world is one knot of objects. Looked for after each schedule, it is all there is to be found.
     gc.freeze()
@@ -80,8 +80,8 @@ def run_batch(seeds: range, strict: bool) -> Report:
 def run(
     seeds: range, strict: bool, seconds: float | None, schedules: int | None, processes: int
 ) -> Report:
-    """Batches of `seeds`, in order, until `seconds` have passed, `schedules` that count were run, one has failed, or
-    there are no seeds left. Batches that are under way by then are finished."""
+    """Run batches of `seeds`, in order, until `seconds` have passed, `schedules` that count were run, one has failed,
+    or there are no seeds left. Batches that are under way by then are finished."""
     until_s = float("inf") if seconds is None else time.monotonic() + seconds
     enough = float("inf") if schedules is None else schedules
     total = Report()

@@ -283,7 +283,7 @@ BUGS: dict[str, Plant] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """While this holds, the bug `name` is in the code."""
+    """Keep the bug `name` in the code inside this block."""
     patches = BUGS[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, changed in patches:

@@ -28,9 +28,9 @@ class Client:
     began: bool = False
     left: bool = False
     adrift: bool = False
-    """Its router died; it comes back, and goes on where it was."""
+    """Whether its router died; it comes back, and goes on where it was."""
     kept_by: Process | None = None
-    """Of one that is adrift: the decode worker that ran it for the router, if both knew so."""
+    """The decode worker that ran it for the router that died, if both knew so."""
     outcome: str = ""
     ended_at: float = 0.0
 

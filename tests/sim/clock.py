@@ -12,7 +12,7 @@ class Violation(AssertionError):
 
 
 class Clock:
-    """Mutable state: the heap. Events of one moment run in the order in which they were scheduled."""
+    """Virtual time. Mutable state: the heap. Events of one moment run in the order in which they were scheduled."""
 
     def __init__(self, rng: Random) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class Clock:
 
     @property
     def next_at(self) -> float:
-        """When the next event is due; infinity if there is none."""
+        """Return when the next event is due; infinity if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
 
@@ -81,7 +81,7 @@ class Process:
         self.frozen = True
 
     def resume(self) -> None:
-        """Everything that was held back happens now, in order, as after SIGCONT."""
+        """Run everything that was held back now, in order, as after SIGCONT."""
         self.frozen = False
         stash, self._stash = self._stash, []
         for act in stash:

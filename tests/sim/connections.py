@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Connections:
-    """Of one process. Mutable state: its pipes by peer, and who watches those that it reads."""
+    """The connections of one process. Mutable state: its pipes by peer, and who watches those that it reads."""
 
     def __init__(self, world: "World", process: Process) -> None:
         self._world = world

@@ -89,7 +89,7 @@ RECOVERY_STATES = (
     "router dropped: stale",
     "search placed again",
 )
-"""Only where recovery is expected (`strict`)."""
+"""States that must be reached only where recovery is expected (`strict`)."""
 
 
 def missing(notes: Counter[str], effective: Counter[str], strict: bool) -> list[str]:

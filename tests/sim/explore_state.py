@@ -56,7 +56,7 @@ class State:
         return new
 
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for states that behave alike."""
+        """Return what is equal for states that behave alike."""
         senders = tuple(
             (h.request, s.state, tuple((k.sending, k.reading, k.posted) for k in s.chunks))
             for sender in self.senders
@@ -116,7 +116,7 @@ class State:
                     pass  # disconnect, scrap and cancel: what they do is chosen by the moves
 
     def sender_says(self, p: int, commands: list[c.Command]) -> None:
-        """As `PrefillScheduler`: a broken send is given up and reported."""
+        """Act as `PrefillScheduler` does: a broken send is given up and reported."""
         broken = [command.handoff for command in commands if isinstance(command, c.Broken)]
         self.carry_out([command for command in commands if not isinstance(command, c.Broken)])
         for name in broken:
@@ -162,7 +162,8 @@ class State:
                 part.check()
 
     def check_quiet(self) -> None:
-        """Nothing can move: what is left is a leak, unless its reader lives and cannot be reached."""
+        """Check a state in which nothing can move: what is left is a leak, unless its reader lives and cannot be
+        reached."""
         if self.reserved:
             raise Violation(f"target blocks are never let go: {self.reserved} {self.receivers}")
         for name in self.pinned:

@@ -40,7 +40,7 @@ STREAM_KINDS = ("cut handoff", "cut router", "partition handoff", "partition rou
 RECORD_KINDS = ("duplicate", "reorder", "drop", "misdirect")
 TRANSFER_KINDS = ("corrupt", "send_fails", "recv_fails")
 DATA_KINDS = ("cut data", "silence data")
-"""Only over tcp: the connection that carries blocks breaks, or swallows all, while the control stream lives."""
+"""Faults over tcp only: the connection that carries blocks breaks, or swallows all, while the control stream lives."""
 KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS
 
 
@@ -65,7 +65,8 @@ class Fault:
 
 
 class Faults:
-    """Mutable state: which faults wait, which are armed, and what has been seen and struck so far."""
+    """The faults of one run. Mutable state: which faults wait, which are armed, and what has been seen and struck so
+    far."""
 
     def __init__(self, world: "World", faults: list[Fault]) -> None:
         self._world = world
@@ -86,11 +87,11 @@ class Faults:
 
     @property
     def over(self) -> bool:
-        """Nothing waits any more, and all damage is undone."""
+        """Whether nothing waits any more, and all damage is undone."""
         return not self._waiting and self._world.clock.now >= self.until
 
     def disarm(self) -> None:
-        """What has not been triggered by now never will be."""
+        """Drop what has not been triggered by now."""
         self._disarmed = True
         self._waiting.clear()
         for fault in self.faults:
@@ -156,7 +157,7 @@ class Faults:
             self.until = max(self.until, world.clock.now + fault.lasts_s)
 
     def _strike_data(self, fault: Fault, decode: Process | None, prefill: Process | None) -> None:
-        """One connection that is open, of those who were involved if they have one."""
+        """Break one connection that is open, of those who were involved if they have one."""
         world, rng = self._world, self._world.rng
         known = world.data_connections()
         near = [found for found in known if decode is found[0] or prefill is found[1]]
@@ -175,8 +176,8 @@ class Faults:
         world.clock.at(fault.lasts_s, lambda: world.wake(reader.incarnation))
 
     def swallows(self, reader: Process, owner: Process) -> bool:
-        """Asked where `reader` has bytes of `owner` to read: does nothing come through between the two? It takes effect
-        with the first that do not."""
+        """Say whether nothing comes through between the two, where `reader` has bytes of `owner` to read. The fault
+        takes effect with the first bytes that do not."""
         until, fault = self._silent.get(frozenset((reader.name, owner.name)), (0.0, None))
         if fault is None or self._world.clock.now >= until:
             return False
@@ -209,7 +210,7 @@ class Faults:
     # ---- single records and transfers
 
     def takes(self, kind: str, name: Handoff) -> Fault | None:
-        """An armed fault of this kind, for the caller to carry out and then to report as `strikes`."""
+        """Return an armed fault of this kind, for the caller to carry out and then to report as `strikes`."""
         for fault in self.faults:
             if fault.armed and fault.kind == kind:
                 fault.armed = False
@@ -217,7 +218,7 @@ class Faults:
         return None
 
     def meddle(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
-        """What really travels in place of a frame."""
+        """Return what really travels in place of a frame."""
         records: list[Record] = list(
             (decode_to_prefill_frame if lane == 0 else decode_from_prefill_frame)(data)
         )

@@ -7,7 +7,7 @@ from tests.sim.shadow import ShadowKV
 
 
 def readable(memory: ShadowKV, block: BlockId, generation: int, what: str) -> None:
-    """Whoever reads a block finds it held, in the generation that was offered. Raises Violation."""
+    """Check that whoever reads a block finds it held, in the generation that was offered. Raises Violation."""
     owner, pool = memory.process, memory.pool
     if not owner.alive:
         return
@@ -19,7 +19,7 @@ def readable(memory: ShadowKV, block: BlockId, generation: int, what: str) -> No
 
 
 def writable(memory: ShadowKV, block: BlockId, generation: int, who: str) -> None:
-    """A target is still the reserved block that it was, and nobody shares it. Raises Violation."""
+    """Check that a target is still the reserved block that it was, and nobody shares it. Raises Violation."""
     pool, state = memory.pool, memory.pool.state(block)
     shared = pool.refs(block) != 1 or memory.manager.cache.holds(block)
     held = state in (BlockState.RESERVED, BlockState.QUARANTINED, BlockState.ACTIVE)

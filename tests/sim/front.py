@@ -55,7 +55,7 @@ class Front:
         self.process.later(TICK_S, self._tick)
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        """As `router.dispatch.Links`."""
+        """Do as `router.dispatch.Links` does."""
         lives = [(peer.name, peer.incarnation) for peer in (*prefill, *decode) if peer.incarnation]
         wanted = {
             peer.name: (role, PeerAddress(peer.name, peer.address))
@@ -101,7 +101,7 @@ class Front:
         self._dial_later(name, pause * self.world.rng.uniform(0.8, 1.2))
 
     def runs_on(self, client: Client) -> str:
-        """The decode worker that runs its request, for all this router knows; empty if it is not running."""
+        """Return the decode worker that runs its request, for all this router knows; empty if it is not running."""
         call = self.core._calls.get(client.record.request)
         running = call is not None and call.state in (State.RUNNING, State.FINISHING)
         return call.decode if call is not None and running else ""
@@ -123,7 +123,7 @@ class Front:
         self.world.wire.connect(self.process, peer.address, ATTACH[role], accept)
 
     def _dial_later(self, name: str, pause_s: float) -> None:
-        """Unless it is not wanted by then, or has been dialled."""
+        """Dial after a pause, unless the link is not wanted by then, or has been dialled."""
         link = self._links[name]
 
         def dial() -> None:

@@ -38,7 +38,7 @@ class Landing:
         self._remote = remote
 
     def half(self, recv: Recv, memory: ShadowKV, rows: list[list[int]]) -> bool:
-        """Half a block of what `memory` sends; the other half comes in a later turn. True: that was all."""
+        """Copy half a block of what `memory` sends; the other half comes in a later turn. True: that was all."""
         command, mine, at = recv.command, self._memory, recv.done
         assert isinstance(command, PostRecv)
         block = command.blocks[at]
@@ -78,7 +78,7 @@ class Landing:
             recv.wrong += 1
 
     def _scatter(self, recv: Recv, block: IncomingBlock, source: list[int]) -> None:
-        """As `transfer.host.landing.Repacked`."""
+        """Write a block as `transfer.host.landing.Repacked` does."""
         for rows in block.rows:
             self._writable(recv, rows.target)
             mine = self._memory.rows[rows.target]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """Mutable state: whether the worker has said who it is, and whether the router has ended the stream."""
+    """One stream of a worker to its router. Mutable state: whether the worker has said who it is, and whether the
+    router has ended the stream."""
 
     def __init__(self, front: "Front", role: str, peer: PeerAddress, send: Send) -> None:
         self._front = front

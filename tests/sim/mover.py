@@ -80,7 +80,7 @@ class SimMover:
 
     @property
     def copying(self) -> int:
-        """Receives that write to this process's memory."""
+        """The receives that write to this process's memory."""
         return sum(
             not recv.cancelled and isinstance(recv.command, PostRecv)
             for queue in self._recvs.values()
@@ -166,7 +166,7 @@ class SimMover:
             self._process.later(self.connections.look_s, self._look)
 
     def _look(self) -> None:
-        """tcp: give up what is due and does not come, as long as anything is outstanding."""
+        """Give up what is due over tcp and does not come, as long as anything is outstanding."""
         due = [peer for peer, queue in self._recvs.items() if queue]
         for peer in self.connections.stalled(due):
             self._world.note("data connection stalled")
@@ -246,7 +246,7 @@ class SimMover:
         return True
 
     def _lose(self, peer: Incarnation, why: str) -> None:
-        """A connection is over: what is outstanding on it fails, and the worker hears first that this way is gone."""
+        """Lose a connection: what is outstanding on it fails, and the worker hears first that this way is gone."""
         self._world.note("data connection lost")
         pipe, queue = self.connections.incoming[peer], self._recvs[peer]
         pipe.open = pipe.deaf = False
@@ -260,7 +260,7 @@ class SimMover:
     def _copy(
         self, queue: deque[Recv], recv: Recv, memory: ShadowKV, rows: list[list[int]]
     ) -> bool:
-        """Half a block further; True if that was the last."""
+        """Copy half a block further; True if that was the last."""
         is_over = self._landing.half(recv, memory, rows)
         if is_over:
             queue.remove(recv)

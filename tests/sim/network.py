@@ -28,7 +28,7 @@ PATIENCE_S = (0.0001, 0.0012)
 
 
 class _Lane:
-    """One direction. The queue holds (ready, act); an act runs in the process at the far end."""
+    """One direction of a stream. The queue holds (ready, act); an act runs in the process at the far end."""
 
     __slots__ = ("blocked_until", "clock", "last", "pumping", "queue", "target")
 
@@ -77,7 +77,7 @@ class Stream:
         self.lanes = (_Lane(clock, server), _Lane(clock, client))  # [0] to the server, [1] to the client
 
     def sender(self, lane: int) -> Send:
-        """What the end that sends on `lane` calls; after the end it does nothing."""
+        """Return what the end that sends on `lane` calls; after the end it does nothing."""
 
         def send(data: bytes | None) -> None:
             if self.open and data is None:
@@ -89,7 +89,7 @@ class Stream:
         return send
 
     def inject(self, lane: int, data: bytes) -> None:
-        """A frame that nobody has sent now."""
+        """Deliver a frame that nobody has sent now."""
         self.lanes[lane].push(lambda: self._frame(lane, data))
 
     def _frame(self, lane: int, frame: bytes) -> None:
@@ -104,12 +104,13 @@ class Stream:
         return sum(len(lane.queue) for lane in self.lanes)
 
     def block(self, seconds: float) -> None:
-        """Nothing gets through for a while, in either direction."""
+        """Let nothing through for a while, in either direction."""
         for lane in self.lanes:
             lane.blocked_until = max(lane.blocked_until, lane.clock.now + seconds)
 
     def cut(self, why: str) -> None:
-        """It breaks. Each end hears of it in its own time; how much of what was on its way still arrives is chance."""
+        """Break the stream. Each end hears of it in its own time; how much of what was on its way still arrives is
+        chance."""
         if not self.open:
             return
         self.open = False
@@ -124,7 +125,8 @@ class Stream:
             lane.push(partial(self._closed, at, why), rng.uniform(0, late))
 
     def _end(self, lane: int) -> None:
-        """Who sends on `lane` is done: all that it said arrives first; what is on its way to it may be lost."""
+        """End the direction of whoever sends on `lane`: all that it said arrives first; what is on its way to it may be
+        lost."""
         self.open = False
         why = "the other end closed the stream"
         self.lanes[lane].push(partial(self._closed, lane, why))
@@ -159,7 +161,7 @@ class Wire:
         self._servers[address] = (process, methods)
 
     def connect(self, client: Process, address: str, method: str, accept: Accept) -> None:
-        """As `RpcLoop.connect`: returns at once, the session hears of everything."""
+        """Connect as `RpcLoop.connect` does: returns at once, the session hears of everything."""
         server, methods = self._servers.get(address, (None, {}))
         if server is None or not server.alive:
             session = accept(lambda data: None)
@@ -176,7 +178,7 @@ class Wire:
         stream.sessions[1] = accept(stream.sender(0))
 
     def partition(self, stream: Stream, seconds: float) -> None:
-        """The two processes of a stream cannot reach each other for a while, over new streams neither."""
+        """Keep the two processes of a stream from reaching each other for a while, over new streams neither."""
         pair = frozenset((stream.client.name, stream.server.name))
         self._partitions[pair] = self.clock.now + seconds
         for one in self.streams:

@@ -47,14 +47,14 @@ class Plan:
     transport: str = "shm"
     slow_copies: float = 0.0
     tier_blocks: int = 0
-    """Of host memory below each prefill worker's pool, with a small disk tier; 0: neither."""
+    """Blocks of host memory below each prefill worker's pool, with a small disk tier; 0: neither."""
     decode_tier_blocks: int = 0
-    """The same below each decode worker's."""
+    """Blocks of host memory below each decode worker's pool, with a small disk tier; 0: neither."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=8))
     router: RouterConfig = field(default_factory=RouterConfig)
     strict: bool = True
-    """No request may end as UNAVAILABLE while the router lives and some decode worker does."""
+    """Whether no request may end as UNAVAILABLE while the router lives and some decode worker does."""
     disarm_s: float = 1.5
     escalate_s: float = 5.0
     """How long workers and router wait before they call a silent worker so; a hung one, or a missing one, six times as
@@ -63,7 +63,7 @@ class Plan:
     stall_s: float = 10.0
     """How long a tcp connection may owe bytes and bring none."""
     announced: bool = False
-    """The supervisor tells the router which lives there are, as it does in a cluster that has one."""
+    """Whether the supervisor tells the router which lives there are, as it does in a cluster that has one."""
 
     def __post_init__(self) -> None:
         transfer = replace(self.prefill.transfer, escalate_s=self.escalate_s)

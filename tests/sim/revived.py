@@ -53,7 +53,7 @@ class Revived:
         self._pass_on(now)
 
     def read_on(self, now: float) -> None:
-        """The client is back."""
+        """Come back as a client and read what was missed."""
         self._is_read = True
         self._pass_on(now)
 

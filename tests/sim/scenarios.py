@@ -60,7 +60,7 @@ def _plan(*asks: Ask, faults: tuple[Fault, ...] = (), **more: object) -> Plan:
 
 
 def _swapped(seed: int) -> Plan:
-    """By the seed stores and loads fail, or not."""
+    """A request that is swapped; by the seed stores and loads fail, or not."""
     return _plan(
         _ask("a", 1, max_tokens=24),
         _ask("b", *range(1, 5), max_tokens=20, at_s=0.001),

@@ -46,7 +46,7 @@ RECOVERS = True
 
 
 def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
-    """Everything is drawn from `seed`."""
+    """Draw everything from `seed`."""
     rng = Random(seed)
     goings = [_going(rng) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
     moving = any(going.role == "decode" for going in goings)
@@ -94,7 +94,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
 
 
 def _search(plan: Plan, rng: Random) -> None:
-    """Some of the requests become beam searches, as wide as the decode workers' pools and steps allow."""
+    """Turn some of the requests into beam searches, as wide as the decode workers' pools and steps allow."""
     size, blocks = plan.block_size["decode"], plan.blocks["decode"]
     for ask in plan.asks:
         record = ask.record
@@ -164,7 +164,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
 
 
 def samples(record: RequestRecord, count: int) -> list[RequestRecord]:
-    """As `router.front.frontend` makes them."""
+    """Make samples as `router.front.frontend` does."""
     if count == 1:
         return [record]
     return [
@@ -194,7 +194,7 @@ def _faults(rng: Random, moving: bool, transport: str) -> list[Fault]:
 
 
 def _fault(rng: Random, moving: bool, transport: str, alone: bool) -> Fault:
-    """One that is `alone` should find its occasion, or the schedule does not count."""
+    """Draw a fault. One that is `alone` should find its occasion, or the schedule does not count."""
     without = ("reorder",) * alone + DATA_KINDS * (transport != "tcp")
     kind = rng.choices(KINDS, [0 if k in without else WEIGHTS[k] for k in KINDS])[0]
     lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
@@ -218,7 +218,7 @@ def _fault(rng: Random, moving: bool, transport: str, alone: bool) -> Fault:
 
 @dataclass(slots=True)
 class Result:
-    """What one schedule came to. `failure` is empty if all promises held."""
+    """The result of one schedule. `failure` is empty if all promises held."""
 
     seed: int
     failure: str
@@ -231,7 +231,7 @@ class Result:
 
 
 def run_schedule(seed: int, *, strict: bool = RECOVERS) -> Result:
-    """One seed, one run."""
+    """Run the schedule of one seed."""
     world = World(make_plan(seed, strict=strict))
     failure = ""
     try:

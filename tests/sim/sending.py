@@ -25,7 +25,7 @@ class _Send:
 
 
 class Sending:
-    """Of one process. Mutable state: the sends that have not ended. Where the reader reads by itself (`remote`),
+    """The sends of one process. Mutable state: those that have not ended. Where the reader reads by itself (`remote`),
     nothing is put anywhere."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Sending:
         self._tell(Posted(name, seq, digests))
 
     def withdraw(self, name: Handoff, seq: int) -> None:
-        """tcp: what is left of the frame is padding now, and nobody vouches for it."""
+        """Withdraw a frame over tcp: what is left of it is padding now, and nobody vouches for it."""
         for send in list(self._sends):
             move, frame = send.command.move, send.frame
             if (move.handoff, move.seq) == (name, seq) and frame is not None:
@@ -81,14 +81,14 @@ class Sending:
                 self._tell(Sent(name, seq, "cancelled", 0.0))
 
     def drop(self, peer: Incarnation) -> None:
-        """The way to a peer is gone."""
+        """Drop the way to a peer, which is gone."""
         for send in [s for s in self._sends if s.command.peer == peer]:
             self._sends.remove(send)
             move = send.command.move
             self._tell(Sent(move.handoff, move.seq, "disconnected", 0.0))
 
     def push(self) -> bool:
-        """One block further on each pipe; True if there was anything to do."""
+        """Move one block further on each pipe; True if there was anything to do."""
         worked = False
         busy: set[int] = set()
         for send in list(self._sends):

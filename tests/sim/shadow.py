@@ -47,7 +47,7 @@ def draw(row: int, sample_index: int, banned: tuple[int, ...]) -> int:
 
 
 def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
-    """The likeliest tokens, with log probabilities of their own for every row."""
+    """Return the likeliest tokens, with log probabilities of their own for every row."""
     likely = []
     for token in range(VOCAB):
         mixed = (row ^ (token + 1) * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D & _MASK
@@ -57,7 +57,7 @@ def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
 
 
 def expected_output(record: RequestRecord) -> list[int]:
-    """The whole answer of the uninterrupted run, from the tokens alone."""
+    """Return the whole answer of the uninterrupted run, from the tokens alone."""
     past = root(record.namespace)
     for token in record.tokens[: record.prompt_tokens]:
         past = mix(past, token)
@@ -71,7 +71,7 @@ def expected_output(record: RequestRecord) -> list[int]:
 
 
 def expected_answers(record: RequestRecord) -> list[Beam]:
-    """The answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
+    """Return the answers of an undisturbed beam search, from the tokens alone, as many as it is wide."""
     assert record.beams is not None
     search = BeamSearch(record.beams, record.max_tokens, end_tokens(record, STOP_IDS))
     prompt = root(record.namespace)
@@ -89,7 +89,8 @@ def expected_answers(record: RequestRecord) -> list[Beam]:
 def block_digest(
     rows: list[int], tokens: int, identity: bytes, generation: int, name: Handoff
 ) -> int:
-    """As `transfer.digest`: over the valid rows of a block, bound to what the block is and to the attempt."""
+    """Digest as `transfer.digest` does: over the valid rows of a block, bound to what the block is and to the attempt.
+    """
     bound = digest.binding(identity, generation, name)
     return xxhash.xxh3_64_intdigest(array("Q", rows[:tokens]).tobytes() + bound)
 

@@ -143,7 +143,7 @@ class SimRpc:
         return port
 
     def stop(self, grace_s: float) -> None:
-        """A process of the simulator ends with all that it has."""
+        """Do nothing: a process of the simulator ends with all that it has."""
 
     def connect(self, address: str, method: str, accept: Accept) -> None:
         world, process = _world, self._process
@@ -161,7 +161,7 @@ class SimWatch:
 
 
 class NullAuditor:
-    """The ledgers are recomputed by the world, more often than an auditor would."""
+    """Does nothing: the world recomputes the ledgers, more often than an auditor would."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -253,7 +253,7 @@ def _seams() -> list[tuple[Any, str, Any, Any]]:
 
 
 class _Loud(logging.Handler):
-    """Whatever a shell or the hub logs as an error is a violation here: they survive it, a simulation must not."""
+    """Turns whatever a shell or the hub logs as an error into a violation: they survive it, a simulation must not."""
 
     def emit(self, record: logging.LogRecord) -> None:
         cause = record.exc_info[1] if record.exc_info else None
@@ -276,7 +276,7 @@ _LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "telemetry", 
 
 @contextmanager
 def loud() -> Iterator[None]:
-    """While this holds, an error in the log of what is simulated is a violation. Many worlds may run inside it."""
+    """Make an error in the log of what is simulated a violation inside this block. Many worlds may run inside it."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     if _LOUD in loggers[0].handlers:
         yield
@@ -297,7 +297,7 @@ def loud() -> Iterator[None]:
 
 @contextmanager
 def inside(world: "World") -> Iterator[None]:
-    """While this holds, shells live in `world`."""
+    """Let shells live in `world` inside this block."""
     global _world
     before, _world = _world, world
     seams = _seams()
@@ -313,7 +313,7 @@ def inside(world: "World") -> Iterator[None]:
 
 
 def start_worker(process: Process, port: int) -> Any:
-    """One new life of a worker."""
+    """Start one new life of a worker."""
     plan = _world.plan
     _world.starting = process
     if process.role == "decode":

@@ -17,14 +17,15 @@ EXIT_S = 0.05
 
 
 class Supervision:
-    """Mutable state: what the router that lives was told last."""
+    """Stands in for the supervisor. Mutable state: what the router that lives was told last."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self._told: tuple[int, list[list[PeerAddress]]] = (0, [])
 
     def addresses(self, role: str) -> list[PeerAddress]:
-        """Of all workers of a role, dead or alive. An announced life has a port of its own, as under the launchers."""
+        """Return the addresses of all workers of a role, dead or alive. An announced life has a port of its own, as
+        under the launchers."""
         live, plan = self._world.live, self._world.plan
         base = 1000 if role == "prefill" else 2000
         found = []
@@ -38,7 +39,7 @@ class Supervision:
         self._world.clock.at(LOOKS_S, self._look)
 
     def tell(self) -> None:
-        """The router, who lives: at its start, and if that has changed. Where lives are not announced it knows the
+        """Tell the router who lives: at its start, and if that has changed. Where lives are not announced it knows the
         workers' addresses from its start, and finds out the rest."""
         world, router = self._world, self._world.live["router"]
         lists = [self._known(role) for role in ("prefill", "decode")]
@@ -63,7 +64,7 @@ class Supervision:
         return left_at is not None and self._world.clock.now - left_at < EXIT_S
 
     def _look(self) -> None:
-        """Ten times a second: who has died, and who is given up."""
+        """See ten times a second who has died, and who is given up."""
         world = self._world
         world.clock.at(LOOKS_S, self._look)
         self.tell()

@@ -46,7 +46,7 @@ WORN = 0.1
 def open_tiers(
     world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]
 ) -> SimpleNamespace | None:
-    """As `engine.storage.tiers.opening.open_tiers`, of the size that the plan says."""
+    """Open tiers as `engine.storage.tiers.opening.open_tiers` does, of the size that the plan says."""
     plan = world.plan
     blocks = plan.decode_tier_blocks if world.starting.role == "decode" else plan.tier_blocks
     if not blocks:
@@ -88,10 +88,10 @@ class SimTierMover:
         hung()
 
     def start(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread."""
 
     def stop(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread."""
 
     def save(self, commands: Iterable[TierCommand]) -> None:
         for command in commands:

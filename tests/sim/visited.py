@@ -8,7 +8,8 @@ FIRST = -1
 
 
 class Visited:
-    """States are told apart exactly: a key's parts are numbered as they come, and its numbers are what is kept.
+    """The states that were visited, told apart exactly: a key's parts are numbered as they come, and its numbers are
+    what is kept.
 
     Mutable state: the numbers of parts and of moves, and of each state its key, the state before it, and the move."""
 
@@ -23,7 +24,7 @@ class Visited:
         return len(self._at)
 
     def add(self, key: tuple[Hashable, ...], before: int, move: str) -> int | None:
-        """The number of a state that is new; None if it is known."""
+        """Return the number of a state that is new; None if it is known."""
         numbers = array("i")
         for place, part in enumerate(key):
             known = self._parts[place]
@@ -37,7 +38,7 @@ class Visited:
         return number
 
     def path(self, number: int) -> list[str]:
-        """The moves that led to a state, in order."""
+        """Return the moves that led to a state, in order."""
         return list(self._back(number))[::-1]
 
     def _back(self, number: int) -> Iterator[str]:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """Mutable state: the requests that this life of the router was told of as orphans, and the last of them."""
+    """Notes what happens in a run, for its coverage. Mutable state: the requests that this life of the router was told
+    of as orphans, and the last of them."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -25,7 +26,7 @@ class Witness:
         self._reported.clear()
 
     def saw(self, record: Record) -> None:
-        """On its way between two workers."""
+        """Note a record on its way between two workers."""
         if isinstance(record, StartPrefill):
             if record.have_tokens:
                 self.note("only a part is migrated")
@@ -41,7 +42,7 @@ class Witness:
             self.note("leaving prefill worker gave up what waited")
 
     def saw_move(self, record: Record) -> None:
-        """Between a decode worker and one that yields its requests."""
+        """Note a record between a decode worker and one that yields its requests."""
         if isinstance(record, FirstToken):
             self.note("served by a decode worker")
         elif isinstance(record, PrefillFailed):
@@ -50,7 +51,7 @@ class Witness:
             self.note("second try of a move")
 
     def heard(self, record: Record) -> None:
-        """The router hears this of a worker."""
+        """Note what the router hears of a worker."""
         if isinstance(record, Load):
             if record.evicted:
                 self.note("cache evicted")
@@ -67,7 +68,7 @@ class Witness:
             self.note(type(record).__name__)
 
     def kills(self, process: Process) -> None:
-        """What a worker is doing as it is killed."""
+        """Note what a worker is doing as it is killed."""
         world = self._world
         if world.movers[process.pid].copying:
             self.note("killed while copying")
@@ -82,7 +83,7 @@ class Witness:
                 self.note("target of a move died")
 
     def collect(self, process: Process) -> None:
-        """What it has counted; to be called once for each life."""
+        """Take over what a worker has counted; to be called once for each life."""
         notes = self._world.notes
         scheduler = self._world.workers[process.pid].scheduler
         for name, part in (("sender", "sender"), ("receiver", "receiver")):
@@ -106,7 +107,7 @@ class Witness:
         notes["copy on write"] += self._world.memories[process.pid].runner.copies
 
     def passes(self, process: Process) -> None:
-        """The states that a worker is in now."""
+        """Note the states that a worker is in now."""
         notes, scheduler = self._world.notes, self._world.workers[process.pid].scheduler
         if scheduler.kv.pool.counts()["quarantined"]:
             notes["blocks quarantined"] += 1

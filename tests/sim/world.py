@@ -27,7 +27,8 @@ ROLES = ("prefill", "decode")
 
 
 class World:
-    """Mutable state, all of it: the clock's heap, the processes and what belongs to each, pipes, clients, notes."""
+    """One simulated cluster. Mutable state, all of it: the clock's heap, the processes and what belongs to each, pipes,
+    clients, notes."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -60,7 +61,7 @@ class World:
     # ---- processes
 
     def boot(self, name: str, role: str) -> None:
-        """A new life of `name`. That the old one is gone is told before."""
+        """Start a new life of `name`. That the old one is gone is told before."""
         if role != "router" and "router" in self.live:
             self.supervision.tell()
         pid = len(self.processes) + 1
@@ -81,14 +82,14 @@ class World:
             self.supervision.tell()
 
     def kill(self, process: Process) -> None:
-        """SIGKILL: its state is gone, its streams break, nothing of it runs any more."""
+        """Kill a process as SIGKILL does: its state is gone, its streams break, nothing of it runs any more."""
         if process.pid in self.workers:
             self.witness.collect(process)
             self.witness.kills(process)
         self._bury(process)
 
     def ask_to_leave(self, going: Going) -> None:
-        """A worker of the role takes no new work from now on, and is replaced when it has left."""
+        """Ask a worker of the role to leave: it takes no new work from now on, and is replaced when it has left."""
         able = [
             p
             for p in self.live.values()
@@ -104,7 +105,7 @@ class World:
         self.workers[process.pid].leave(going.grace_s)
 
     def left(self, process: Process) -> None:
-        """It has ended by itself, as it was asked to."""
+        """End a process by itself, as it was asked to."""
         if self.say is not None:
             self.say(process.name, "has left")
         self.witness.collect(process)
@@ -129,7 +130,7 @@ class World:
                     self.movers[peer.pid].wake()
 
     def _keeper(self, client: Client) -> Process | None:
-        """The living decode worker that runs a request and is known to, at the moment when the router dies."""
+        """Return the living decode worker that runs a request and is known to, at the moment when the router dies."""
         process = self.live.get(self.front.runs_on(client))
         if process is None or not process.alive or process.frozen:
             return None
@@ -139,7 +140,8 @@ class World:
         return process if knows else None
 
     def freeze(self, process: Process, seconds: float) -> None:
-        """SIGSTOP for a while: silent, its memory as it was, its streams open until their keepalive fails."""
+        """Freeze a process as SIGSTOP does for a while: silent, its memory as it was, its streams open until their
+        keepalive fails."""
         process.freeze()
         if seconds > KEEPALIVE_S:
             self.note("zombie: frozen beyond keepalive")
@@ -158,7 +160,7 @@ class World:
         self.clock.at(seconds, thaw)
 
     def pick(self, role: str, rng: Random) -> Process | None:
-        """One living process of a role, those with open handoffs first."""
+        """Pick one living process of a role, those with open handoffs first."""
         alive = [p for p in self.live.values() if p.role == role and p.alive and not p.frozen]
         busy = [p for p in alive if self.has_handoffs(p)]
         return rng.choice(busy or alive) if alive else None
@@ -169,13 +171,13 @@ class World:
         return [*received, *scheduler.sender.unsettled]
 
     def has_handoffs(self, process: Process) -> bool:
-        """Has it a part in an open handoff? The router has one in every request that is under way."""
+        """Say whether it has a part in an open handoff. The router has one in every request that is under way."""
         if process.role == "router":
             return any(self.has_handoffs(p) for p in self.live.values() if p.role != "router")
         return process.alive and bool(self.handoffs(process))
 
     def data_connections(self) -> list[tuple[Process, Process, Pipe]]:
-        """tcp: (who reads, whose blocks, over what) of each connection that is open."""
+        """Return (who reads, whose blocks, over what) of each tcp connection that is open."""
         lives = {process.incarnation: process for process in self.live.values() if process.alive}
         return [
             (reader, lives[peer], pipe)
@@ -186,7 +188,7 @@ class World:
         ]
 
     def wake(self, peer: int) -> None:
-        """There is something to do for the transfer thread of this life."""
+        """Tell the transfer thread of this life that there is something to do."""
         for process in self.live.values():
             if process.incarnation == peer and process.pid in self.movers:
                 self.movers[process.pid].wake()
@@ -209,15 +211,15 @@ class World:
             raise Violation(f"{client.name}: UNAVAILABLE without need: {message}")
 
     def lost(self, client: Client) -> None:
-        """A client came back for a request that the new router does not know."""
+        """Note a client that came back for a request that the new router does not know."""
         self.note("client lost its request")
         keeper = client.kept_by
         if keeper is not None and keeper.alive and self.plan.decode.orphan_s > PATIENCE_S:
             raise Violation(f"{client.name}: {keeper} ran it, and the new router knows nothing of it")
 
     def _may_fail(self) -> bool:
-        """Was there, at some time, no prefill or no decode worker that the router could reach, or did a request meet
-        more faults than its budget?"""
+        """Say whether there was, at some time, no prefill or no decode worker that the router could reach, or a request
+        met more faults than its budget."""
         return sum(self.faults.struck.values()) + self.faults.unseen > 1
 
     def ended(self, client: Client) -> None:
@@ -228,7 +230,7 @@ class World:
     # ---- the run
 
     def run(self) -> None:
-        """To the end of everything. Raises Violation."""
+        """Run to the end of everything. Raises Violation."""
         with shells.inside(self):
             self._run()
 

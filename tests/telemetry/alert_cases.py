@@ -1,4 +1,4 @@
-"""For every alert, a story that makes it fire and one that ends it, in the notation of `promtool test rules`.
+"""Stories for every alert, one that makes it fire and one that ends it, in the notation of `promtool test rules`.
 
 Values come once a minute: `0+3x10` is ten steps up by 3, `1x5` is 1 and five times the same. `fires_m` and `calm_m` are
 the minutes at which the alert must be firing, and must be over.

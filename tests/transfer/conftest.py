@@ -208,7 +208,8 @@ class Rig:
         targets: list[int],
         span: BlockSlice | None = None,
     ) -> Ticket:
-        """`sources` are (block, generation) pairs; no `targets` means scrap. What comes goes to `span` of each."""
+        """Post a receive. `sources` are (block, generation) pairs; no `targets` means scrap. What comes goes to `span`
+        of each."""
         remote = tuple((BlockId(block), generation) for block, generation in sources)
         move = Move(self.handoff(peer, request), seq, remote=remote)
         landing = into(self.transport, self.pool, targets, span) if targets else None
@@ -225,7 +226,7 @@ class Rig:
         return self.bytes_of(block) == bytes([POISON]) * self.layout.block_bytes
 
     def turn(self, wait_s: float = 0.002) -> None:
-        """Every end polls once."""
+        """Poll once at every end."""
         for peer in self.peers:
             peer.pump()
         for completion in self.transport.poll(wait_s):
@@ -306,7 +307,7 @@ def ends() -> Iterator[Ends]:
 
 @pytest.fixture
 def large_layout() -> KVLayout:
-    """The demo model's: 720 KiB a block."""
+    """The demo model's layout: 720 KiB a block."""
     return LARGE
 
 

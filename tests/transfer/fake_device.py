@@ -128,7 +128,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """`transfer.gpu.device.Device`."""
+    """A device without a GPU. Fulfils `transfer.gpu.device.Device`."""
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name
@@ -226,8 +226,9 @@ class LateStream(FakeStream):
 
 
 class LateDevice(FakeDevice):
-    """Copies take `copy_s` each and are carried out by the stream that was in use: who does not wait for one finds that
-    nothing was copied. `copies`: when each began and ended (`time.monotonic`), and the address it went to."""
+    """A device that is late: copies take `copy_s` each and are carried out by the stream that was in use, so who does
+    not wait for one finds that nothing was copied. `copies`: when each began and ended (`time.monotonic`), and the
+    address it went to."""
 
     def __init__(self, copy_s: float) -> None:
         super().__init__("late")
@@ -274,7 +275,7 @@ def open_fake(
     config: TransferConfig,
     device: FakeDevice | None = None,
 ) -> Transport:
-    """`cuda_ipc` or `nccl` on the fake device."""
+    """Open `cuda_ipc` or `nccl` on the fake device."""
     device = device or FakeDevice()
     if kind == "cuda_ipc":
         return CudaIpcTransport(memory, device)

@@ -15,7 +15,7 @@ from transfer.transport import BlockSlice, Move
 
 
 class Worker:
-    """One life: a pool and its transport."""
+    """One life of the worker: a pool and its transport."""
 
     def __init__(
         self, kind: str, incarnation: int, layout: dict[str, Any], blocks: int, device: str
@@ -43,13 +43,13 @@ class Worker:
         self.pool.advance(blocks)
 
     def script(self, verb: str, action: int, rank: int, skip: int) -> None:
-        """The fake libnccl shall fail here."""
+        """Make the fake libnccl fail here."""
         from tests.transfer.fake_device import Fault
 
         Fault(verb, action, rank=rank, skip=skip)
 
     def packing(self) -> str:
-        """What nccl has packed ahead."""
+        """Return what nccl has packed ahead."""
         return repr(self.transport._dispatch.packing)  # type: ignore[attr-defined]
 
     def close(self) -> None:

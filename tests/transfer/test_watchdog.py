@@ -1,4 +1,4 @@
-"""When a thread, or a stream of bytes, is stuck: a small judge of time, without a clock."""
+"""When a thread, or a stream of bytes, is stuck: the judge of time, without a clock."""
 
 from transfer.watchdog import Watchdog
 

@@ -49,7 +49,7 @@ class Into:
 
 
 class IntoDevice:
-    """The same for transports of a device."""
+    """The same landing for transports of a device."""
 
     wrong = 0
 
@@ -94,7 +94,7 @@ def open_any(
     hub: LoopbackHub | None = None,
     config: TransferConfig | None = None,
 ) -> Transport:
-    """A GPU's transport over memory of this host runs on the fake device."""
+    """Open a transport; a GPU's, over memory of this host, runs on the fake device."""
     config = config or TransferConfig()
     if kind in ON_DEVICE and pool.device == "cpu":
         from tests.transfer.fake_device import open_fake

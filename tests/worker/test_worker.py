@@ -35,7 +35,7 @@ OPEN: dict[str, Callable[[], Worker[Any]]] = {
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[EngineDevice]:
-    """Those that were opened; at the end of a test nothing of them may be left."""
+    """Record the devices that were opened; at the end of a test nothing of them may be left."""
     opened: list[EngineDevice] = []
 
     def open_device(*config: object) -> EngineDevice:
@@ -89,7 +89,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def is_closed(device: EngineDevice) -> bool:
-    """Its pool's descriptor is gone, and nobody maps it."""
+    """Say whether its pool's descriptor is gone, and nobody maps it."""
     kv: Any = device.kv
     try:
         os.fstat(kv.fd)

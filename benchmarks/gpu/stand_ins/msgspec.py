@@ -1,4 +1,5 @@
-"""`msgspec` where it is not installed: as much of it as workers and their processes use, in plain Python, and slower.
+"""Stands in for `msgspec` where it is not installed: as much of it as workers and their processes use, in plain Python,
+and slower.
 
 A struct is a dataclass. What msgspec writes as MessagePack is written by `marshal` here: both ends of a stream must be
 of one Python, and trust each other, as the processes of one benchmark do. Checked against the real one by
@@ -67,7 +68,7 @@ class Struct:
 
 
 def to_builtins(value: Any) -> Any:
-    """Structs as dicts, or lists where they are `array_like`; enums as their values; bytes in base64."""
+    """Turn structs into dicts, or lists where they are `array_like`; enums into their values; bytes into base64."""
     return _in_text(_builtins(value))
 
 
@@ -82,7 +83,7 @@ def _in_text(plain: Any) -> Any:
 
 
 def _builtins(value: Any) -> Any:
-    """The same, but bytes stay what they are."""
+    """Do the same as `to_builtins`, but leave bytes what they are."""
     kind = type(value)
     if kind in (int, str, float, bool, bytes, types.NoneType):
         return value
@@ -117,7 +118,8 @@ def _plain(value: Struct) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, Callable[[object], object]]:
-    """By name, what makes the default, given what stands for none. Those for keywords alone come last."""
+    """Return, by name, a function that makes the field's default, given what stands for none. Fields for keywords alone
+    come last."""
     found: dict[str, Callable[[object], object]] = {}
     for one in sorted(dataclasses.fields(cls), key=lambda one: one.kw_only is True):
         if one.default_factory is not dataclasses.MISSING:
@@ -130,7 +132,7 @@ def _fields(cls: Any) -> dict[str, Callable[[object], object]]:
 
 
 def convert(value: Any, type: Any) -> Any:
-    """Plain data as `type`. Raises ValidationError where it is not."""
+    """Turn plain data into `type`. Raises ValidationError where it does not fit."""
     return _reader(type)(value)
 
 
@@ -246,7 +248,7 @@ def _float(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> Any:
-    """JSON has them in base64."""
+    """Encode bytes for JSON, which has them in base64."""
     return base64.b64decode(value) if type(value) is str else _scalar(bytes)(value)
 
 
@@ -302,7 +304,7 @@ def _write_json(plain: Any) -> bytes:
 
 
 class structs:
-    """A namespace, as the module is in msgspec."""
+    """The namespace of that name, as the module is in msgspec."""
 
     replace = staticmethod(dataclasses.replace)
     force_setattr = staticmethod(object.__setattr__)
@@ -314,8 +316,8 @@ class structs:
 
 
 def _write_frame(plain: Any) -> bytes:
-    """Equal data in equal bytes, which both ends of a transfer make a chunk's key of: from version 3 on, `marshal` lets
-    it depend on which objects happen to be one."""
+    """Write equal data in equal bytes, which both ends of a transfer make a chunk's key of: from version 3 on,
+    `marshal` lets it depend on which objects happen to be one."""
     return marshal.dumps(plain, 2)
 
 

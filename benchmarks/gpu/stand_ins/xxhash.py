@@ -1,4 +1,4 @@
-"""`xxhash` where it is not installed: BLAKE2b, cut to the same sizes. Both ends of a transfer must use
+"""Stands in for `xxhash` where it is not installed: BLAKE2b, cut to the same sizes. Both ends of a transfer must use
 the same one, and so must all who share a folder of models."""
 
 from hashlib import blake2b
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Digest:
-    """Of `size` bytes."""
+    """A digest of `size` bytes."""
 
     def __init__(self, size: int, data: Any = b"", seed: int = 0) -> None:
         self._made = blake2b(digest_size=size, key=seed.to_bytes(8, "little"))

@@ -35,7 +35,7 @@ def record_of(name: str, prompt: list[int], max_tokens: int = 8, **more: object)
 
 
 class Fetching(Bench):
-    """Blocks of four tokens; `POOL` can be read from, and its every message is a test's."""
+    """A bench with blocks of four tokens; `POOL` can be read from, and its every message is a test's."""
 
     def __init__(self, blocks: int = 32, **config: object) -> None:
         super().__init__(blocks, **config)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class Fetching(Bench):
         placement: int = 1,
         **more: object,
     ) -> bool:
-        """Whether the request was taken."""
+        """Offer a request; returns whether it was taken."""
         message = Place(
             record=record_of(name, prompt, **more),  # type: ignore[arg-type]
             placement=placement,
@@ -72,7 +72,7 @@ class Fetching(Bench):
         return latest
 
     def land(self, handoff: Handoff, error: str = "") -> None:
-        """All that the latest handoff lacks is offered, and lands, or fails."""
+        """Offer all that the latest handoff lacks, and let it land, or fail."""
         asked = self.asked()
         tokens = len(asked.record.tokens)
         wanted = range(asked.have_tokens // 4, -(-tokens // 4))

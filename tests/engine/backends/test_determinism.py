@@ -23,7 +23,7 @@ from kernels.native import native
 from tests.engine.model.test_families import BASE, save_hf
 
 NEAR_TIE = 1e-4
-"""Of logits whose spread is about one: rounding moves them by a tenth of this at most."""
+"""A difference between logits whose spread is about one: rounding moves them by a tenth of this at most."""
 TOKENS = 230
 BLOCKS = 15  # of 16 tokens, per sequence
 
@@ -47,7 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @dataclass
 class Result:
-    """Per position: the logits of the token that follows."""
+    """For each position, the logits of the token that follows."""
 
     logits: torch.Tensor
     kv: torch.Tensor
@@ -104,7 +104,7 @@ WAYS = [(seed, longest, company) for seed in range(2) for longest, company in ((
 
 
 HEADS_OF_16 = "float32, heads 4"
-"""Which the native kernels attend to; to heads of 8, between native products, PyTorch's."""
+"""A model whose heads the native kernels attend to; PyTorch's attend to heads of 8, between native products."""
 
 
 @pytest.mark.parametrize(

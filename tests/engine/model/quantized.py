@@ -21,7 +21,7 @@ MATRICES = {
     "blk.0.ffn_up": HIDDEN,
     "blk.0.ffn_down": HIDDEN,
 }
-"""And their rows; all have `HIDDEN` columns."""
+"""The matrices of the model with their rows; all have `HIDDEN` columns."""
 
 VECTORS = ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
 

@@ -34,7 +34,7 @@ BACK = {"convert_blocks": (widen_case,)}
 
 
 def cases(arch: int) -> list[Watched]:
-    """Those of the table's entries, those of `benchmarks.gpu.correct`, and the largest."""
+    """Return the cases of the table's entries, those of `benchmarks.gpu.correct`, and the largest."""
     return [*entry_cases(arch), *launched_cases(arch), *largest_cases(arch)]
 
 

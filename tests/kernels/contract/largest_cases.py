@@ -28,7 +28,7 @@ class ProgramSize(NamedTuple):
 
 
 def program_size(key: ConfigKey, config: KernelConfig) -> tuple[ProgramSize, int]:
-    """With the packed rows of a program."""
+    """Return what a program's shared memory depends on, with its packed rows."""
     is_prefill = key.kernel == "prefill"
     rows = config.rows if is_prefill else packed_rows(key.group, max(1, config.rows // key.group))
     stored = {"float16": "bfloat16", "float8_e4m3fn": "int8"}.get(key.dtype, key.dtype)

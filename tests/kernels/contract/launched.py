@@ -16,7 +16,7 @@ from tests.kernels.contract.shapes import tile_bytes
 
 SMS = 132
 ANY_BYTES = 1 << 30
-"""Of shared memory: a launch that needs more than there is shall be counted here, and not refused."""
+"""More shared memory than any GPU has: a launch that needs too much shall be counted here, and not refused."""
 KERNELS = {
     "decode": (decode_attention.decode_kernel, decode_attention.merge_kernel),
     "prefill": (prefill_attention.prefill_kernel,),

@@ -45,7 +45,7 @@ class Case:
     loops: int = 1
 
     def compile(self, arch: int) -> Any:
-        """For compute capability `arch`: Triton's `CompiledKernel`. Raises whatever the compiler raises."""
+        """Compile for compute capability `arch`: Triton's `CompiledKernel`. Raises whatever the compiler raises."""
         names = [param.name for param in self.kernel.params]
         missing = set(names) - set(self.types) - set(self.constants)
         if missing:

@@ -111,7 +111,7 @@ def copy_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
 
 
 def convert_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
-    """From bfloat16 to the key's type."""
+    """A conversion from bfloat16 to the key's type."""
     head_dim, block_size = key.head_dim, key.block_size
     half = LAYERS * 2 * block_size * head_dim
     source = (KV_HEADS * half, half, 2 * block_size * head_dim, block_size * head_dim, head_dim)
@@ -148,7 +148,7 @@ def convert_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
 
 
 def widen_case(key: configs.ConfigKey, config: configs.KernelConfig) -> Case:
-    """From the key's type to bfloat16."""
+    """A conversion from the key's type to bfloat16."""
     there = convert_case(key, config)
     types, constants = dict(there.types), dict(there.constants)
     for side in ("ptr", "scales_ptr"):

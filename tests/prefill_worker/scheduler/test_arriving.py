@@ -15,7 +15,7 @@ from transfer.handoff.commands import ReaderUp
 
 
 def _computed(bench: Bench) -> int:
-    """Run to the end; how many tokens were computed."""
+    """Run to the end; returns how many tokens were computed."""
     total = 0
     while (plan := bench.step()) is not None:
         total += plan.computed_tokens
@@ -89,7 +89,7 @@ def test_a_late_prompt_does_not_overtake_one_that_is_held_back() -> None:
 
 
 class TieredBench(Bench):
-    """With 64 blocks of host memory below 24 of the device. Loads end when the test says so."""
+    """A bench with 64 blocks of host memory below 24 of the device. Loads end when the test says so."""
 
     def __init__(self, **config: object) -> None:
         super().__init__(**config)

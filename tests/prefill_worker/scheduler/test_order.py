@@ -6,7 +6,7 @@ from prefill_worker.scheduler.order import FIRST_SPEED, Order
 from tests.prefill_worker.scheduler.test_scheduler import Bench, _tokens
 
 CONTEXT_TOKENS = 8192
-"""Of `Bench`."""
+"""The context of `Bench`, in tokens."""
 
 
 @pytest.mark.parametrize(("fairness", "first"), [(357.0, "hit"), (358.0, "early")])
@@ -30,8 +30,8 @@ def test_1800_matched_after_a_tenth_of_a_second_against_50_after_five_cross_at_3
 
 
 def _overtaken(fairness: float) -> tuple[list[float], int]:
-    """A prompt that nobody knows, and more hits than can be served: by how many seconds later did those arrive that
-    were answered before it, and by how many was it?"""
+    """Serve a prompt that nobody knows beside more hits than can be served. Returns how many seconds after it each one
+    arrived that was answered before it, and how many hits there were."""
     bench = Bench(blocks=4000, chunk_tokens=128, fairness_tokens_per_s=fairness)
     known = _tokens(480, 1)
     bench.start("known", known)

@@ -312,7 +312,7 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(j.asked_to_yield for j in self.jobs))
     @rule(data=st.data())
     def yield_one(self, data: st.DataObject) -> None:
-        """It may not have heard yet that the request is cancelled, or finished."""
+        """A leaving worker yields a request; it may not have heard yet that the request is cancelled, or finished."""
         job = data.draw(st.sampled_from([j for j in self.jobs if j.asked_to_yield]))
         self.jobs.remove(job)
         self.kept.add((job.worker, job.request, job.placement))

@@ -41,7 +41,7 @@ class KernelDevice(fake_device.FakeDevice):
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is opened on the fake device launches kernels, and cuts chunks into pieces of a few blocks."""
+    """Return fake devices; whatever is opened on them launches kernels, and cuts chunks into pieces of a few blocks."""
     monkeypatch.setattr(fake_device, "FakeDevice", KernelDevice)
     pieces = msgspec.structs.replace(fake_device.TESTS, piece_bytes=4096)
     monkeypatch.setattr(fake_device, "TESTS", pieces)
@@ -55,7 +55,7 @@ def sized(block_size: int, heads: range = range(2)) -> KVLayout:
 
 
 def handed_off(pair: Pair, lengths: list[int]) -> set[Key]:
-    """The keys of handoffs of so many tokens each, in chunks of one block, of three, and of all the rest."""
+    """Return the keys of handoffs of so many tokens each, in chunks of one block, of three, and of all the rest."""
     there, here = pair.prefill.pool, pair.decode.pool
     size = there.layout.block_size
     with launched() as seen:

@@ -55,7 +55,8 @@ def arrives(pair: Pair, handoff: Handoff) -> None:
 
 
 def begin_anew(pair: Pair, handoff: Handoff) -> None:
-    """As the workers do upon `Unreachable`: the stream is dropped, what was under way is fenced, new hellos follow."""
+    """Do as the workers do upon `Unreachable`: the stream is dropped, what was under way is fenced, new hellos follow.
+    """
     pair.at_decode(pair.receiver.peer_lost(PREFILL))
     pair.at_decode(pair.receiver.stop(handoff))
     pair.at_prefill(pair.sender.peer_lost(DECODE))

@@ -85,7 +85,7 @@ class Case:
         return sum(event.nbytes for event in self.pair.events if isinstance(event, Received))
 
     def errors(self) -> Tensor:
-        """Of every value, relative to the largest of its row."""
+        """Return the error of every value, relative to the largest of its row."""
         sent = values(self.pair.prefill, self.sources)[: self.tokens]
         got = values(self.pair.decode, self.targets)[: self.tokens]
         return (got - sent).abs() / sent.abs().amax(-1, keepdim=True).clamp_min(1e-30)

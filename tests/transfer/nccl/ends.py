@@ -23,7 +23,7 @@ QUICK: NcclConfig = msgspec.structs.replace(TESTS, limit_s=0.5, join_s=1.0, drai
 
 
 class End:
-    """One worker."""
+    """One worker of a test."""
 
     def __init__(
         self, me: int, config: NcclConfig = QUICK, device: FakeDevice | None = None, layout: KVLayout = LAYOUT
@@ -82,7 +82,7 @@ class Ends:
     def chunk(
         self, source: End, target: End, blocks: list[int], targets: list[int]
     ) -> tuple[Ticket, Ticket]:
-        """Posted at both ends: the sender's and the receiver's ticket."""
+        """Post a chunk at both ends; returns the sender's and the receiver's ticket."""
         self._chunks += 1
         name = Handoff(RequestId(f"r{self._chunks}"), 1, 1, target.me, source.me)
         sent = Move(name, 0, local=tuple(BlockId(block) for block in blocks))
@@ -97,7 +97,7 @@ class Ends:
         time.sleep(0.0005)
 
     def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> float:
-        """Returns how long it took."""
+        """Wait until it holds; returns how long it took."""
         began_s = time.monotonic()
         while not holds():
             assert time.monotonic() - began_s < timeout_s, f"not within {timeout_s} s: {self.all}"

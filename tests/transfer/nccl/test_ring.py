@@ -35,7 +35,7 @@ def rings(*ends: End) -> list[bool]:
 
 
 def rings_of(transport: Any) -> list[bool]:
-    """For each communicator of a worker, whether it puts."""
+    """Return, for each communicator of a worker, whether it puts."""
     found = [peer.communicator for peer in transport._peers.values()]
     return [one is not None and one.puts is not None for one in found]
 

@@ -28,7 +28,7 @@ from tests.engine.kv.test_machine import BLOCKS, SIZE, Machine, Slot, names
 HOST_BLOCKS, SEGMENTS = 8, 6
 Content = list[Slot | None]
 PROMPTS = [[*[0] * 8, *[n] * 13] for n in range(8)] + [[n] * 20 for n in range(1, 5)]
-"""More than the device holds, some with a common beginning: they push each other down, and are wanted again."""
+"""More prompts than the device holds, some with a common beginning: they push each other down, and are wanted again."""
 OTHER: Content = [(b"torn", (9,))] * SIZE
 
 
@@ -125,7 +125,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.stashed)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """He is back, or will never be."""
+        """End a stash: its request is back, or will never be."""
         stash = data.draw(st.sampled_from(self.stashed))
         self.stashed.remove(stash)
         self.stashes.drop(stash)
@@ -230,7 +230,7 @@ class TieredMachine(Machine):
 
 
 def _identity(content: Content) -> bytes:
-    """Of the block whose slots hold this; the last one knows the whole prefix."""
+    """Return the identity of the block whose slots hold this; the last slot knows the whole prefix."""
     assert content[-1] is not None
     name, tokens = content[-1]
     assert content == [(name, tokens[: at + 1]) for at in range(len(tokens) - SIZE, len(tokens))]

@@ -179,7 +179,7 @@ def touched(shard: Path) -> None:
 
 
 def flipped(shard: Path) -> None:
-    """One bit, and the times as they were; but for the time of that change itself, which nobody can set."""
+    """Flip one bit and keep the times as they were; but for the time of that change itself, which nobody can set."""
     times = shard.stat()
     with shard.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -400,7 +400,7 @@ def test_a_load_holds_the_ring_and_nothing_else(source: Path, tmp_path: Path) ->
 
 
 def widened(source: Path, rows: int) -> Path:
-    """With another, larger vocabulary, whose rows are ones."""
+    """Give the model another, larger vocabulary, whose rows are ones."""
     tensors = load_file(source / "model.safetensors")
     raw = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**raw, "vocab_size": rows}))

@@ -84,14 +84,15 @@ class Bench:
         self.do(Spill(0, IDENTS, (TierSlot(0), TierSlot(1))), Spilled(0))
 
     def do(self, command: TierCommand, *want: TierEvent) -> None:
-        """Until it is answered by `want`."""
+        """Submit a command and wait until it is answered by `want`."""
         self.events.clear()
         self.mover.submit([command])
         _soon(lambda: len(self.events) >= len(want))
         assert self.events == list(want)
 
     def hang(self, *commands: TierCommand) -> None:
-        """Until the watchdog says that the thread is stuck in the first of them; then the thread is abandoned."""
+        """Submit commands and wait until the watchdog says that the thread is stuck in the first of them; then abandon
+        the thread."""
         self.events.clear()
         self.mover.submit(commands)
         began_s = time.monotonic()

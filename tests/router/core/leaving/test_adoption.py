@@ -40,7 +40,7 @@ PROMPT = list(range(40))
 
 
 def orphan(*tokens: int, placement: int = 3, history: int = 0, **more: object) -> Orphan:
-    """Of request A, with this output, of which the first `history` tokens are in the record."""
+    """Make an orphan of request A with this output, of which the first `history` tokens are in the record."""
     record = RequestRecord(
         request=A,
         tokens=[*PROMPT, *tokens[:history]],
