@@ -9,7 +9,7 @@ from cluster.config import ConfigError
 from cluster.plan.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
-from engine.model.files.opening import stored_dtype
+from engine.model.prepared.cache import stored_dtype
 
 _SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

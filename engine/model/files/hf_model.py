@@ -63,7 +63,7 @@ class HFModel:
 
 
 def stored_dtype(path: Path) -> str:
-    """See `engine.model.files.opening.stored_dtype`: what config.json says (`dtype` since transformers 4.56,
+    """See `engine.model.prepared.cache.stored_dtype`: what config.json says (`dtype` since transformers 4.56,
     `torch_dtype` before), else the type of most bytes of the weights."""
     said = said_dtype(read_json(path / "config.json"))
     if said is not None:

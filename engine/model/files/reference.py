@@ -18,7 +18,7 @@ import xxhash
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.files.hf_model import HFModel
 from engine.model.files.safetensors_reader import STORED, SafetensorsFile
-from engine.model.prepared.once import make_folder_once
+from engine.model.prepared.pieces import make_folder_once
 from engine.model.prepared.shards import Shard, ShardIndex, Stamp, Stretch
 from engine.model.prepared.weights import check_shape, prepared_weights
 

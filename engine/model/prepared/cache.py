@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
-from engine.model.prepared.once import make_folder_once
+from engine.model.prepared.pieces import make_folder_once
 from engine.model.prepared.shards import Stamp
 
 if TYPE_CHECKING:
@@ -178,6 +178,18 @@ def _convert(
     config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
     text.save(folder)
+
+
+def stored_dtype(path: Path) -> str:
+    """The type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16, or the
+    file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
+    from engine.model.files import hf_model
+    from engine.model.files.checkpoint import most_of
+    from engine.model.files.gguf_reader import GGUFFile
+
+    if path.is_dir():
+        return hf_model.stored_dtype(path)
+    return most_of(GGUFFile(path).bytes_by_type())
 
 
 def _opened(path: Path) -> "Checkpoint":

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError
-from engine.model.prepared.mapped import map_file, map_weights, matrices
-from engine.model.prepared.once import make_once
-from engine.model.prepared.pieces import Made, PieceIndex, load_index
+from engine.model.prepared.loading import map_file, map_weights, matrices
+from engine.model.prepared.pieces import Made, PieceIndex, load_index, make_once
 from kernels.linear import PackError, from_bytes, linear, pack, to_bytes
 
 log = logging.getLogger(__name__)

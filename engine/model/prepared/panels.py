@@ -17,9 +17,8 @@ from torch import Tensor
 from engine.model.codes import Codes
 from engine.model.config import ModelError
 from engine.model.prepared.codes_file import CodesFile
-from engine.model.prepared.mapped import map_file, map_weights, matrices
-from engine.model.prepared.once import make_once
-from engine.model.prepared.pieces import Made, PieceIndex, load_index
+from engine.model.prepared.loading import map_file, map_weights, matrices
+from engine.model.prepared.pieces import Made, PieceIndex, load_index, make_once
 from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engine.model.config import ModelError
-from engine.model.prepared.once import locked
+from engine.model.prepared.pieces import locked
 
 SHARDS_FILE = "shards.json"
 CONTENTS_FILE = "contents.json"

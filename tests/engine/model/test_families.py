@@ -19,7 +19,7 @@ from engine.kv.layout import KVLayout
 from engine.model.config import ModelError
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import map_weights
 from engine.storage.paged import PagedKV
 
 VOCAB = 320

@@ -21,8 +21,7 @@ from benchmarks.gpu.random_model import reshard
 from engine.model.config import ModelConfig, ModelError
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.loading import load_weights, loaded_bytes, logged
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import load_weights, loaded_bytes, logged, map_weights
 from engine.model.prepared.shards import CONTENTS_FILE, SHARDS_FILE, ShardIndex, contents
 from engine.model.prepared.streaming import HostCopies, stream
 from engine.model.prepared.weights import WEIGHTS_FILE
