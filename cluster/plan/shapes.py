@@ -134,7 +134,8 @@ def _read(path: Path) -> Shape:
 
         return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
-    from engine.model.files.hf_model import read_json, said_dtype
+    from engine.model.files.checkpoint import read_json
+    from engine.model.files.hf_model import said_dtype
 
     raw = read_json(file)
     if "num_hidden_layers" not in raw:

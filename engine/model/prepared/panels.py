@@ -17,8 +17,8 @@ from torch import Tensor
 from engine.model.codes import Codes
 from engine.model.config import ModelError
 from engine.model.prepared.codes_file import CodesFile
-from engine.model.prepared.loading import map_file, map_weights, matrices
-from engine.model.prepared.pieces import Made, PieceIndex, load_index, make_once
+from engine.model.prepared.loading import map_weights, matrices
+from engine.model.prepared.pieces import Made, make_once, map_pieces
 from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
 
 log = logging.getLogger(__name__)
@@ -55,19 +55,16 @@ def _packed(codes: Codes) -> Panels:
 
 def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:
     for name, panels in _panels(model_dir, weights):
-        shape = (panels.rows, panels.columns)
-        yield Made(name, shape, panels.kind.encode(), panels.raw.numpy().data)
+        yield Made(name, (panels.rows, panels.columns), panels.kind.encode(), [panels.raw.numpy().data])
 
 
 def _map(path: Path) -> dict[str, Panels]:
-    index = load_index(path, PieceIndex)
-    mapped = map_file(path, index.size_bytes)
     found = {}
-    for name, piece in index.pieces.items():
+    for name, piece in map_pieces(path).items():
         rows, columns = piece.shape
         kind = cast(Kind, piece.form.decode())
         try:
-            found[name] = Panels(rows, columns, kind, mapped[piece.span])
+            found[name] = Panels(rows, columns, kind, torch.frombuffer(piece.raw, dtype=torch.uint8))
         except ValueError as error:
             raise ModelError(path, f"{name}: {error}") from error
     return found
