@@ -54,9 +54,7 @@ class _Layer:
 
         self.attention_norm = need("attention_norm")
         self.qkv, self.qkv_bias = matrix("qkv"), maybe("qkv_bias")
-        self.head_norms = (
-            HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
-        )
+        self.head_norms = HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
         self.output, self.output_bias = matrix("output"), maybe("output_bias")
         self.mlp_norm = need("mlp_norm")
         self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
@@ -81,7 +79,7 @@ class Llama:
 
     @property
     def table_bytes(self) -> int:
-        """Of the rotary tables, which every process computes for itself."""
+        """The size of the rotary tables, which every process computes for itself."""
         return int(self._cos.nbytes + self._sin.nbytes)
 
     @torch.inference_mode()
@@ -180,8 +178,7 @@ def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    scaling = config.rope_scaling
-    match scaling:
+    match scaling := config.rope_scaling:
         case None:
             return frequencies
         case LinearRope():

@@ -19,8 +19,8 @@ from engine.types import FieldError
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Of the files that a prepared model was made from, weights and tokenizer; as far as it is known before the first
-    load of weights that were left where they are. Raises ModelError."""
+    """Return what stands for the files that a prepared model was made from, weights and tokenizer; without the weights'
+    part before the first load of weights that were left where they are. Raises ModelError."""
     return fingerprint_of(ModelConfig.load(model_dir).fingerprint, contents(model_dir))
 
 
@@ -66,9 +66,7 @@ class TextModel:
             raise FieldError("prompt", f"holds {token!r}, which this model has no embedding for")
         return ids
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat of (role, content) pairs as the text the model was trained on. Raises FieldError("messages", ...)."""
         return self._template.render(messages, add_generation_prompt)
 

@@ -33,13 +33,8 @@ class TextFiles(msgspec.Struct, frozen=True):
 
     def of_model(self, config: ModelConfig) -> "TextFiles":
         """The same, with what the model's configuration knows."""
-        settings = msgspec.structs.replace(
-            self.settings,
-            name=config.name,
-            vocab_size=config.vocab,
-            context_tokens=config.context_tokens,
-        )
-        return msgspec.structs.replace(self, settings=settings)
+        known = {"name": config.name, "vocab_size": config.vocab, "context_tokens": config.context_tokens}
+        return msgspec.structs.replace(self, settings=msgspec.structs.replace(self.settings, **known))
 
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")

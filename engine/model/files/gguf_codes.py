@@ -81,8 +81,5 @@ _FORMATS: dict[GGMLQuantizationType, tuple[np.dtype[np.void], Callable[[Blocks],
     GGMLQuantizationType.Q4_1: (_block(_SCALE, _MINIMUM, ("codes", "u1", 16)), _q4_1),
     GGMLQuantizationType.Q5_0: (_block(_SCALE, ("high", "u1", 4), ("codes", "u1", 16)), _q5_0),
     GGMLQuantizationType.Q8_0: (_block(_SCALE, ("codes", "i1", 32)), _q8_0),
-    GGMLQuantizationType.Q4_K: (
-        _block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)),
-        _q4_k,
-    ),
+    GGMLQuantizationType.Q4_K: (_block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)), _q4_k),
 }

@@ -33,7 +33,7 @@ class HFModel:
         self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
-        self._where = {name: shard for shard in self.shards for name in shard.names()}
+        self._where = {name: shard for shard in self.shards for name in shard.tensors}
 
     def tensor_name(self, source: Source, layer: int) -> str:
         return source.hugging_face.format(layer=layer)
@@ -43,7 +43,7 @@ class HFModel:
 
     def stored(self, name: str) -> StoredTensor:
         """Where the tensor lies. Raises ModelError where it does not."""
-        return self._holder(name).stored(name)
+        return self._holder(name).tensors[name]
 
     def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._where:
@@ -63,8 +63,7 @@ def stored_dtype(path: Path) -> str:
     if (said := said_dtype(read_json(path / "config.json"))) is not None:
         return said
     files = [SafetensorsFile(shard) for shard in shards(path)]
-    tensors = (file.stored(name) for file in files for name in file.names())
-    return most_of((tensor.dtype, tensor.size_bytes) for tensor in tensors)
+    return most_of((tensor.dtype, tensor.size_bytes) for file in files for tensor in file.tensors.values())
 
 
 def said_dtype(raw: dict[str, Any]) -> str | None:

@@ -47,28 +47,20 @@ class SafetensorsFile:
         except SafetensorError as error:
             raise ModelError(path, f"not a sound safetensors file: {error}") from error
         (size,) = struct.unpack("<Q", self._bytes[:8].tobytes())
-        header = msgspec.json.decode(self._bytes[8 : 8 + size].tobytes())
-        header.pop("__metadata__", None)
-        self._entries = msgspec.convert(header, dict[str, _Entry])
-        self._start = 8 + size
-
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    @property
-    def header(self) -> bytes:
+        start = 8 + size
+        self.header = self._bytes[:start].tobytes()
         """All before the first tensor's bytes."""
-        return self._bytes[: self._start].tobytes()
-
-    def stored(self, name: str) -> StoredTensor:
-        """Where the tensor lies; KeyError if the file does not have it."""
-        entry = self._entries[name]
-        first, last = entry.data_offsets
-        return StoredTensor(self.path, entry.dtype, entry.shape, self._start + first, last - first)
+        header = msgspec.json.decode(self.header[8:])
+        header.pop("__metadata__", None)
+        self.tensors = {
+            name: StoredTensor(path, entry.dtype, entry.shape, start + first, last - first)
+            for name, entry in msgspec.convert(header, dict[str, _Entry]).items()
+            for first, last in [entry.data_offsets]
+        }
 
     def read(self, name: str) -> FloatArray:
         """The tensor in 32 bits; KeyError if the file does not have it."""
-        _, dtype, shape, first, size = self.stored(name)
+        _, dtype, shape, first, size = self.tensors[name]
         if dtype not in _DTYPES:
             raise ModelError(self.path, f"tensor {name}: dtype {dtype} is not supported")
         values = self._bytes[first : first + size].view(np.dtype(_DTYPES[dtype]))
