@@ -28,7 +28,7 @@ _Read = TypeVar("_Read")
 
 
 def read_prepared(path: Path, kind: type[_Read]) -> _Read:
-    """A JSON file of a prepared model, decoded. Raises ModelError."""
+    """Read and decode a JSON file of a prepared model. Raises ModelError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:

@@ -1,4 +1,4 @@
-"""Token ids back to text, a few at a time, without ever showing half a character.
+"""Turns token ids back to text, a few at a time, without ever showing half a character.
 
 Two ways, by how the tokenizer decodes. A byte-level vocabulary gives every token a fixed string of bytes, so an
 incremental UTF-8 decoder is exact. Any other is decoded through the library over a short window that ends on a
@@ -22,10 +22,10 @@ class Detokenizer(Protocol):
     """One per answer. All pushes and the flush, joined, equal decoding all ids at once; special tokens are skipped."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete, perhaps none."""
+        """Return the text that these ids complete, perhaps none."""
 
     def flush(self) -> str:
-        """What was held back; called once, at the end."""
+        """Return what was held back; called once, at the end."""
 
 
 class DetokenizerFactory:
@@ -46,7 +46,7 @@ class DetokenizerFactory:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable stand-ins for the 256 bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -56,7 +56,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
-    """Added tokens may hold characters outside the alphabet; they stand for themselves."""
+    """Return the bytes of a token. Added ones may hold characters outside the alphabet; they stand for themselves."""
     if all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token.encode()

@@ -32,7 +32,7 @@ class TextFiles(msgspec.Struct, frozen=True):
     settings: TextSettings
 
     def of_model(self, config: ModelConfig) -> "TextFiles":
-        """The same, with what the model's configuration knows."""
+        """Return the same, with what the model's configuration knows."""
         known = {"name": config.name, "vocab_size": config.vocab, "context_tokens": config.context_tokens}
         return msgspec.structs.replace(self, settings=msgspec.structs.replace(self.settings, **known))
 
@@ -43,7 +43,7 @@ class TextFiles(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(folder: Path) -> "TextFiles":
-        """Raises ModelError naming the folder."""
+        """Read them. Raises ModelError naming the folder."""
         try:
             return TextFiles(
                 (folder / TOKENIZER_FILE).read_text(encoding="utf-8"),

@@ -27,16 +27,16 @@ class Checkpoint(Protocol):
     """True where q and k rows are stored as rotary pairs, see `Source.rope_heads`."""
 
     def tensor_name(self, source: Source, layer: int) -> str:
-        """What this file calls a tensor."""
+        """Return what this file calls a tensor."""
 
     def read(self, name: str) -> FloatArray:
-        """One tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
+        """Read one tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
 
     def codes(self, name: str) -> Codes | None:
-        """The codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
+        """Return the codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
 
     def text(self) -> TextFiles:
-        """Tokenizer, chat template and special ids."""
+        """Return tokenizer, chat template and special ids."""
 
 
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -44,8 +44,8 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def most_of(tensors: Iterable[tuple[str, int]]) -> str:
-    """The type of most bytes among tensors of these types and sizes: norms are kept in 32 bits beside matrices of any
-    other."""
+    """Return the type of most bytes among tensors of these types and sizes: norms are kept in 32 bits beside matrices
+    of any other."""
     sizes: Counter[str] = Counter()
     for kind, size_bytes in tensors:
         sizes[kind] += size_bytes
@@ -54,7 +54,7 @@ def most_of(tensors: Iterable[tuple[str, int]]) -> str:
 
 
 def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str, value: object) -> Family:
-    """The family whose `field` is the `value` that the file `path` gives under the name `called`. Raises ModelError."""
+    """Return the family whose `field` is `value`, which the file `path` gives as `called`. Raises ModelError."""
     known: dict[object, Family] = {getattr(family, field): family for family in FAMILIES.values()}
     if value not in known:
         raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(map(str, known)))}")
@@ -62,7 +62,7 @@ def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str,
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError."""
+    """Read a JSON object. Raises ModelError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:
-    """Rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
+    """Turn rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
     paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(tensor.shape)
 

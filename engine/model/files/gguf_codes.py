@@ -20,7 +20,7 @@ _MINIMUM = ("minimum", "<f2")
 
 
 def codes_of(data: Bytes, kind: GGMLQuantizationType) -> Codes | None:
-    """`data` is a tensor's bytes, row by row; None for a vector, and for a format that is not taken here."""
+    """Return the codes in a tensor's bytes, row by row; None for a vector, or a format that is not taken here."""
     if kind not in _FORMATS or data.ndim != 2:
         return None
     block, read = _FORMATS[kind]
@@ -32,7 +32,7 @@ def _wide(values: NDArray[np.generic]) -> FloatArray:
 
 
 def _four_bits(raw: Bytes) -> Bytes:
-    """`[rows, blocks, bytes]` to codes `[rows, columns]`: low halves of 16 or 32 columns, then the high ones."""
+    """Unpack `[rows, blocks, bytes]` to codes `[rows, columns]`: low halves of 16 or 32 columns, then the high ones."""
     return nibbles(raw).reshape(len(raw), -1)
 
 

@@ -77,7 +77,7 @@ class GGUFFile:
         self._tensors: dict[str, ReaderTensor] = {item.name: item for item in reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as plain Python, or `default` where the file does not have it."""
+        """Return a metadata value as plain Python, or `default` where the file does not have it."""
         field = self._fields.get(key)
         if field is None:
             return default
@@ -96,15 +96,15 @@ class GGUFFile:
         return tensor in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Rows first, unlike in the file."""
+        """Return the shape with rows first, unlike in the file."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
     def stored_dtype(self) -> str:
-        """The type of most of the weights, see `most_of`."""
+        """Return the type of most of the weights, see `most_of`."""
         return most_of((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in self._tensors.values())
 
     def read(self, name: str) -> FloatArray:
-        """A tensor, dequantized to 32 bits."""
+        """Read a tensor, dequantized to 32 bits."""
         if (codes := self.codes(name)) is not None:
             return codes.widen()
         found = self._find(name)
@@ -115,7 +115,7 @@ class GGUFFile:
         return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
 
     def codes(self, name: str) -> Codes | None:
-        """A quantized matrix as it is stored, None where `codes_of` does not know the format."""
+        """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
         found = self._find(name)
         return codes_of(found.data, found.tensor_type)
 

@@ -1,4 +1,4 @@
-"""Building a tokenizer from a GGUF file's metadata.
+"""Builds a tokenizer from a GGUF file's metadata.
 
 Two kinds of vocabulary exist. "gpt2" is byte-level BPE with explicit merges; how text is first split into words is
 named by `tokenizer.ggml.pre` and told by the table below. "llama" is a SentencePiece BPE model without merges: a
@@ -59,7 +59,7 @@ class Vocabulary(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def read(path: Path, get: Callable[[str], object]) -> "Vocabulary":
-        """`get` returns a metadata value by its name in the file, or None. Raises ModelError."""
+        """Read it with `get`, which returns a metadata value by its name in the file, or None. Raises ModelError."""
         names = [each.encode_name for each in fields(Vocabulary)]
         found = {name: value for name in names if (value := get(name)) is not None}
         try:
@@ -101,7 +101,7 @@ SPLITTINGS: dict[str, _Splitting] = {
 
 
 def text_files(vocabulary: Vocabulary) -> TextFiles:
-    """Raises ModelError naming the file where its vocabulary is of a kind not known here, or not sound."""
+    """Build the text side. Raises ModelError naming a file whose vocabulary is of an unknown kind, or not sound."""
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     if vocabulary.model not in builders:
         problem = f"tokenizer model {vocabulary.model!r} is not supported; known: {', '.join(builders)}"

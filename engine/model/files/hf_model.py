@@ -42,7 +42,7 @@ class HFModel:
         return self._holder(name).read(name)
 
     def stored(self, name: str) -> StoredTensor:
-        """Where the tensor lies. Raises ModelError where it does not."""
+        """Return where the tensor lies. Raises ModelError where it is missing."""
         return self._holder(name).tensors[name]
 
     def _holder(self, name: str) -> SafetensorsFile:
@@ -58,7 +58,7 @@ class HFModel:
 
 
 def stored_dtype(path: Path) -> str:
-    """See `engine.model.prepared.cache.stored_dtype`: what config.json says (`dtype` since transformers 4.56,
+    """Return the type of a directory's weights: what config.json says (`dtype` since transformers 4.56,
     `torch_dtype` before), else the type of most bytes of the weights."""
     if (said := said_dtype(read_json(path / "config.json"))) is not None:
         return said
@@ -67,13 +67,13 @@ def stored_dtype(path: Path) -> str:
 
 
 def said_dtype(raw: dict[str, Any]) -> str | None:
-    """The type of the weights that a config.json whose content is `raw` names, if it does."""
+    """Return the type of the weights that a config.json whose content is `raw` names, if it does."""
     said = raw.get("dtype") or raw.get("torch_dtype")
     return said.removeprefix("torch.") if isinstance(said, str) else None
 
 
 def shards(path: Path) -> list[Path]:
-    """The weight files of a directory. Raises ModelError where there are none, or only pickles."""
+    """List the weight files of a directory. Raises ModelError where there are none, or only pickles."""
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
@@ -89,7 +89,7 @@ def shards(path: Path) -> list[Path]:
 
 
 def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
-    """The sizes and options of a config.json whose content is `raw`. Raises ModelError."""
+    """Return the sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
     kinds = {"sliding_attention"} if raw.get("use_sliding_window") else raw.get("layer_types") or ()

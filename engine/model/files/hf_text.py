@@ -13,7 +13,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """`config` is the content of config.json. Raises ModelError naming the file at fault."""
+    """Read the text side; `config` is the content of config.json. Raises ModelError naming the file at fault."""
     source = path / "tokenizer.json"
     try:
         raw = source.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str:
-    """Either the text itself or an object that holds it as `content`."""
+    """Return the text of a token: either the value itself, or of an object that holds it as `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

@@ -18,7 +18,7 @@ from engine.model.prepared.weights import check_shape, prepared_weights
 
 
 def shard_index(source: HFModel, dtype: str, stamps: dict[Path, Stamp]) -> ShardIndex | None:
-    """Where every weight lies; None where one is stored in another type than `dtype`. Raises ModelError naming a
+    """Return where every weight lies; None where one is stored in another type than `dtype`. Raises ModelError naming a
     missing or misshapen tensor."""
     shapes: dict[str, tuple[int, ...]] = {}
     stretches: dict[Path, list[Stretch]] = {file.path: [] for file in source.shards}
@@ -40,8 +40,8 @@ def shard_index(source: HFModel, dtype: str, stamps: dict[Path, Stamp]) -> Shard
 
 
 def described(source: HFModel, parts: Sequence[Path]) -> str:
-    """A digest of all but the weights, the same on every host: the directory's name, its small files, and the shards'
-    names, sizes and headers."""
+    """Return a digest of all but the weights, the same on every host: the directory's name, its small files, and the
+    shards' names, sizes and headers."""
     headers = {file.path: file.header for file in source.shards}
     digest = xxhash.xxh3_128(source.path.resolve().name.encode())
     for part in parts:

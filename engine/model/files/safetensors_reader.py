@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """Raises ModelError whenever the file is not what it should be."""
+    """A mapped file and its table of tensors. Raises ModelError whenever the file is not what it should be."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class SafetensorsFile:
         }
 
     def read(self, name: str) -> FloatArray:
-        """The tensor in 32 bits; KeyError if the file does not have it."""
+        """Read the tensor in 32 bits; KeyError if the file does not have it."""
         _, dtype, shape, first, size = self.tensors[name]
         if dtype not in _DTYPES:
             raise ModelError(self.path, f"tensor {name}: dtype {dtype} is not supported")

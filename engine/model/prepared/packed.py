@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always `head`.
-    Empty where this machine cannot pack them."""
+    """Return every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always
+    `head`. Empty where this machine cannot pack them."""
     plain = matrices(weights)
     try:
         pack(plain["layers.0.output"])
@@ -44,7 +44,7 @@ def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _key() -> str:
-    """Packed bytes are private to one library on one kind of processor."""
+    """Name what packed bytes depend on: they are private to one library on one kind of processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     what = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {flags}"
@@ -59,7 +59,7 @@ def _made(plain: dict[str, Tensor]) -> Iterator[Made]:
 
 
 def _map(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises ModelError and PackError for files that do not fit together."""
+    """Map the packed matrices. Raises ModelError and PackError for files that do not fit together."""
     found = {}
     for name, piece in map_pieces(path).items():
         rows, columns = piece.shape

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Panels]:
-    """Every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`. `weights`
-    are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the folder is
-    not whole."""
+    """Return every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`.
+    `weights` are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the
+    folder is not whole."""
     path = model_dir / f"panels-{VERSION}.bin"
     try:
         # Made from mappings of its own: their pages go when they do.
@@ -71,7 +71,7 @@ def _map(path: Path) -> dict[str, Panels]:
 
 
 def _compare(panels: dict[str, Panels], weights: dict[str, Tensor]) -> None:
-    """Raises ModelError for panels of other matrices than these."""
+    """Raise ModelError for panels of other matrices than these."""
     wanted = {name: tuple(weight.shape) for name, weight in matrices(weights).items()}
     if wanted != {name: (item.rows, item.columns) for name, item in panels.items()}:
         raise ModelError("panels", "they are of another model's matrices")

@@ -70,7 +70,7 @@ def write_pieces(path: Path, pieces: Iterable[Made]) -> PieceIndex:
 
 
 def load_index(path: Path) -> PieceIndex:
-    """The index of the file `path`, held against the file. Raises ModelError."""
+    """Read the index of the file `path`, held against the file. Raises ModelError."""
     index = read_prepared(path.with_suffix(".json"), PieceIndex)
     if (size := path.stat().st_size if path.exists() else 0) != index.size_bytes:
         raise ModelError(path, f"has {size} bytes and should have {index.size_bytes}")
@@ -78,8 +78,8 @@ def load_index(path: Path) -> PieceIndex:
 
 
 def map_pieces(path: Path) -> dict[str, Mapped]:
-    """The pieces of the file `path`, in pages shared with every process that maps it. They are private once written to,
-    and never to be written: PyTorch takes no others without a warning. Raises ModelError and OSError."""
+    """Map the pieces of the file `path` by name, in pages shared with every process that maps it. They are private once
+    written to, and never to be written: PyTorch takes no others without a warning. Raises ModelError and OSError."""
     index = load_index(path)
     with path.open("rb") as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

@@ -22,7 +22,7 @@ CONTENTS_FILE = "contents.json"
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Which file it is, as far as can be told without reading it."""
+    """What tells which file it is, as far as can be told without reading it."""
 
     path: str
     size_bytes: int
@@ -32,7 +32,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(path: str | Path, file: int | None = None) -> "Stamp":
-        """`file` is a descriptor of the file, where it is open. Raises OSError."""
+        """Take the stamp of a file; `file` is a descriptor of the file, where it is open. Raises OSError."""
         found = os.stat(path if file is None else file)
         return Stamp(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
@@ -58,7 +58,7 @@ class Shard(msgspec.Struct, frozen=True):
         return Path(self.stamp.path).name
 
     def within(self, start: int, end: int) -> Iterator[Stretch]:
-        """What of the file's bytes `start` to `end` is wanted."""
+        """Yield what of the file's bytes `start` to `end` is wanted."""
         for stretch in self.stretches:
             first = max(start, stretch.offset_bytes)
             last = min(end, stretch.offset_bytes + stretch.size_bytes)
@@ -76,7 +76,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What the weights take."""
+        """How many bytes the weights take."""
         width = 4 if self.dtype == "float32" else 2
         return sum(prod(shape) * width for shape in self.shapes.values())
 
@@ -86,7 +86,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(model_dir: Path) -> "ShardIndex":
-        """Raises ModelError."""
+        """Read it. Raises ModelError."""
         return read_prepared(model_dir / SHARDS_FILE, ShardIndex)
 
     def save(self, model_dir: Path) -> None:
@@ -94,7 +94,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
 
 def one_shard(weights: Path) -> ShardIndex:
-    """A prepared file of weights as the one shard of them all. Raises ModelError."""
+    """Describe a prepared file of weights as the one shard of them all. Raises ModelError."""
     pieces = load_index(weights).pieces
     stretches = tuple(Stretch(name, 0, piece.offset_bytes, piece.size_bytes) for name, piece in pieces.items())
     shapes = {name: piece.shape for name, piece in pieces.items()}
@@ -102,12 +102,12 @@ def one_shard(weights: Path) -> ShardIndex:
 
 
 def by_reference(model_dir: Path) -> bool:
-    """Does the prepared model leave its weights where they were found?"""
+    """Return True where the prepared model leaves its weights where they were found."""
     return (model_dir / SHARDS_FILE).exists()
 
 
 def check_stamp(was: Stamp, now: Stamp, is_known: bool) -> None:
-    """Raises ModelError for a file that another has taken the place of since the model was prepared. One whose digest
+    """Raise ModelError for a file that another has taken the place of since the model was prepared. One whose digest
     `is_known` may have been copied or linked since: its bytes decide, when they have been read."""
     if now.size_bytes != was.size_bytes:
         problem = f"has {now.size_bytes} bytes, and had {was.size_bytes} when the model was prepared"
@@ -117,7 +117,7 @@ def check_stamp(was: Stamp, now: Stamp, is_known: bool) -> None:
 
 
 def contents(model_dir: Path) -> dict[str, str]:
-    """Digests of the shards by name; none before the first load. Raises ModelError."""
+    """Return the digests of the shards by name; none before the first load. Raises ModelError."""
     path = model_dir / CONTENTS_FILE
     return read_prepared(path, dict[str, str]) if path.exists() else {}
 
@@ -139,8 +139,8 @@ def agree(model_dir: Path, index: ShardIndex, found: dict[str, str]) -> None:
 
 
 def fingerprint_of(prepared: str, found: dict[str, str]) -> str:
-    """A prepared model's fingerprint with the digests of its weights, as far as they are known: `<prepared>`, which
-    covers all but them, or `<prepared>-<weights>`."""
+    """Return a prepared model's fingerprint with the digests of its weights, as far as they are known: `<prepared>`,
+    which covers all but them, or `<prepared>-<weights>`."""
     if not found:
         return prepared
     said = "\n".join(f"{found[name]} {name}" for name in sorted(found))

@@ -1,5 +1,5 @@
-"""Files to tensors in one pass: every byte is read once, into a small ring of buffers, and from there it is copied to
-its place on the device and hashed.
+"""Reads files to tensors in one pass: every byte is read once, into a small ring of buffers, and from there it is
+copied to its place on the device and hashed.
 
     reading thread    file ─▶ buffers 0 1 2 3      waits until what was copied from a buffer has arrived
     calling thread              └▶ copies to the device are queued, then the digest takes the bytes
@@ -47,7 +47,7 @@ class Copies(Protocol):
 
 
 class HostCopies:
-    """To memory of this process, at once."""
+    """Copies to memory of this process, made at once."""
 
     pinned = False
 
@@ -59,7 +59,7 @@ class HostCopies:
 
 
 class PinnedCopies:
-    """To a GPU, by its copy engine, on the calling thread's stream."""
+    """Copies to a GPU, made by its copy engine on the calling thread's stream."""
 
     pinned = True
 
@@ -104,7 +104,7 @@ def stream(
     read: Read = os.preadv,
     piece_bytes: int = PIECE_BYTES,
 ) -> LoadedWeights:
-    """Every weight of `index` on `device`, and the digests of its files. `is_known`: the digests will be held against
+    """Load every weight of `index` to `device`, and digest its files. `is_known`: the digests will be held against
     earlier ones. `progress` hears of bytes of files.
 
     Raises ModelError naming a file that cannot be read, is shorter than it was, or has changed.
@@ -184,7 +184,7 @@ class _OpenFile:
             at += count
 
     def check(self) -> None:
-        """It is still what was opened."""
+        """Raise ModelError where the file is no longer what was opened."""
         now = Stamp.of(self.shard.stamp.path, self._file)
         if (now.size_bytes, now.mtime_ns) != (self._opened.size_bytes, self._opened.mtime_ns):
             raise ModelError(now.path, "was written to while it was read")

@@ -41,7 +41,7 @@ def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progre
 
 
 def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterator[memoryview]:
-    """A weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits."""
+    """Yield a weight's bytes by slabs of rows, so that no more than one tensor is held in 32 bits."""
     for piece in weight.sources:
         name = source.tensor_name(piece, layer)
         values = source.read(name)
@@ -54,14 +54,14 @@ def _slabs(source: Checkpoint, weight: Weight, layer: int, dtype: str) -> Iterat
 
 
 def check_shape(source: Checkpoint, name: str, shape: tuple[int, ...], weight: Weight, piece: Source) -> None:
-    """Raises ModelError for a tensor of another shape than its part of a prepared weight has."""
+    """Raise ModelError for a tensor of another shape than its part of a prepared weight has."""
     wanted = (int(getattr(source.config, piece.rows)), *weight.shape(source.config)[1:])
     if shape != wanted:
         raise ModelError(source.path, f"tensor {name} has shape {shape}, expected {wanted}")
 
 
 def prepared_codes(source: Checkpoint) -> Iterator[tuple[str, Codes]]:
-    """The codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
+    """Yield the codes of those weights whose sources all have them, of the same bits: what widens to the very bits that
     `write_weights` writes in 32 bits, and has checked."""
     for key, weight, layer in prepared_weights(source):
         found = [_codes(source, piece, layer) for piece in weight.sources]
@@ -80,7 +80,7 @@ def _codes(source: Checkpoint, piece: Source, layer: int) -> Codes | None:
 
 
 def prepared_weights(source: Checkpoint) -> list[tuple[str, Weight, int]]:
-    """What a prepared model has of this one: the name in its index, what it is, of which layer."""
+    """List what a prepared model has of this one: the name in its index, what it is, of which layer."""
     family, config = source.family, source.config
     once = [(weight.name, weight, 0) for weight in family.weights if weight.present(config)]
     of_layers = [weight for weight in family.layer_weights if weight.present(config)]
