@@ -67,10 +67,11 @@ def gpu_dtype(stored: str) -> str:
 
 
 def stored_in(model: str) -> str:
-    """Return how the configured model keeps its weights (`engine.model.files.opening.stored_dtype`). Raises ModelError.
+    """Return how the configured model keeps its weights (`engine.model.prepared.cache.stored_dtype`).
+
+    Raises ModelError.
     """
-    from engine.model.files.opening import stored_dtype
-    from engine.model.prepared.cache import find_demo_model
+    from engine.model.prepared.cache import find_demo_model, stored_dtype
 
     return stored_dtype(Path(model).expanduser() if model else find_demo_model())
 

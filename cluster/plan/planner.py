@@ -45,7 +45,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int = 0
     """The longest context; 0 where unknown."""
     stored: str = "bfloat16"
-    """How the model's weights are kept (`engine.model.files.opening.stored_dtype`)."""
+    """How the model's weights are kept (`engine.model.prepared.cache.stored_dtype`)."""
     model: ModelConfig | None = None
 
 

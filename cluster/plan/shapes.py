@@ -9,7 +9,7 @@ from cluster.config import ConfigError
 from cluster.plan.planner import Shape
 from engine.model.config import CONFIG_FILE, ModelConfig, ModelError
 from engine.model.families import FAMILIES, LLAMA, QWEN3, Family
-from engine.model.files.opening import stored_dtype
+from engine.model.prepared.cache import stored_dtype
 
 _SIZELESS = ("rope_scaling", "rope_parameters", "hidden_act", "use_sliding_window", "layer_types")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -135,7 +135,8 @@ def _read(path: Path) -> Shape:
 
         return shape_of(GGUFModel(path).config, stored_dtype(path))
     file = path / CONFIG_FILE if path.is_dir() else path
-    from engine.model.files.hf_model import read_json, said_dtype
+    from engine.model.files.checkpoint import read_json
+    from engine.model.files.hf_model import said_dtype
 
     raw = read_json(file)
     if "num_hidden_layers" not in raw:

@@ -29,7 +29,7 @@ from engine.kv.layout import KVLayout
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import map_weights
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
 from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV

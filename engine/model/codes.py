@@ -29,7 +29,7 @@ class Codes:
     bits: int
 
     def widen(self) -> FloatArray:
-        """The values, `[rows, columns]`."""
+        """Return the values, `[rows, columns]`."""
         values = self.codes.astype(np.float32).reshape(*self.scales.shape, GROUP)
         values *= self.scales[..., None]
         if self.offsets is not None:
@@ -38,22 +38,19 @@ class Codes:
 
 
 def stack(parts: Sequence[Codes]) -> Codes | None:
-    """The rows of all parts under each other; None where they differ in bits."""
+    """Return the rows of all parts under each other; None where they differ in bits."""
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) != 1:
         return None
+    codes = np.concatenate([part.codes for part in parts])
+    scales = np.concatenate([part.scales for part in parts])
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Codes(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(offsets) if offsets else None,
-        parts[0].bits,
-    )
+    return Codes(codes, scales, np.concatenate(offsets) if offsets else None, parts[0].bits)
 
 
 def nibbles(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes `[.., n]` to `[.., 2, n]`: their low halves, then their high ones."""
+    """Split bytes `[.., n]` to `[.., 2, n]`: their low halves, then their high ones."""
     found = np.empty((*raw.shape[:-1], 2, raw.shape[-1]), np.uint8)
     np.bitwise_and(raw, 0x0F, out=found[..., 0, :])
     np.right_shift(raw, 4, out=found[..., 1, :])

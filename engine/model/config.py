@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,17 @@ class ModelError(Exception):
         super().__init__(f"{path}: {problem}")
         self.path = str(path)
         self.problem = problem
+
+
+_Read = TypeVar("_Read")
+
+
+def read_prepared(path: Path, kind: type[_Read]) -> _Read:
+    """Read and decode a JSON file of a prepared model. Raises ModelError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(path, f"not a prepared model: {error}") from error
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, tag="llama3", kw_only=True):
@@ -44,16 +56,7 @@ class FactorsRope(msgspec.Struct, frozen=True, tag="factors", kw_only=True):
     factors: tuple[float, ...]
 
 
-_SIZES = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "intermediate",
-    "vocab",
-    "context_tokens",
-)
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context_tokens")
 
 RopeScaling = Llama3Rope | LinearRope | FactorsRope
 
@@ -102,16 +105,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(path, f"head_dim is {self.head_dim}, must be even")
         scaling = self.rope_scaling
         if isinstance(scaling, FactorsRope) and len(scaling.factors) != self.head_dim // 2:
-            raise ModelError(
-                path, f"{len(scaling.factors)} rope factors for head_dim {self.head_dim}"
-            )
+            raise ModelError(path, f"{len(scaling.factors)} rope factors for head_dim {self.head_dim}")
         return self
 
     @staticmethod
     def load(model_dir: Path) -> "ModelConfig":
         """Read a prepared model's configuration. Raises ModelError."""
-        path = model_dir / CONFIG_FILE
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(path, f"not a prepared model: {error}") from error
+        return read_prepared(model_dir / CONFIG_FILE, ModelConfig)

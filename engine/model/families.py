@@ -61,7 +61,7 @@ def _bias(weight: Weight, option: str) -> Weight:
 
 
 def _head_norm(name: str) -> Weight:
-    """Of one head's row, the same for every head of a layer."""
+    """A norm of one head's row, the same for every head of a layer."""
     source = Source(_HF + f"self_attn.{name}.weight", _GGUF + f"attn_{name}.weight", "head_dim")
     return Weight(name, (source,), option="qk_norm")
 

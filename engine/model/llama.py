@@ -54,9 +54,7 @@ class _Layer:
 
         self.attention_norm = need("attention_norm")
         self.qkv, self.qkv_bias = matrix("qkv"), maybe("qkv_bias")
-        self.head_norms = (
-            HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
-        )
+        self.head_norms = HeadNorms(need("q_norm"), need("k_norm"), config.norm_eps) if config.qk_norm else None
         self.output, self.output_bias = matrix("output"), maybe("output_bias")
         self.mlp_norm = need("mlp_norm")
         self.gate_up, self.gate_up_bias = matrix("gate_up"), maybe("gate_up_bias")
@@ -81,14 +79,14 @@ class Llama:
 
     @property
     def table_bytes(self) -> int:
-        """Of the rotary tables, which every process computes for itself."""
+        """The size of the rotary tables, which every process computes for itself."""
         return int(self._cos.nbytes + self._sin.nbytes)
 
     @torch.inference_mode()
     def forward(
         self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend, out: Tensor | None = None
     ) -> Tensor:
-        """Logits `[len(batch.logit_rows), vocab]` in float32, in `out` if given. `attention` has begun this batch.
+        """Return float32 logits `[len(batch.logit_rows), vocab]`, in `out` if given. `attention` has begun this batch.
 
         Tokens and positions must be in range: the caller has checked them.
         """
@@ -96,7 +94,7 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 `[rows, vocab]` from what the last layer leaves, in `out` if given."""
+        """Return logits `[rows, vocab]` in float32 from what the last layer leaves, in `out` if given."""
         if isinstance(self._head, Panels) and (kernels := native()) is not None:
             normed = kernels.norm(rows.contiguous(), None, self._norm, self.config.norm_eps)
             product = kernels.linear(normed, self._head)
@@ -107,7 +105,7 @@ class Llama:
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, kv: KVTensors, attention: AttentionBackend) -> Tensor:
-        """What the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
+        """Return what the last layer leaves of every row, `[padded rows, hidden]`; see `forward`."""
         eps, head_dim = self.config.norm_eps, self.config.head_dim
         rotation = Rotation(self._cos, self._sin, batch.positions)
         x = self._embedding[batch.tokens]
@@ -123,7 +121,7 @@ class Llama:
         return x if delta is None else x.add_(delta)
 
     def first_layer(self) -> "Llama":
-        """A model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
+        """Return a model of this one's first layer and output matrix: its shapes, at a fraction of the work."""
         short = copy(self)
         short.config = msgspec.structs.replace(self.config, layers=1)
         short._layers = self._layers[:1]
@@ -167,7 +165,7 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[context_tokens, head_dim / 2]` of the rotary embedding (RoFormer, arXiv 2104.09864).
+    """Return cos and sin `[context_tokens, head_dim / 2]` of the rotary embedding (RoFormer, arXiv 2104.09864).
 
     A table, not a computation at each step: vectorised cosines of the same angle differ in their last bit by where the
     angle lies in the tensor, which would make a row depend on its batch.
@@ -180,8 +178,7 @@ def rope_tables(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    scaling = config.rope_scaling
-    match scaling:
+    match scaling := config.rope_scaling:
         case None:
             return frequencies
         case LinearRope():

@@ -19,8 +19,8 @@ from engine.types import FieldError
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Of the files that a prepared model was made from, weights and tokenizer; as far as it is known before the first
-    load of weights that were left where they are. Raises ModelError."""
+    """Return a digest of the files that a prepared model was made from, weights and tokenizer; without the weights'
+    part before the first load of weights that were left where they are. Raises ModelError."""
     return fingerprint_of(ModelConfig.load(model_dir).fingerprint, contents(model_dir))
 
 
@@ -51,7 +51,7 @@ class TextModel:
         return TextModel(files, tokenizer)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Token ids of a plain prompt. `add_special` adds what the model puts around a text (often a leading BOS).
+        """Return token ids of a plain prompt. `add_special` adds what the model puts around it (often a leading BOS).
 
         Raises FieldError("prompt", ...) for text that is not valid Unicode (lone surrogates), and for a token that the
         tokenizer has and the model has not (an added token past its embedding).
@@ -66,21 +66,19 @@ class TextModel:
             raise FieldError("prompt", f"holds {token!r}, which this model has no embedding for")
         return ids
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A chat of (role, content) pairs as the text the model was trained on. Raises FieldError("messages", ...)."""
+    def render_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return (role, content) pairs as text like the model was trained on. Raises FieldError("messages", ...)."""
         return self._template.render(messages, add_generation_prompt)
 
     def encode_chat_text(self, rendered: str) -> list[int]:
-        """Token ids of a rendered chat: the template has already written every special token."""
+        """Return the token ids of a rendered chat: the template has already written every special token."""
         return self.encode(rendered, add_special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """All ids at once, special tokens skipped."""
+        """Decode all ids at once, special tokens skipped."""
         detokenizer = self.detokenizer()
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self) -> Detokenizer:
-        """For one answer, incrementally."""
+        """Return a detokenizer for one answer."""
         return self._detokenizers.make()

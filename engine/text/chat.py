@@ -47,13 +47,8 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             self._problem = f"this model's chat template cannot be parsed: {error}"
 
-    def render(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """The text of a chat of (role, content) pairs.
-
-        Raises FieldError("messages", ...) with the template's own words.
-        """
+    def render(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of (role, content) pairs. Raises FieldError("messages", ...) in the template's own words."""
         if self._problem:
             raise FieldError("messages", self._problem)
         try:

@@ -1,4 +1,4 @@
-"""Token ids back to text, a few at a time, without ever showing half a character.
+"""Turns token ids back to text, a few at a time, without ever showing half a character.
 
 Two ways, by how the tokenizer decodes. A byte-level vocabulary gives every token a fixed string of bytes, so an
 incremental UTF-8 decoder is exact. Any other is decoded through the library over a short window that ends on a
@@ -9,7 +9,8 @@ characters together.
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -21,10 +22,10 @@ class Detokenizer(Protocol):
     """One per answer. All pushes and the flush, joined, equal decoding all ids at once; special tokens are skipped."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete, perhaps none."""
+        """Return the text that these ids complete, perhaps none."""
 
     def flush(self) -> str:
-        """What was held back; called once, at the end."""
+        """Return what was held back; called once, at the end."""
 
 
 class DetokenizerFactory:
@@ -35,56 +36,40 @@ class DetokenizerFactory:
         added = tokenizer.get_added_tokens_decoder()
         self._skipped = frozenset(index for index, token in added.items() if token.special)
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
-        self._table = _ByteTable(tokenizer) if decoder.get("type") == "ByteLevel" else None
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._token_bytes = cache(lambda token: _bytes_of(tokenizer.id_to_token(token) or ""))
 
     def make(self) -> Detokenizer:
-        if self._table is not None:
-            return _ByteLevelDetokenizer(self._table, self._skipped)
+        if self._is_byte_level:
+            return _ByteLevelDetokenizer(self._token_bytes, self._skipped)
         return _WindowDetokenizer(self._tokenizer, self._skipped)
 
 
-class _ByteTable:
-    """The bytes of each token of a byte-level vocabulary, looked up once per id."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
-
-    def __getitem__(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = _token_bytes(self._tokenizer.id_to_token(token) or "")
-        return found
-
-
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable stand-ins for the 256 bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _ALPHABET = _byte_alphabet()
 
 
-def _token_bytes(token: str) -> bytes:
-    """Added tokens may hold characters outside the alphabet; they stand for themselves."""
+def _bytes_of(token: str) -> bytes:
+    """Return the bytes of a token. Added ones may hold characters outside the alphabet; they stand for themselves."""
     if all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token.encode()
 
 
 class _ByteLevelDetokenizer:
-    def __init__(self, table: _ByteTable, skipped: frozenset[int]) -> None:
-        self._table = table
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        table, skipped = self._table, self._skipped
-        return self._decoder.decode(b"".join(table[i] for i in ids if i not in skipped))
+        return self._decoder.decode(b"".join(self._token_bytes(i) for i in ids if i not in self._skipped))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -101,9 +86,7 @@ class _WindowDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         self._window += [token for token in ids if token not in self._skipped]
-        if len(self._window) == self._shown or self._open_run():
-            return ""
-        return self._show()
+        return "" if len(self._window) == self._shown or self._open_run() else self._show()
 
     def flush(self) -> str:
         return self._show()

@@ -32,14 +32,9 @@ class TextFiles(msgspec.Struct, frozen=True):
     settings: TextSettings
 
     def of_model(self, config: ModelConfig) -> "TextFiles":
-        """The same, with what the model's configuration knows."""
-        settings = msgspec.structs.replace(
-            self.settings,
-            name=config.name,
-            vocab_size=config.vocab,
-            context_tokens=config.context_tokens,
-        )
-        return msgspec.structs.replace(self, settings=settings)
+        """Return the same, with what the model's configuration knows."""
+        known = {"name": config.name, "vocab_size": config.vocab, "context_tokens": config.context_tokens}
+        return msgspec.structs.replace(self, settings=msgspec.structs.replace(self.settings, **known))
 
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(self.tokenizer, encoding="utf-8")
@@ -48,7 +43,7 @@ class TextFiles(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(folder: Path) -> "TextFiles":
-        """Raises ModelError naming the folder."""
+        """Read them. Raises ModelError naming the folder."""
         try:
             return TextFiles(
                 (folder / TOKENIZER_FILE).read_text(encoding="utf-8"),

@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.gpu.random_model import reshard, save_checkpoint
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.loading import load_weights
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import load_weights, map_weights
 from engine.model.prepared.shards import ShardIndex, by_reference
 from engine.model.prepared.streaming import stream
 

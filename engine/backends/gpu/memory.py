@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from engine.model.prepared.once import locked
+from engine.model.prepared.pieces import locked
 
 
 class GpuMemory(Protocol):

@@ -1,15 +1,17 @@
 """What a reader of somebody else's model files offers, and the arithmetic both readers share."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
-from engine.model.families import Family, Source
+from engine.model.families import FAMILIES, Family, Source
 from engine.text.files import TextFiles
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -25,29 +27,52 @@ class Checkpoint(Protocol):
     """True where q and k rows are stored as rotary pairs, see `Source.rope_heads`."""
 
     def tensor_name(self, source: Source, layer: int) -> str:
-        """What this file calls a tensor."""
+        """Return what this file calls a tensor."""
 
     def read(self, name: str) -> FloatArray:
-        """One tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
+        """Read one tensor in 32 bits, as stored. Raises ModelError naming file and tensor."""
 
     def codes(self, name: str) -> Codes | None:
-        """The codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
+        """Return the codes that `read` widens, or None where the file has no such thing. Raises ModelError."""
 
     def text(self) -> TextFiles:
-        """Tokenizer, chat template and special ids."""
+        """Return tokenizer, chat template and special ids."""
 
 
-_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The engine's names of the types that it computes in, by the names that both formats have for them."""
 
 
-def most_of(bytes_by_type: Mapping[str, int]) -> str:
-    """The type of most bytes: norms are kept in 32 bits beside matrices of any other."""
-    kind = max(bytes_by_type, key=bytes_by_type.__getitem__, default="F32")
-    return _TYPES.get(kind, kind)
+def most_of(tensors: Iterable[tuple[str, int]]) -> str:
+    """Return the type of most bytes among tensors of these types and sizes: norms are kept in 32 bits beside matrices
+    of any other."""
+    sizes: Counter[str] = Counter()
+    for kind, size_bytes in tensors:
+        sizes[kind] += size_bytes
+    found = max(sizes, key=sizes.__getitem__, default="F32")
+    return STORED.get(found, found)
+
+
+def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str, value: object) -> Family:
+    """Return the family whose `field` is `value`, which the file `path` gives as `called`. Raises ModelError."""
+    known: dict[object, Family] = {getattr(family, field): family for family in FAMILIES.values()}
+    if value not in known:
+        raise ModelError(path, f"unknown {called} {value!r}; known: {', '.join(sorted(map(str, known)))}")
+    return known[value]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ModelError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelError(path, f"cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(path, f"not a JSON object: {error}") from error
 
 
 def halves_from_pairs(tensor: NDArray[_Item], heads: int) -> NDArray[_Item]:
-    """Rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
+    """Turn rows of rotary pairs (0, d/2, 1, ..) back to two halves (0, 1, .., d/2, ..), head by head."""
     paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(tensor.shape)
 

@@ -20,7 +20,7 @@ _MINIMUM = ("minimum", "<f2")
 
 
 def codes_of(data: Bytes, kind: GGMLQuantizationType) -> Codes | None:
-    """`data` is a tensor's bytes, row by row; None for a vector, and for a format that is not taken here."""
+    """Return the codes in a tensor's bytes, row by row; None for a vector, or a format that is not taken here."""
     if kind not in _FORMATS or data.ndim != 2:
         return None
     block, read = _FORMATS[kind]
@@ -32,7 +32,7 @@ def _wide(values: NDArray[np.generic]) -> FloatArray:
 
 
 def _four_bits(raw: Bytes) -> Bytes:
-    """`[rows, blocks, bytes]` to codes `[rows, columns]`: low halves of 16 or 32 columns, then the high ones."""
+    """Unpack `[rows, blocks, bytes]` to codes `[rows, columns]`: low halves of 16 or 32 columns, then the high ones."""
     return nibbles(raw).reshape(len(raw), -1)
 
 
@@ -81,8 +81,5 @@ _FORMATS: dict[GGMLQuantizationType, tuple[np.dtype[np.void], Callable[[Blocks],
     GGMLQuantizationType.Q4_1: (_block(_SCALE, _MINIMUM, ("codes", "u1", 16)), _q4_1),
     GGMLQuantizationType.Q5_0: (_block(_SCALE, ("high", "u1", 4), ("codes", "u1", 16)), _q5_0),
     GGMLQuantizationType.Q8_0: (_block(_SCALE, ("codes", "i1", 32)), _q8_0),
-    GGMLQuantizationType.Q4_K: (
-        _block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)),
-        _q4_k,
-    ),
+    GGMLQuantizationType.Q4_K: (_block(_SCALE, _MINIMUM, ("factors", "u1", 12), ("codes", "u1", 128)), _q4_k),
 }

@@ -7,7 +7,8 @@ import numpy as np
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import FactorsRope, LinearRope, ModelConfig, ModelError, RopeScaling
-from engine.model.families import FAMILIES, Family, Source
+from engine.model.families import Source
+from engine.model.files.checkpoint import find_family
 from engine.model.files.gguf_reader import GGUFFile
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.text.files import TextFiles
@@ -25,7 +26,7 @@ class GGUFModel:
         self.path = path
         self._file = GGUFFile(path)
         architecture = self._file.need("general.architecture")
-        self.family = _family(path, architecture)
+        self.family = find_family(path, "gguf", "architecture", architecture)
         self.config = self._config(architecture)
 
     def tensor_name(self, source: Source, layer: int) -> str:
@@ -38,28 +39,7 @@ class GGUFModel:
         return self._file.codes(name)
 
     def text(self) -> TextFiles:
-        get = self._file.get
-        files = text_files(
-            Vocabulary(
-                path=self.path,
-                model=get("tokenizer.ggml.model", ""),
-                pre=get("tokenizer.ggml.pre", "default"),
-                tokens=self._file.need("tokenizer.ggml.tokens"),
-                kinds=get("tokenizer.ggml.token_type", []),
-                merges=get("tokenizer.ggml.merges", []),
-                scores=get("tokenizer.ggml.scores", []),
-                add_bos=get("tokenizer.ggml.add_bos_token"),
-                add_eos=get("tokenizer.ggml.add_eos_token", False),
-                add_space_prefix=get("tokenizer.ggml.add_space_prefix", True),
-                bos=get("tokenizer.ggml.bos_token_id"),
-                eos=get("tokenizer.ggml.eos_token_id"),
-                eot=get("tokenizer.ggml.eot_token_id"),
-                unknown=get("tokenizer.ggml.unknown_token_id"),
-                padding=get("tokenizer.ggml.padding_token_id"),
-                template=get("tokenizer.chat_template", ""),
-            )
-        )
-        return files.of_model(self.config)
+        return text_files(Vocabulary.read(self.path, self._file.get)).of_model(self.config)
 
     def _config(self, architecture: str) -> ModelConfig:
         file, path = self._file, self.path
@@ -108,14 +88,5 @@ class GGUFModel:
         if kind == "none":
             return None
         if kind == "linear":
-            factor = float(self._file.need(f"{architecture}.rope.scaling.factor"))
-            return LinearRope(factor=factor)
+            return LinearRope(factor=float(self._file.need(f"{architecture}.rope.scaling.factor")))
         raise ModelError(self.path, f"rope scaling {kind!r} is not supported")
-
-
-def _family(path: Path, architecture: str) -> Family:
-    for family in FAMILIES.values():
-        if family.gguf == architecture:
-            return family
-    known = ", ".join(sorted(family.gguf for family in FAMILIES.values()))
-    raise ModelError(path, f"unknown architecture {architecture!r}; known: {known}")

@@ -6,6 +6,7 @@ only slower.
 """
 
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gguf.quants import dequantize
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelError
+from engine.model.files.checkpoint import most_of
 from engine.model.files.gguf_codes import codes_of
 
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
@@ -47,22 +49,14 @@ class _QuickReader(GGUFReader):
             if offset > len(raw):
                 raise ValueError("a string runs past the end of the file")
             strings.append(raw[offset - size : offset])
-        return (
-            offset - orig_offs,
-            strings,
-            list(range(length)),
-            [GGUFValueType.ARRAY, item],
-        )
+        return offset - orig_offs, strings, list(range(length)), [GGUFValueType.ARRAY, item]
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         for field in fields:
             _, name_data, _, dims, raw_dtype, offset = field.parts
             name = bytes(name_data).decode("utf-8")
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_dtype[0])]
-            elements = 1
-            for dim in dims.tolist():
-                elements *= int(dim)
-            end = int(start_offs) + int(offset[0]) + elements // block * block_bytes
+            end = int(start_offs) + int(offset[0]) + prod(dims.tolist()) // block * block_bytes
             if end > len(self.data):
                 raise ValueError(f"tensor {name} ends at byte {end} of {len(self.data)}: truncated")
         super()._build_tensors(start_offs, fields)
@@ -83,7 +77,7 @@ class GGUFFile:
         self._tensors: dict[str, ReaderTensor] = {item.name: item for item in reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as plain Python, or `default` where the file does not have it."""
+        """Return a metadata value as plain Python, or `default` where the file does not have it."""
         field = self._fields.get(key)
         if field is None:
             return default
@@ -102,31 +96,26 @@ class GGUFFile:
         return tensor in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Rows first, unlike in the file."""
+        """Return the shape with rows first, unlike in the file."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
-    def bytes_by_type(self) -> dict[str, int]:
-        """How many bytes of tensors there are of each type, by GGML's name for it."""
-        sizes: dict[str, int] = {}
-        for tensor in self._tensors.values():
-            kind = tensor.tensor_type.name
-            sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
-        return sizes
+    def stored_dtype(self) -> str:
+        """Return the type of most of the weights, see `most_of`."""
+        return most_of((tensor.tensor_type.name, int(tensor.n_bytes)) for tensor in self._tensors.values())
 
     def read(self, name: str) -> FloatArray:
-        """A tensor, dequantized to 32 bits."""
+        """Read a tensor, dequantized to 32 bits."""
         if (codes := self.codes(name)) is not None:
             return codes.widen()
         found = self._find(name)
         try:
             values = dequantize(found.data, found.tensor_type)
         except (NotImplementedError, *_BROKEN) as error:
-            kind = found.tensor_type.name
-            raise ModelError(self.path, f"tensor {name} ({kind}): {error}") from error
+            raise ModelError(self.path, f"tensor {name} ({found.tensor_type.name}): {error}") from error
         return np.ascontiguousarray(values, dtype=np.float32).reshape(self.shape(name))
 
     def codes(self, name: str) -> Codes | None:
-        """A quantized matrix as it is stored, None where `codes_of` does not know the format."""
+        """Read a quantized matrix as it is stored; None where `codes_of` does not know the format."""
         found = self._find(name)
         return codes_of(found.data, found.tensor_type)
 

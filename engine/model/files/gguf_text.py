@@ -1,4 +1,4 @@
-"""Building a tokenizer from a GGUF file's metadata.
+"""Builds a tokenizer from a GGUF file's metadata.
 
 Two kinds of vocabulary exist. "gpt2" is byte-level BPE with explicit merges; how text is first split into words is
 named by `tokenizer.ggml.pre` and told by the table below. "llama" is a SentencePiece BPE model without merges: a
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec import field
+from msgspec.structs import fields
 from tokenizers import (
     AddedToken,
     Regex,
@@ -36,99 +38,87 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 class Vocabulary(msgspec.Struct, kw_only=True):
-    """The tokenizer's part of a GGUF file's metadata, under the file's own names."""
+    """The tokenizer's part of a GGUF file's metadata, and the path of the file."""
 
     path: Path
-    model: str
-    pre: str
-    tokens: list[str]
-    kinds: list[int]
-    merges: list[str]
-    scores: list[float]
-    add_bos: bool | None
-    add_eos: bool
-    add_space_prefix: bool
-    bos: int | None
-    eos: int | None
-    eot: int | None
-    unknown: int | None
-    padding: int | None
-    template: str
+    model: str = field(name="tokenizer.ggml.model", default="")
+    pre: str = field(name="tokenizer.ggml.pre", default="default")
+    tokens: list[str] = field(name="tokenizer.ggml.tokens")
+    kinds: list[int] = field(name="tokenizer.ggml.token_type", default_factory=list)
+    merges: list[str] = field(name="tokenizer.ggml.merges", default_factory=list)
+    scores: list[float] = field(name="tokenizer.ggml.scores", default_factory=list)
+    add_bos: bool | None = field(name="tokenizer.ggml.add_bos_token", default=None)
+    add_eos: bool = field(name="tokenizer.ggml.add_eos_token", default=False)
+    add_space_prefix: bool = field(name="tokenizer.ggml.add_space_prefix", default=True)
+    bos: int | None = field(name="tokenizer.ggml.bos_token_id", default=None)
+    eos: int | None = field(name="tokenizer.ggml.eos_token_id", default=None)
+    eot: int | None = field(name="tokenizer.ggml.eot_token_id", default=None)
+    unknown: int | None = field(name="tokenizer.ggml.unknown_token_id", default=None)
+    padding: int | None = field(name="tokenizer.ggml.padding_token_id", default=None)
+    template: str = field(name="tokenizer.chat_template", default="")
+
+    @staticmethod
+    def read(path: Path, get: Callable[[str], object]) -> "Vocabulary":
+        """Read it with `get`, which returns a metadata value by its name in the file, or None. Raises ModelError."""
+        names = [each.encode_name for each in fields(Vocabulary)]
+        found = {name: value for name in names if (value := get(name)) is not None}
+        try:
+            return msgspec.convert({**found, "path": path}, Vocabulary)
+        except msgspec.ValidationError as error:
+            raise ModelError(path, f"metadata: {error}") from error
+
+    def tokens_of(self, kind: int) -> list[str]:
+        return [token for token, its in zip(self.tokens, self.kinds, strict=False) if its == kind]
 
     def name(self, token: int | None) -> str | None:
         return self.tokens[token] if token is not None and token < len(self.tokens) else None
 
 
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _llama3() -> pre_tokenizers.PreTokenizer:
-    return _by_pattern(_LLAMA3_SPLIT)
-
-
-def _qwen2() -> pre_tokenizers.PreTokenizer:
-    return _by_pattern(_QWEN2_SPLIT)
-
-
 def _by_pattern(pattern: str) -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 class _Splitting(msgspec.Struct, frozen=True):
     """`whole_words`: a word that is a token is taken as it is, merges or not. `bos`: the family's default. `composed`:
     letters and their accents are joined first (Unicode's NFC)."""
 
-    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    pre_tokenizer: pre_tokenizers.PreTokenizer
     whole_words: bool = False
     bos: bool = False
     composed: bool = False
 
 
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
 SPLITTINGS: dict[str, _Splitting] = {
-    "default": _Splitting(_gpt2),
-    "gpt-2": _Splitting(_gpt2),
-    "smollm": _Splitting(_smollm),
-    "llama-bpe": _Splitting(_llama3, whole_words=True, bos=True),
-    "qwen2": _Splitting(_qwen2, composed=True),
+    "default": _Splitting(_GPT2),
+    "gpt-2": _Splitting(_GPT2),
+    "smollm": _Splitting(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])),
+    "llama-bpe": _Splitting(_by_pattern(_LLAMA3_SPLIT), whole_words=True, bos=True),
+    "qwen2": _Splitting(_by_pattern(_QWEN2_SPLIT), composed=True),
 }
 
 
 def text_files(vocabulary: Vocabulary) -> TextFiles:
-    """Raises ModelError naming the file where its vocabulary is of a kind not known here, or not sound."""
+    """Build the text side. Raises ModelError naming a file whose vocabulary is of an unknown kind, or not sound."""
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
-    builder = builders.get(vocabulary.model)
-    if builder is None:
-        known = ", ".join(builders)
-        raise ModelError(
-            vocabulary.path,
-            f"tokenizer model {vocabulary.model!r} is not supported; known: {known}",
-        )
+    if vocabulary.model not in builders:
+        problem = f"tokenizer model {vocabulary.model!r} is not supported; known: {', '.join(builders)}"
+        raise ModelError(vocabulary.path, problem)
     if len(set(vocabulary.tokens)) != len(vocabulary.tokens):
         raise ModelError(vocabulary.path, "tokenizer.ggml.tokens holds a token twice")
-    tokenizer = builder(vocabulary)
-    _add_tokens(tokenizer, vocabulary)
+    tokenizer = builders[vocabulary.model](vocabulary)
+    controls, defined = (vocabulary.tokens_of(kind) for kind in (CONTROL, USER_DEFINED))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in defined])
     named = {
         "bos_token": vocabulary.name(vocabulary.bos),
         "eos_token": vocabulary.name(vocabulary.eos),
         "unk_token": vocabulary.name(vocabulary.unknown),
         "pad_token": vocabulary.name(vocabulary.padding),
     }
-    controls = {
-        token
-        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=False)
-        if kind == CONTROL
-    }
-    stops = {vocabulary.eos, vocabulary.eot} | {
-        vocabulary.tokens.index(token) for token in TURN_ENDS if token in controls
-    }
+    stops = {vocabulary.eos, vocabulary.eot, *map(vocabulary.tokens.index, {*TURN_ENDS} & {*controls})}
     settings = TextSettings(
         stop_ids=tuple(sorted(stop for stop in stops if stop is not None)),
         named_tokens={key: token for key, token in named.items() if token is not None},
@@ -137,17 +127,14 @@ def text_files(vocabulary: Vocabulary) -> TextFiles:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    splitting = SPLITTINGS.get(vocabulary.pre)
-    if splitting is None:
-        known = ", ".join(SPLITTINGS)
-        raise ModelError(
-            vocabulary.path, f"tokenizer.ggml.pre {vocabulary.pre!r} is not known; known: {known}"
-        )
+    if (splitting := SPLITTINGS.get(vocabulary.pre)) is None:
+        problem = f"tokenizer.ggml.pre {vocabulary.pre!r} is not known; known: {', '.join(SPLITTINGS)}"
+        raise ModelError(vocabulary.path, problem)
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in vocabulary.merges)]
     tokenizer = _bpe(vocabulary, merges, ignore_merges=splitting.whole_words)
     if splitting.composed:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     _add_template(tokenizer, vocabulary, splitting.bos)
     return tokenizer
@@ -164,21 +151,13 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
         if token[:cut] in ids and token[cut:] in ids
     ]
     ranked.sort()
-    tokenizer = _bpe(
-        vocabulary,
-        [(left, right) for *_, left, right in ranked],
-        byte_fallback=True,
-        fuse_unk=True,
-        unk_token=vocabulary.name(vocabulary.unknown),
-    )
-    spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        if vocabulary.add_space_prefix
-        else spaces
-    )
+    merges = [(left, right) for *_, left, right in ranked]
+    unknown = vocabulary.name(vocabulary.unknown)
+    tokenizer = _bpe(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.add_space_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), tokenizer.normalizer])
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     _add_template(tokenizer, vocabulary, add_bos=True)
@@ -193,29 +172,10 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: objec
         raise ModelError(vocabulary.path, f"tokenizer.ggml.merges: {error}") from error
 
 
-def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    pairs = list(zip(vocabulary.tokens, vocabulary.kinds, strict=False))
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token, kind in pairs
-            if kind == CONTROL
-        ]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in pairs if kind == USER_DEFINED]
-    )
-
-
 def _add_template(tokenizer: Tokenizer, vocabulary: Vocabulary, add_bos: bool) -> None:
-    bos = vocabulary.name(vocabulary.bos)
-    eos = vocabulary.name(vocabulary.eos)
-    with_bos = bos is not None and (add_bos if vocabulary.add_bos is None else vocabulary.add_bos)
-    with_eos = eos is not None and vocabulary.add_eos
-    if not with_bos and not with_eos:
-        return
-    single = ([bos] if with_bos else []) + ["$A"] + ([eos] if with_eos else [])
-    named = [(bos, vocabulary.bos)] * with_bos + [(eos, vocabulary.eos)] * with_eos
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=sorted(set(named))
-    )
+    bos, eos = vocabulary.name(vocabulary.bos), vocabulary.name(vocabulary.eos)
+    before = [bos] if bos is not None and (add_bos if vocabulary.add_bos is None else vocabulary.add_bos) else []
+    after = [eos] if eos is not None and vocabulary.add_eos else []
+    if before or after:
+        named = [(token, vocabulary.tokens.index(token)) for token in sorted({*before, *after})]
+        tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=named)

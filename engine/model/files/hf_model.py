@@ -1,10 +1,7 @@
 """A Hugging Face directory as a checkpoint: config.json, *.safetensors and tokenizer.json. Pickles are refused."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import (
@@ -15,8 +12,8 @@ from engine.model.config import (
     ModelError,
     RopeScaling,
 )
-from engine.model.families import FAMILIES, Family, Source
-from engine.model.files.checkpoint import most_of
+from engine.model.families import Family, Source
+from engine.model.files.checkpoint import find_family, most_of, read_json
 from engine.model.files.hf_text import text_files
 from engine.model.files.safetensors_reader import SafetensorsFile, StoredTensor
 from engine.text.files import TextFiles
@@ -32,13 +29,11 @@ class HFModel:
     def __init__(self, path: Path) -> None:
         self.path = path
         raw = read_json(path / "config.json")
-        self.family = _family(path / "config.json", raw)
+        self.family = find_family(path / "config.json", "hugging_face", "model_type", raw.get("model_type"))
         self.config = model_config(path / "config.json", self.family, raw, path.resolve().name)
         self._raw = raw
         self.shards = [SafetensorsFile(shard) for shard in shards(path)]
-        self._where: dict[str, SafetensorsFile] = {}
-        for shard in self.shards:
-            self._where.update(dict.fromkeys(shard.names(), shard))
+        self._where = {name: shard for shard in self.shards for name in shard.tensors}
 
     def tensor_name(self, source: Source, layer: int) -> str:
         return source.hugging_face.format(layer=layer)
@@ -47,8 +42,8 @@ class HFModel:
         return self._holder(name).read(name)
 
     def stored(self, name: str) -> StoredTensor:
-        """Where the tensor lies. Raises ModelError where it does not."""
-        return self._holder(name).stored(name)
+        """Return where the tensor lies. Raises ModelError where it is missing."""
+        return self._holder(name).tensors[name]
 
     def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._where:
@@ -63,35 +58,22 @@ class HFModel:
 
 
 def stored_dtype(path: Path) -> str:
-    """See `engine.model.files.opening.stored_dtype`: what config.json says (`dtype` since transformers 4.56,
+    """Return the type of a directory's weights: what config.json says (`dtype` since transformers 4.56,
     `torch_dtype` before), else the type of most bytes of the weights."""
-    said = said_dtype(read_json(path / "config.json"))
-    if said is not None:
+    if (said := said_dtype(read_json(path / "config.json"))) is not None:
         return said
-    sizes: Counter[str] = Counter()
-    for shard in shards(path):
-        sizes.update(SafetensorsFile(shard).bytes_by_type())
-    return most_of(sizes)
+    files = [SafetensorsFile(shard) for shard in shards(path)]
+    return most_of((tensor.dtype, tensor.size_bytes) for file in files for tensor in file.tensors.values())
 
 
 def said_dtype(raw: dict[str, Any]) -> str | None:
-    """The type of the weights that a config.json whose content is `raw` names, if it does."""
+    """Return the type of the weights that a config.json whose content is `raw` names, if it does."""
     said = raw.get("dtype") or raw.get("torch_dtype")
     return said.removeprefix("torch.") if isinstance(said, str) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ModelError(path, f"cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ModelError(path, f"not a JSON object: {error}") from error
-
-
 def shards(path: Path) -> list[Path]:
-    """The weight files of a directory. Raises ModelError where there are none, or only pickles."""
+    """List the weight files of a directory. Raises ModelError where there are none, or only pickles."""
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
@@ -102,23 +84,12 @@ def shards(path: Path) -> list[Path]:
     if found:
         return found
     if any(item.suffix in PICKLES for item in path.iterdir()):
-        raise ModelError(
-            path, "holds only pickled weights, which are never loaded: use safetensors"
-        )
+        raise ModelError(path, "holds only pickled weights, which are never loaded: use safetensors")
     raise ModelError(path, "holds no *.safetensors file")
 
 
-def _family(path: Path, raw: dict[str, Any]) -> Family:
-    kind = raw.get("model_type")
-    for family in FAMILIES.values():
-        if family.hugging_face == kind:
-            return family
-    known = ", ".join(sorted(family.hugging_face for family in FAMILIES.values()))
-    raise ModelError(path, f"unknown model_type {kind!r}; known: {known}")
-
-
 def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> ModelConfig:
-    """The sizes and options of a config.json whose content is `raw`. Raises ModelError."""
+    """Return the sizes and options of a config.json whose content is `raw`. Raises ModelError."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(path, f"hidden_act {raw['hidden_act']!r} is not supported, only silu")
     kinds = {"sliding_attention"} if raw.get("use_sliding_window") else raw.get("layer_types") or ()
@@ -134,9 +105,7 @@ def model_config(path: Path, family: Family, raw: dict[str, Any], name: str) -> 
             hidden=int(raw["hidden_size"]),
             heads=int(raw["num_attention_heads"]),
             kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(
-                raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1)
-            ),
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(raw["num_attention_heads"], 1)),
             intermediate=int(raw["intermediate_size"]),
             vocab=int(raw["vocab_size"]),
             context_tokens=int(raw["max_position_embeddings"]),

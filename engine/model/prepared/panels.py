@@ -17,18 +17,17 @@ from torch import Tensor
 from engine.model.codes import Codes
 from engine.model.config import ModelError
 from engine.model.prepared.codes_file import CodesFile
-from engine.model.prepared.mapped import map_file, map_weights, matrices
-from engine.model.prepared.once import make_once
-from engine.model.prepared.pieces import Made, PieceIndex, load_index
+from engine.model.prepared.loading import map_weights, matrices
+from engine.model.prepared.pieces import Made, make_once, map_pieces
 from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
 
 log = logging.getLogger(__name__)
 
 
 def panel_weights(model_dir: Path, weights: dict[str, Tensor]) -> dict[str, Panels]:
-    """Every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`. `weights`
-    are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the folder is
-    not whole."""
+    """Return every matrix of a prepared model that steps multiply with, by name; the output matrix is always `head`.
+    `weights` are 32-bit, and each matrix in panels stands for the bits of its plain one. Raises ModelError where the
+    folder is not whole."""
     path = model_dir / f"panels-{VERSION}.bin"
     try:
         # Made from mappings of its own: their pages go when they do.
@@ -56,26 +55,23 @@ def _packed(codes: Codes) -> Panels:
 
 def _made(model_dir: Path, weights: dict[str, Tensor]) -> Iterator[Made]:
     for name, panels in _panels(model_dir, weights):
-        shape = (panels.rows, panels.columns)
-        yield Made(name, shape, panels.kind.encode(), panels.raw.numpy().data)
+        yield Made(name, (panels.rows, panels.columns), panels.kind.encode(), [panels.raw.numpy().data])
 
 
 def _map(path: Path) -> dict[str, Panels]:
-    index = load_index(path, PieceIndex)
-    mapped = map_file(path, index.size_bytes)
     found = {}
-    for name, piece in index.pieces.items():
+    for name, piece in map_pieces(path).items():
         rows, columns = piece.shape
         kind = cast(Kind, piece.form.decode())
         try:
-            found[name] = Panels(rows, columns, kind, mapped[piece.span])
+            found[name] = Panels(rows, columns, kind, torch.frombuffer(piece.raw, dtype=torch.uint8))
         except ValueError as error:
             raise ModelError(path, f"{name}: {error}") from error
     return found
 
 
 def _compare(panels: dict[str, Panels], weights: dict[str, Tensor]) -> None:
-    """Raises ModelError for panels of other matrices than these."""
+    """Raise ModelError for panels of other matrices than these."""
     wanted = {name: tuple(weight.shape) for name, weight in matrices(weights).items()}
     if wanted != {name: (item.rows, item.columns) for name, item in panels.items()}:
         raise ModelError("panels", "they are of another model's matrices")

@@ -1,27 +1,26 @@
-"""A file made to be mapped: pieces that start on a page each, and beside it an index of what lies where.
+"""Files made to be mapped: named pieces that start on a page each, and beside each file an index of what lies where.
 
     <stem>.bin, <stem>.json
+
+A prepared model's weights, its codes, and what is derived from them (packed weights, panels) are such files.
 """
 
+import fcntl
+import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
-from engine.model.config import ModelError
+from engine.model.config import ModelError, read_prepared
 
 ALIGN_BYTES = 4096
 
 
-class Index(msgspec.Struct, frozen=True):
-    """`size_bytes` is that of the file; a file of another size was cut short."""
-
-    size_bytes: int
-
-
-class Piece(msgspec.Struct, frozen=True):
+class PieceEntry(msgspec.Struct, frozen=True):
     """`form` tells the reader of the bytes what they are: a dtype's name, or a description of its own."""
 
     offset_bytes: int
@@ -29,50 +28,85 @@ class Piece(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     form: bytes
 
-    @property
-    def span(self) -> slice:
-        return slice(self.offset_bytes, self.offset_bytes + self.size_bytes)
 
+class PieceIndex(msgspec.Struct, frozen=True):
+    """`size_bytes` is that of the file; a file of another size was cut short."""
 
-class PieceIndex(Index, frozen=True):
-    pieces: dict[str, Piece]
+    size_bytes: int
+    pieces: dict[str, PieceEntry]
 
 
 class Made(NamedTuple):
-    """A piece to write; `raw` is a view of its bytes."""
+    """A piece to write. `raw` is its bytes in parts, of which one at a time is asked for and held."""
 
     name: str
+    shape: tuple[int, ...]
+    form: bytes
+    raw: Iterable[memoryview]
+
+
+class Mapped(NamedTuple):
+    """A piece of a mapped file."""
+
     shape: tuple[int, ...]
     form: bytes
     raw: memoryview
 
 
-_AnyIndex = TypeVar("_AnyIndex", bound=Index)
-
-
-def load_index(path: Path, kind: type[_AnyIndex]) -> _AnyIndex:
-    """The index of the file `path`, held against the file. Raises ModelError."""
-    try:
-        index = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=kind)
-        size = path.stat().st_size
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelError(path.parent, f"not a prepared model: {error}") from error
-    if size != index.size_bytes:
-        raise ModelError(path, f"has {size} bytes and should have {index.size_bytes}")
-    return index
-
-
 def write_pieces(path: Path, pieces: Iterable[Made]) -> PieceIndex:
     """Write the file `path` and its index, one piece after the other as they come."""
-    offset, entries = 0, dict[str, Piece]()
+    offset, entries = 0, dict[str, PieceEntry]()
     with path.open("wb") as file:
         for made in pieces:
-            offset += file.write(b"\0" * (-offset % ALIGN_BYTES))
-            entries[made.name] = Piece(offset, made.raw.nbytes, made.shape, made.form)
-            offset += file.write(made.raw)
+            start = offset = offset + file.write(b"\0" * (-offset % ALIGN_BYTES))
+            offset += sum(file.write(part) for part in made.raw)
+            entries[made.name] = PieceEntry(start, offset - start, made.shape, made.form)
         # A rename may reach the disk before the bytes do; zeros for weights would go unnoticed ever after.
         file.flush()
         os.fsync(file.fileno())
     index = PieceIndex(offset, entries)
     path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
     return index
+
+
+def load_index(path: Path) -> PieceIndex:
+    """Read the index of the file `path`, held against the file. Raises ModelError."""
+    index = read_prepared(path.with_suffix(".json"), PieceIndex)
+    if (size := path.stat().st_size if path.exists() else 0) != index.size_bytes:
+        raise ModelError(path, f"has {size} bytes and should have {index.size_bytes}")
+    return index
+
+
+def map_pieces(path: Path) -> dict[str, Mapped]:
+    """Map the pieces of the file `path` by name, in pages shared with every process that maps it. They are private once
+    written to, and never to be written: PyTorch takes no others without a warning. Raises ModelError and OSError."""
+    index = load_index(path)
+    with path.open("rb") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    return {
+        name: Mapped(entry.shape, entry.form, mapped[entry.offset_bytes : entry.offset_bytes + entry.size_bytes])
+        for name, entry in index.pieces.items()
+    }
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock that a file stands for, against every process of this host."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make_once(path: Path, pieces: Callable[[], Iterable[Made]]) -> None:
+    """Write a file derived from the prepared model in whose folder it lies, unless it is there. Raises OSError."""
+    if path.exists():
+        return
+    with locked(path.parent.with_name(f"{path.parent.name}.lock")):
+        if path.exists():
+            return
+        partial = path.with_suffix(".partial")
+        try:
+            write_pieces(partial, pieces())
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.config import ModelError
-from engine.model.prepared.once import locked
+from engine.model.config import ModelError, read_prepared
+from engine.model.prepared.pieces import load_index, locked
 
 SHARDS_FILE = "shards.json"
 CONTENTS_FILE = "contents.json"
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Which file it is, as far as can be told without reading it."""
+    """What tells which file it is, as far as can be told without reading it."""
 
     path: str
     size_bytes: int
@@ -32,7 +32,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(path: str | Path, file: int | None = None) -> "Stamp":
-        """`file` is a descriptor of the file, where it is open. Raises OSError."""
+        """Take the stamp of a file; `file` is a descriptor of the file, where it is open. Raises OSError."""
         found = os.stat(path if file is None else file)
         return Stamp(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
@@ -58,7 +58,7 @@ class Shard(msgspec.Struct, frozen=True):
         return Path(self.stamp.path).name
 
     def within(self, start: int, end: int) -> Iterator[Stretch]:
-        """What of the file's bytes `start` to `end` is wanted."""
+        """Yield what of the file's bytes `start` to `end` is wanted."""
         for stretch in self.stretches:
             first = max(start, stretch.offset_bytes)
             last = min(end, stretch.offset_bytes + stretch.size_bytes)
@@ -76,7 +76,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What the weights take."""
+        """How many bytes the weights take."""
         width = 4 if self.dtype == "float32" else 2
         return sum(prod(shape) * width for shape in self.shapes.values())
 
@@ -86,49 +86,47 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(model_dir: Path) -> "ShardIndex":
-        """Raises ModelError."""
-        try:
-            return msgspec.json.decode((model_dir / SHARDS_FILE).read_bytes(), type=ShardIndex)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(model_dir, f"not a prepared model: {error}") from error
+        """Read it. Raises ModelError."""
+        return read_prepared(model_dir / SHARDS_FILE, ShardIndex)
 
     def save(self, model_dir: Path) -> None:
         (model_dir / SHARDS_FILE).write_bytes(msgspec.json.encode(self))
 
 
+def one_shard(weights: Path) -> ShardIndex:
+    """Describe a prepared file of weights as the one shard of them all. Raises ModelError."""
+    pieces = load_index(weights).pieces
+    stretches = tuple(Stretch(name, 0, piece.offset_bytes, piece.size_bytes) for name, piece in pieces.items())
+    shapes = {name: piece.shape for name, piece in pieces.items()}
+    return ShardIndex(pieces["embedding"].form.decode(), shapes, (Shard(Stamp.of(weights), stretches),))
+
+
 def by_reference(model_dir: Path) -> bool:
-    """Does the prepared model leave its weights where they were found?"""
+    """Return True where the prepared model leaves its weights where they were found."""
     return (model_dir / SHARDS_FILE).exists()
 
 
 def check_stamp(was: Stamp, now: Stamp, is_known: bool) -> None:
-    """Raises ModelError for a file that another has taken the place of since the model was prepared. One whose digest
+    """Raise ModelError for a file that another has taken the place of since the model was prepared. One whose digest
     `is_known` may have been copied or linked since: its bytes decide, when they have been read."""
     if now.size_bytes != was.size_bytes:
-        raise ModelError(
-            was.path, f"has {now.size_bytes} bytes, and had {was.size_bytes} when the model was prepared"
-        )
+        problem = f"has {now.size_bytes} bytes, and had {was.size_bytes} when the model was prepared"
+        raise ModelError(was.path, problem)
     if now != was and not is_known:
         raise ModelError(was.path, "has changed since the model was prepared; start again to prepare it anew")
 
 
-def contents(model_dir: Path) -> dict[str, str] | None:
-    """Digests of the shards by name; None before the first load. Raises ModelError."""
+def contents(model_dir: Path) -> dict[str, str]:
+    """Return the digests of the shards by name; none before the first load. Raises ModelError."""
     path = model_dir / CONTENTS_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelError(path, f"cannot be read: {error}") from error
+    return read_prepared(path, dict[str, str]) if path.exists() else {}
 
 
 def agree(model_dir: Path, index: ShardIndex, found: dict[str, str]) -> None:
     """Hold what a load has read against what the first one has; the first one's is kept. Raises ModelError naming a
     shard that differs."""
     with locked(model_dir.with_name(f"{model_dir.name}.lock")):
-        known = contents(model_dir)
-        if known is None:
+        if not (known := contents(model_dir)):
             partial = model_dir / f"{CONTENTS_FILE}.{os.getpid()}"
             partial.write_bytes(msgspec.json.encode(found))
             partial.rename(model_dir / CONTENTS_FILE)
@@ -136,16 +134,14 @@ def agree(model_dir: Path, index: ShardIndex, found: dict[str, str]) -> None:
     for shard in index.shards:
         was, now = known.get(shard.name), found[shard.name]
         if was != now:
-            raise ModelError(
-                shard.stamp.path,
-                f"holds other bytes than when it was first loaded: XXH3 {now}, and was {was}",
-            )
+            problem = f"holds other bytes than when it was first loaded: XXH3 {now}, and was {was}"
+            raise ModelError(shard.stamp.path, problem)
 
 
-def fingerprint_of(prepared: str, found: dict[str, str] | None) -> str:
-    """A prepared model's fingerprint with the digests of its weights, as far as they are known: `<prepared>`, which
-    covers all but them, or `<prepared>-<weights>`."""
-    if found is None:
+def fingerprint_of(prepared: str, found: dict[str, str]) -> str:
+    """Return a prepared model's fingerprint with the digests of its weights, as far as they are known: `<prepared>`,
+    which covers all but them, or `<prepared>-<weights>`."""
+    if not found:
         return prepared
     said = "\n".join(f"{found[name]} {name}" for name in sorted(found))
     return f"{prepared}-{hashlib.blake2b(said.encode(), digest_size=16).hexdigest()}"

@@ -1,5 +1,5 @@
-"""Files to tensors in one pass: every byte is read once, into a small ring of buffers, and from there it is copied to
-its place on the device and hashed.
+"""Reads files to tensors in one pass: every byte is read once, into a small ring of buffers, and from there it is
+copied to its place on the device and hashed.
 
     reading thread    file ─▶ buffers 0 1 2 3      waits until what was copied from a buffer has arrived
     calling thread              └▶ copies to the device are queued, then the digest takes the bytes
@@ -11,7 +11,7 @@ made for, and faster from a disk than two or four that share a file.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -36,21 +36,20 @@ Read = Callable[[int, list[memoryview], int], int]
 class Copies(Protocol):
     """How bytes get from a buffer to the device. Fulfilled by `HostCopies` and `PinnedCopies`."""
 
-    def buffer(self, size_bytes: int) -> Tensor:
-        """Host memory to copy from, uint8."""
+    pinned: bool
+    """True where buffers must be pinned memory."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes, or queue the copy."""
 
     def mark(self) -> Callable[[], None]:
-        """What waits until all copies so far have been made; may be called from any thread."""
+        """Return what waits until all copies so far have been made; it may be called from any thread."""
 
 
 class HostCopies:
-    """To memory of this process, at once."""
+    """Copies to memory of this process, made at once."""
 
-    def buffer(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+    pinned = False
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -60,14 +59,13 @@ class HostCopies:
 
 
 class PinnedCopies:
-    """To a GPU, by its copy engine, on the calling thread's stream."""
+    """Copies to a GPU, made by its copy engine on the calling thread's stream."""
+
+    pinned = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.current_stream(self._device)
-
-    def buffer(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -88,8 +86,8 @@ def _nothing() -> None:
     pass
 
 
-class Streamed(NamedTuple):
-    """`digests` of the files by name: none where none were wanted."""
+class LoadedWeights(NamedTuple):
+    """Weights by name, and the digests of their files by name: none where the files were not hashed."""
 
     weights: dict[str, Tensor]
     digests: dict[str, str]
@@ -105,35 +103,34 @@ def stream(
     copies: Copies | None = None,
     read: Read = os.preadv,
     piece_bytes: int = PIECE_BYTES,
-) -> Streamed:
-    """Every weight of `index` on `device`, and the digests of its files. `is_known`: the digests will be held against
+) -> LoadedWeights:
+    """Load every weight of `index` to `device`, and digest its files. `is_known`: the digests will be held against
     earlier ones. `progress` hears of bytes of files.
 
     Raises ModelError naming a file that cannot be read, is shorter than it was, or has changed.
     """
     dtype = TORCH_DTYPES[index.dtype]
-    weights = {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in index.shapes.items()
-    }
+    weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in index.shapes.items()}
     targets = {name: weight.view(-1).view(torch.uint8) for name, weight in weights.items()}
     by = copies or (PinnedCopies(device) if device.type == "cuda" else HostCopies())
     digests, done = dict[str, str](), 0
     with ExitStack() as stack:
-        files = [stack.enter_context(_OpenFile(shard, read, is_known)) for shard in index.shards]
+        files = [_OpenFile(shard, read, is_known, stack) for shard in index.shards]
         pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         stack.callback(pool.shutdown, cancel_futures=True)
-        pieces = (_Piece(file, *span) for file in files for span in file.spans(piece_bytes))
-        ahead: deque[tuple[_Piece, Tensor, Future[None]]] = deque()
+        starts = ((file, start) for file in files for start in range(0, file.size_bytes, piece_bytes))
+        ahead: deque[tuple[_OpenFile, int, int, Tensor, Future[None]]] = deque()
 
         def read_next(buffer: Tensor, is_free: Callable[[], None]) -> None:
-            for piece in islice(pieces, 1):
-                ahead.append((piece, buffer, pool.submit(_fill, piece, buffer, is_free)))
+            for file, start in islice(starts, 1):
+                end = min(start + piece_bytes, file.size_bytes)
+                ahead.append((file, start, end, buffer, pool.submit(file.fill, start, end, buffer, is_free)))
 
         size = min(piece_bytes, max((file.size_bytes for file in files), default=0))
         for _ in range(PIECES):
-            read_next(by.buffer(size), _nothing)
+            read_next(torch.empty(size, dtype=torch.uint8, pin_memory=by.pinned), _nothing)
         while ahead:
-            (file, start, end), buffer, filled = ahead.popleft()
+            file, start, end, buffer, filled = ahead.popleft()
             filled.result()
             for part in file.shard.within(start, end):
                 target = targets[part.weight][part.at_bytes : part.at_bytes + part.size_bytes]
@@ -151,13 +148,13 @@ def stream(
         by.mark()()
         for file in files:
             file.check()
-    return Streamed(weights, digests)
+    return LoadedWeights(weights, digests)
 
 
 class _OpenFile:
-    """A shard that is being read. Raises ModelError where it is not what it was."""
+    """A shard that is being read; `stack` closes it. Raises ModelError where it is not what it was."""
 
-    def __init__(self, shard: Shard, read: Read, is_known: bool) -> None:
+    def __init__(self, shard: Shard, read: Read, is_known: bool, stack: ExitStack) -> None:
         self.shard = shard
         self.digest = xxhash.xxh3_128()
         self._read_into = read
@@ -166,55 +163,28 @@ class _OpenFile:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ModelError(path, f"cannot be read: {error.strerror}") from error
-        try:
-            self._opened = Stamp.of(path, self._file)
-            check_stamp(shard.stamp, self._opened, is_known)
-            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        except BaseException:
-            os.close(self._file)
-            raise
+        stack.callback(os.close, self._file)
+        self._opened = Stamp.of(path, self._file)
+        self.size_bytes = self._opened.size_bytes
+        check_stamp(shard.stamp, self._opened, is_known)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def __enter__(self) -> "_OpenFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._opened.size_bytes
-
-    def spans(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.size_bytes, piece_bytes):
-            yield start, min(start + piece_bytes, self.size_bytes)
-
-    def fill(self, into: memoryview, offset: int) -> None:
-        at, path = 0, self.shard.stamp.path
+    def fill(self, start: int, end: int, buffer: Tensor, is_free: Callable[[], None]) -> None:
+        """Read the bytes `start` to `end` to the beginning of `buffer`, when `is_free` has waited until nothing is
+        copied from it any more."""
+        is_free()
+        into, at, path = buffer[: end - start].numpy().data, 0, self.shard.stamp.path
         while at < len(into):
             try:
-                count = self._read_into(self._file, [into[at:]], offset + at)
+                count = self._read_into(self._file, [into[at:]], start + at)
             except OSError as error:
                 raise ModelError(path, f"cannot be read: {error.strerror}") from error
             if count == 0:
-                raise ModelError(path, f"ends at byte {offset + at}: cut short while it was read")
+                raise ModelError(path, f"ends at byte {start + at}: cut short while it was read")
             at += count
 
     def check(self) -> None:
-        """It is still what was opened."""
+        """Raise ModelError where the file is no longer what was opened."""
         now = Stamp.of(self.shard.stamp.path, self._file)
         if (now.size_bytes, now.mtime_ns) != (self._opened.size_bytes, self._opened.mtime_ns):
             raise ModelError(now.path, "was written to while it was read")
-
-
-class _Piece(NamedTuple):
-    """The bytes `start` to `end` of a file, which go to the beginning of a buffer."""
-
-    file: _OpenFile
-    start: int
-    end: int
-
-
-def _fill(piece: _Piece, buffer: Tensor, is_free: Callable[[], None]) -> None:
-    """`is_free` waits until nothing is copied from the buffer any more."""
-    is_free()
-    piece.file.fill(buffer[: piece.end - piece.start].numpy().data, piece.start)

@@ -11,7 +11,7 @@ from engine.model.files.gguf_codes import codes_of
 from engine.model.files.gguf_model import GGUFModel
 from engine.model.prepared.cache import find_demo_model, prepare
 from engine.model.prepared.codes_file import CODES_FILE, CodesFile
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import map_weights
 from tests.engine.model.quantized import MATRICES, Kind, random_blocks, write_model
 from tests.engine.model.test_families import reference, save_hf
 

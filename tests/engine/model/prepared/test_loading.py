@@ -21,8 +21,7 @@ from benchmarks.gpu.random_model import reshard
 from engine.model.config import ModelConfig, ModelError
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.loading import load_weights, loaded_bytes, logged
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import load_weights, loaded_bytes, logged, map_weights
 from engine.model.prepared.shards import CONTENTS_FILE, SHARDS_FILE, ShardIndex, contents
 from engine.model.prepared.streaming import HostCopies, stream
 from engine.model.prepared.weights import WEIGHTS_FILE
@@ -96,7 +95,7 @@ def test_the_tensors_are_those_of_a_conversion(case: str, shards: int, tmp_path:
 def test_a_model_of_them_says_what_it_is_made_of(source: Path) -> None:
     folder = refer(source)
     before = fingerprint(folder)
-    assert before == ModelConfig.load(folder).fingerprint and contents(folder) is None
+    assert before == ModelConfig.load(folder).fingerprint and contents(folder) == {}
     model = load_model(folder, packed=False)
     after = fingerprint(folder)
     assert model.config.fingerprint == after and after.startswith(f"{before}-")
@@ -295,7 +294,7 @@ def test_preparing_again_reads_nothing_of_the_directory(source: Path, monkeypatc
     def refuse(path: Path) -> None:
         raise AssertionError("the model was opened again")
 
-    monkeypatch.setattr("engine.model.files.reference.HFModel", refuse)
+    monkeypatch.setattr("engine.model.files.hf_model.HFModel", refuse)
     assert refer(source) == folder
 
 
@@ -321,7 +320,7 @@ def test_what_must_be_converted_is(what: str, tmp_path: Path) -> None:
     dtype = "float16" if what == "another type" else "bfloat16"
     folder = prepare(str(source), tmp_path / "cache", dtype, mapped=what == "mapped")
     assert (folder / WEIGHTS_FILE).exists() and not (folder / SHARDS_FILE).exists()
-    assert load_weights(folder, CPU).digests is None and "-" not in fingerprint(folder)
+    assert load_weights(folder, CPU).digests == {} and "-" not in fingerprint(folder)
 
 
 def test_a_prepared_file_is_streamed_to_a_device_too(source: Path) -> None:
@@ -330,7 +329,7 @@ def test_a_prepared_file_is_streamed_to_a_device_too(source: Path) -> None:
     told: list[tuple[int, int]] = []
     weights, digests = load_weights(folder, torch.device("meta"), lambda *said: told.append(said))
     wanted = map_weights(folder)
-    assert digests is None and told[-1][0] == told[-1][1] == (folder / WEIGHTS_FILE).stat().st_size
+    assert digests == {} and told[-1][0] == told[-1][1] == (folder / WEIGHTS_FILE).stat().st_size
     assert {name: weight.shape for name, weight in weights.items()} == {
         name: weight.shape for name, weight in wanted.items()
     }

@@ -9,7 +9,7 @@ import torch
 from engine.model.llama import load_model
 from engine.model.prepared import packed as packed_module
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import map_weights
 from engine.model.prepared.packed import packed_weights
 from kernels.linear import PackError, linear, pack
 from tests.engine.model.test_families import reference, save_hf

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.prepared import once as once_module
 from engine.model.prepared import panels as panels_module
+from engine.model.prepared import pieces as pieces_module
 from engine.model.prepared.cache import prepare
-from engine.model.prepared.mapped import map_weights
+from engine.model.prepared.loading import map_weights
 from engine.model.prepared.panels import panel_weights
 from engine.model.prepared.pieces import Made, PieceIndex, write_pieces
 from kernels.panels import Panels, unpack
@@ -81,7 +81,7 @@ def test_they_are_made_once_and_mapped(folder: Path, monkeypatch: pytest.MonkeyP
         written.append(path)
         return write_pieces(path, pieces)
 
-    monkeypatch.setattr(once_module, "write_pieces", counting)
+    monkeypatch.setattr(pieces_module, "write_pieces", counting)
     weights = map_weights(folder)
     found: list[dict[str, Panels]] = []
     workers = [

@@ -8,8 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.model.config import ModelError
-from engine.model.files.opening import stored_dtype
-from engine.model.prepared.cache import find_demo_model
+from engine.model.prepared.cache import find_demo_model, stored_dtype
 from tests.engine.model.quantized import Kind, write_model
 
 
