@@ -96,9 +96,7 @@ class DecodeJournal(WorkerJournal[RequestId, _Trace]):
                 self._note(handoff.request, "offered", now, {"chunk": seq, "blocks": len(blocks)})
             case FirstToken(handoff=handoff, queue_s=queue_s, run_s=run_s, cached_tokens=cached):
                 facts: dict[str, Fact] = {"queue_s": round(queue_s, 6), "run_s": round(run_s, 6)}
-                self._note(
-                    handoff.request, "first token", now, {**facts, "cached_tokens": cached}
-                )
+                self._note(handoff.request, "first token", now, {**facts, "cached_tokens": cached})
             case PrefillFailed(handoff, fault):
                 self._note(handoff.request, "prefill failed", now, {"why": fault.message})
 
@@ -123,14 +121,7 @@ class DecodeJournal(WorkerJournal[RequestId, _Trace]):
                 if reason is FinishReason.ERROR:
                     self.recorder.dump(request, f"the request has failed: {facts.get('fault')}")
 
-    def _ended(
-        self,
-        request: RequestId,
-        what: str,
-        stats: RequestStats,
-        now: float,
-        facts: dict[str, Fact],
-    ) -> None:
+    def _ended(self, request: RequestId, what: str, stats: RequestStats, now: float, facts: dict[str, Fact]) -> None:
         facts |= {
             "output_tokens": stats.output_tokens,
             "migrated_blocks": stats.migrated_blocks,
@@ -148,9 +139,7 @@ class DecodeJournal(WorkerJournal[RequestId, _Trace]):
         self.recorder.note(request, what, now, **facts)
 
 
-def _span(
-    trace: _Trace, stats: RequestStats, now: float, facts: dict[str, Fact], *, is_local: bool
-) -> Span:
+def _span(trace: _Trace, stats: RequestStats, now: float, facts: dict[str, Fact], *, is_local: bool) -> Span:
     """The decode worker's part: its stages one behind the other, and the wire beside them. A prefill worker says its
     own two stages itself."""
     offset_s = unix_offset_s()

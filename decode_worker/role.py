@@ -157,9 +157,7 @@ class DecodeRole:
         for dropped in (scheduler.receiver.dropped, prefills.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)
         s_per_block = dict(self._s_per_block)
-        return msgspec.structs.replace(
-            load, s_per_token=self._s_per_step, s_per_block=s_per_block
-        )
+        return msgspec.structs.replace(load, s_per_token=self._s_per_step, s_per_block=s_per_block)
 
     def close(self) -> None:
         self._peers.close()

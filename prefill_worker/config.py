@@ -23,6 +23,4 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_limits(self) -> StepLimits:
-        return StepLimits(
-            chunk_tokens=self.chunk_tokens, prompts=min(self.max_prompts, self.chunk_tokens)
-        )
+        return StepLimits(chunk_tokens=self.chunk_tokens, prompts=min(self.max_prompts, self.chunk_tokens))

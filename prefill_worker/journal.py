@@ -33,9 +33,7 @@ class PrefillJournal(WorkerJournal[Handoff, tuple[str, float]]):
         for command in commands:
             match command:
                 case Emit(_, Offer(handoff, seq, blocks)):
-                    self.recorder.note(
-                        handoff.request, "offered", now, chunk=seq, blocks=len(blocks)
-                    )
+                    self.recorder.note(handoff.request, "offered", now, chunk=seq, blocks=len(blocks))
                 case Emit(_, FirstToken() as first):
                     self._first_token(first, now)
                 case Emit(_, PrefillFailed(handoff, fault)):
@@ -57,7 +55,5 @@ class PrefillJournal(WorkerJournal[Handoff, tuple[str, float]]):
         stages = [("prefill_queue", first.queue_s), ("prefill_run", first.run_s)]
         begin_s = min(began_s, now - first.queue_s - first.run_s) + offset_s
         about = {f"headrace.{name}": value for name, value in facts.items()}
-        span = Span(
-            "headrace.prefill", begin_s, now + offset_s, about, consecutive(begin_s, stages)
-        )
+        span = Span("headrace.prefill", begin_s, now + offset_s, about, consecutive(begin_s, stages))
         self._tracing.add(traceparent, span)

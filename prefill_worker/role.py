@@ -75,9 +75,7 @@ class PrefillRole:
 
     def load(self, load: Load, now: float) -> Load:
         waiting_tokens = self.scheduler.backlog_tokens
-        return msgspec.structs.replace(
-            load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token
-        )
+        return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token)
 
     def close(self) -> None:
         """It has no streams of its own."""

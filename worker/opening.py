@@ -80,9 +80,7 @@ def open_parts(
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
-    device = open_device(
-        config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes
-    )
+    device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
     closing.callback(device.kv.close)
     tiering = open_tiers(config.tiers, device, name, inbox.put)
     if tiering is not None:
@@ -102,12 +100,7 @@ def open_parts(
         memory=msgspec.structs.asdict(device.memory),
     )
     nccl = cast("Nccl | None", transports.get("nccl"))
-    GpuMetrics(
-        metrics.families,
-        partial(device_memory, device.kv.device),
-        nccl,
-        lambda: device.compilations.counts,
-    )
+    GpuMetrics(metrics.families, partial(device_memory, device.kv.device), nccl, lambda: device.compilations.counts)
 
     rpc = RpcLoop(f"{name}-rpc")
     closing.callback(rpc.stop, 0.0)

@@ -32,10 +32,7 @@ from worker.rpc import Accept, InboxStream, Send
 log = logging.getLogger(__name__)
 
 READ = "/headrace.v1.KVSource/Attach"
-ATTACH = {
-    "prefill": "/headrace.v1.PrefillWorker/Attach",
-    "decode": "/headrace.v1.DecodeWorker/Attach",
-}
+ATTACH = {"prefill": "/headrace.v1.PrefillWorker/Attach", "decode": "/headrace.v1.DecodeWorker/Attach"}
 """For routers. By role, so that one that dials the address of an earlier worker finds nobody."""
 
 
@@ -73,12 +70,7 @@ class Readers:
 
     # Mutable state: the streams by life, and the processes behind living and lost ones, as far as this host knows them.
 
-    def __init__(
-        self,
-        hello: Hello,
-        transports: Mapping[str, Transport],
-        submit: Callable[[Connect], None],
-    ) -> None:
+    def __init__(self, hello: Hello, transports: Mapping[str, Transport], submit: Callable[[Connect], None]) -> None:
         """`hello` is this worker's own, whose endpoints are filled in by who asks."""
         self._hello = hello
         self._transports = transports

@@ -254,9 +254,7 @@ class Worker(Generic[E]):
         metrics.evicted(len(evicted))
         metrics.load(scheduler.waiting_requests, scheduler.running_requests, mover.outstanding)
         metrics.handoffs_dropped("sender", source.sender.dropped)
-        metrics.transferred(
-            mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes
-        )
+        metrics.transferred(mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes)
         for since in source.take_quarantined():
             metrics.quarantined(now - since)
         if self._tier_metrics is not None and kv.tiers is not None:

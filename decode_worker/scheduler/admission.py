@@ -12,12 +12,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import (
-    Ownership,
-    PrefillProgress,
-    Request,
-    RequestState,
-)
+from decode_worker.scheduler.request import Ownership, PrefillProgress, Request, RequestState
 from decode_worker.scheduler.samples.forks import shared_tokens
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
@@ -96,9 +91,7 @@ class Admission:
         """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
         return self.prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
 
-    def place(
-        self, link: int, message: Place, router: Incarnation, barred: bool, now: float
-    ) -> list[Result]:
+    def place(self, link: int, message: Place, router: Incarnation, barred: bool, now: float) -> list[Result]:
         """A router, `router` on stream `link`, offers a request: take it, or say no. `barred`: others come first."""
         record, name = message.record, message.record.request
         fault = self.refusal(record)
@@ -136,9 +129,7 @@ class Admission:
             return self.promise(record, len(record.tokens))
         return None if self.prefills.is_busy else self.acquire(record, record.tokens)
 
-    def _take(
-        self, link: int, message: Place, router: Incarnation, lease: Lease, now: float
-    ) -> Request:
+    def _take(self, link: int, message: Place, router: Incarnation, lease: Lease, now: float) -> Request:
         record, group = message.record, message.record.group
         self.accepted += 1
         older = [r.age[0] for r in self.requests.values() if group and r.record.group == group]

@@ -90,9 +90,7 @@ class Endings:
         is_well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
         return [told, *self.settle(self.prefills.end(request, is_well, now), now)]
 
-    def end_all(
-        self, requests: Iterable[Request], reason: FinishReason, now: float
-    ) -> list[Command]:
+    def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[Command]:
         return [command for request in requests for command in self.end(request, reason, now)]
 
     def _free(self, request: Request, now: float) -> list[Command]:

@@ -97,9 +97,7 @@ class Handoffs:
             self._connecting.append(request)
             return [ConnectPeer(prefill.worker)]
         record = request.record
-        handoff = Handoff(
-            record.request, request.placement, prefill.attempt, self.incarnation, peer.peer
-        )
+        handoff = Handoff(record.request, request.placement, prefill.attempt, self.incarnation, peer.peer)
         request.move(RequestState.HANDOFF)
         prefill.handoff, prefill.first = handoff, None
         prefill.sender_block_size = peer.block_size
@@ -121,10 +119,7 @@ class Handoffs:
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
         rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)
-        return {
-            at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size))
-            for at in rows
-        }
+        return {at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size)) for at in rows}
 
     def done(self, request: Request) -> None:
         """Blocks and first token are both here."""
@@ -278,9 +273,7 @@ class Handoffs:
         self.note("retry", request, 0.0, landed_blocks)
         return self.begin(request, now)
 
-    def note(
-        self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0
-    ) -> None:
+    def note(self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0) -> None:
         """An attempt to fetch `request` from its prefill worker has ended, after `blocks` blocks had landed."""
         name, origin = request.prefill.worker.name, request.origin
         one = Migrated(outcome, name, origin.transport, seconds, blocks, origin.block_bytes)

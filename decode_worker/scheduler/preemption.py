@@ -34,9 +34,7 @@ from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestId, RequestRecord
 
-YIELDING = frozenset(
-    {RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING}
-)
+YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""
 
 

@@ -175,9 +175,7 @@ class Prefills:
         self.compute_rest(request, have_tokens, now)
         return []
 
-    def use_worker(
-        self, request: Request, worker: PeerAddress | None, now: float
-    ) -> list[Result]:
+    def use_worker(self, request: Request, worker: PeerAddress | None, now: float) -> list[Result]:
         """The router's answer, if the request still waits for one."""
         if request.state is not RequestState.ASKING:
             return []

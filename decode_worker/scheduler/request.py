@@ -208,9 +208,7 @@ class Request:
         else:
             self.clock.split(0.0, 0.0, now)
 
-    def stats(
-        self, now: float, decode_worker: str, block_bytes: int, kept: int | None
-    ) -> RequestStats:
+    def stats(self, now: float, decode_worker: str, block_bytes: int, kept: int | None) -> RequestStats:
         """Close the books. `kept`: output tokens that count, where the router cut the answer short."""
         if self.clock.stage == "prefill":
             self.close_prefill(now)

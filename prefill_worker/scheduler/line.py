@@ -25,13 +25,7 @@ class Line:
     """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, and what `order` has measured.
     Owner: the scheduler."""
 
-    def __init__(
-        self,
-        config: PrefillConfig,
-        kv: KVCacheManager,
-        fetches: Fetches | None,
-        context_tokens: int,
-    ) -> None:
+    def __init__(self, config: PrefillConfig, kv: KVCacheManager, fetches: Fetches | None, context_tokens: int) -> None:
         fairness = config.fairness_tokens_per_s
         self.order = Order(None if fairness == "auto" else fairness, context_tokens)
         self.waiting: list[Job] = []
@@ -87,9 +81,7 @@ class Line:
     def _start(self, job: Job) -> bool:
         """False: there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
-        lease = self._kv.acquire(
-            record.namespace, record.tokens, match_limit=total - 1, room_tokens=total
-        )
+        lease = self._kv.acquire(record.namespace, record.tokens, match_limit=total - 1, room_tokens=total)
         if lease is None:
             return False
         self.waiting.remove(job)
@@ -115,9 +107,7 @@ class Line:
     def shares(self, now: float) -> list[tuple[Job, int]]:
         """How many tokens of the next step each running job has, the first in order first; some have none, and those
         beyond `max_prompts` are not named."""
-        self.running.sort(
-            key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True
-        )
+        self.running.sort(key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True)
         first = self.running[: self._max_prompts]
         missing = [job.remaining for job in first]
         return list(zip(first, share_budget(missing, self._chunk_tokens), strict=True))
