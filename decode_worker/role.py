@@ -9,7 +9,6 @@ from functools import partial
 
 import msgspec
 
-from decode_worker.config import DecodeConfig
 from decode_worker.journal import DecodeJournal
 from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
@@ -22,6 +21,7 @@ from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics
 from transfer.handoff.commands import Emit, Received, Unreachable
 from transfer.handoff.receiver import KVReceiver
+from worker.config import DecodeConfig
 from worker.opening import Parts
 from worker.rpc import FrameIn, StreamEnded
 from worker.streams import RouterStream

@@ -42,7 +42,8 @@ from transfer.handoff.commands import (
     Sent,
 )
 from transfer.watchdog import Watchdog
-from worker.opening import Parts, WorkerConfig, open_parts
+from worker.config import WorkerConfig
+from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent
 from worker.rpc import FrameIn, StreamEnded
 from worker.streams import ReaderStream, RouterStream

@@ -8,7 +8,6 @@ promise covers `max_tokens`, and only a search's further hypotheses are ever in 
 
 from dataclasses import dataclass
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.prefills import Prefills
@@ -18,6 +17,7 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
 from engine.plan import StageClock, refusal
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from worker.config import DecodeConfig
 
 
 @dataclass(eq=False, repr=False)

@@ -7,13 +7,13 @@ A request without a block for its next token has no row in the step; it has one 
 
 from collections.abc import Sequence
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager
-from engine.plan import banned_tokens, finish_reason, share_budget
+from engine.plan import finish_reason, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
 from engine.types import Beam, FinishReason
+from worker.config import DecodeConfig
 
 
 class Batch:
@@ -104,16 +104,8 @@ class Batch:
 
     def _row(self, request: Request, end: int) -> Row:
         self._stepping.append(request)
-        return Row(
-            request=request.record.request,
-            record=request.record,
-            tokens=request.tokens,
-            start=request.known,
-            end=end,
-            blocks=request.lease.blocks,
-            draw=end == len(request.tokens),
-            banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
-        )
+        record, tokens, start = request.record, request.tokens, request.known
+        return row_of(record, tokens, start, end, request.lease.blocks, self.stop_ids)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
         """The step has run: count what it computed. Returns what follows each row that draws, with its request."""

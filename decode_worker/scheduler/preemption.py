@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Result
@@ -33,6 +32,7 @@ from decode_worker.scheduler.request import FETCHING, Preempted, Request, Reques
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestId, RequestRecord
+from worker.config import DecodeConfig
 
 YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""

@@ -14,7 +14,6 @@ RESERVED, and a request that has ended keeps them until then. What could not be 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
 from decode_worker.scheduler.handoffs import (
@@ -31,6 +30,7 @@ from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded
 from engine.messages import NeedPrefill, PeerAddress
+from worker.config import DecodeConfig
 
 
 @dataclass(eq=False, repr=False)

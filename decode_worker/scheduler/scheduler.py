@@ -24,7 +24,6 @@ The first token is sent on as soon as the prefill worker names it; the gap until
 
 from collections.abc import Sequence
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.endings import Endings
@@ -75,6 +74,7 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
+from worker.config import DecodeConfig
 
 
 class DecodeScheduler:

@@ -16,13 +16,13 @@ again.
 from collections import Counter
 from dataclasses import dataclass
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Preempted, Request
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Stored
 from engine.kv.tiers.cost import FADING
 from engine.kv.tiers.stashes import Stashes
 from engine.measure import mean
+from worker.config import DecodeConfig
 
 
 @dataclass(slots=True)

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.fetches import Fetches
 from engine.plan import share_budget
-from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.arriving import Arriving
-from prefill_worker.scheduler.job import Job, JobState
-from prefill_worker.scheduler.order import Order
+from prefill_worker.scheduler.order import Job, JobState, Order
+from worker.config import PrefillConfig
 
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
@@ -52,31 +51,29 @@ class Line:
             self.running.remove(job)
         job.state = JobState.SENDING
 
-    def admit(self, now: float) -> Iterator[Job]:
-        """Those that run from now on, each with a lease for its whole prompt. What is in the cache for one is to be
-        offered before the next is asked for."""
+    def admit(self, now: float) -> list[Job]:
+        """Those that run from now on, each with a lease for its whole prompt."""
         matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
-        line = sorted(matched, key=lambda job: self.order.priority(matched[job], job, now), reverse=True)
+
+        def priority(job: Job) -> float:
+            return self.order.priority(matched[job], job, now)
+
+        line = sorted(matched, key=priority, reverse=True)
         self._arriving.look(line, [matched[job] for job in line], self.order.speed, now)
+        admitted: list[Job] = []
         held: list[Job] = []
         while matched:
-            if sum(job.remaining for job in self.running) < self._chunk_tokens:
-                job = max(matched, key=lambda job: self.order.priority(matched[job], job, now))
-            else:
-                shorter = self._slips_in(matched, now)
-                if shorter is None:
-                    break
-                job = shorter
-            if not self.order.is_in_time(job, [*held, job]):
-                break  # too late to overtake those who are held back
-            if self._arriving.is_held(job, matched[job], self.running, now):
+            has_budget = sum(job.remaining for job in self.running) < self._chunk_tokens
+            job = max(matched, key=priority) if has_budget else self._slips_in(matched, now)
+            if job is None or not self.order.is_in_time(job, [*held, job]):
+                break  # the budget is full, or it comes too late to overtake those who are held back
+            if self._arriving.is_held(job, matched.pop(job), self.running, now):
                 held.append(job)
-                del matched[job]
-                continue
-            del matched[job]
-            if not self._start(job):
+            elif self._start(job):
+                admitted.append(job)
+            else:
                 break
-            yield job
+        return admitted
 
     def _start(self, job: Job) -> bool:
         """False: there is no room for it now."""

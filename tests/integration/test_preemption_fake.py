@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.request import Request
@@ -25,6 +24,7 @@ from tests.integration.crowd import (
     wanted,
 )
 from tests.integration.fake_device import fake_device
+from worker.config import DecodeConfig
 
 
 @pytest.mark.parametrize("local_chunk_tokens", [1, 64])

@@ -7,15 +7,14 @@ import random
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import LINK, Colocated, ColocatedAnswer
 from fakes.model import fake_next
-from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
+from worker.config import DecodeConfig, PrefillConfig
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 

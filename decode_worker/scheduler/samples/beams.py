@@ -10,13 +10,13 @@ is over, so one that lost its blocks, or its worker, begins again from its promp
 answers. The request's own lease is always that of the first hypothesis.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.request import Request, RequestState
 from engine.beam import BeamSearch, BeamStep
 from engine.kv.manager import KVCacheManager, Lease
-from engine.plan import banned_tokens, end_tokens
+from engine.plan import end_tokens, row_of
 from engine.step import Candidates, Row
 from engine.types import Beam, BlockId
 
@@ -79,24 +79,17 @@ class Beams:
                 one.parent = None
                 self.forked += 1
 
-    def rows(self, request: Request) -> Iterator[Row]:
+    def rows(self, request: Request) -> list[Row]:
         """One for each hypothesis; to be called after `prepare`."""
-        live, record = self._live[request], request.record
+        live, record, rows = self._live[request], request.record, list[Row]()
         live.drawn.clear()
         for one in live.hypotheses:
             self._kv.extend(one.lease, len(one.tokens))
-            output_tokens = len(one.tokens) - record.prompt_tokens
-            yield Row(
-                request=record.request,
-                record=record,
-                tokens=one.tokens,
-                start=one.known,
-                end=len(one.tokens),
-                blocks=one.lease.blocks,
-                draw=True,
-                banned=banned_tokens(record, output_tokens, self._stop_ids),
-                candidates=live.search.candidates,
+            wanted = live.search.candidates
+            rows.append(
+                row_of(record, one.tokens, one.known, len(one.tokens), one.lease.blocks, self._stop_ids, wanted)
             )
+        return rows
 
     def copies(self, request: Request) -> list[tuple[BlockId, BlockId]]:
         return [pair for one in self._live[request].hypotheses for pair in one.lease.copies]
