@@ -92,7 +92,7 @@ class SchedulerPair:
             self._until(lambda: answer.ended is not None)
         while both.turn():
             pass
-        return Turn(out_s, back_s, both.decode.take_resumed()[-1].way)
+        return Turn(out_s, back_s, both.decode.swapping.resumed[-1].way)
 
     def _copy_out(self) -> None:
         """As the engine and its tier thread do it, but that the request does not come back at once."""

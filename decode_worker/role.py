@@ -130,7 +130,8 @@ class DecodeRole:
         if plan is not None:
             self._s_per_step = mean(self._s_per_step, seconds)
         self._peers.redial(now)
-        scheduler, metrics, batch = self.scheduler, self._metrics, self.scheduler.batch
+        scheduler, metrics = self.scheduler, self._metrics
+        batch, handoffs = scheduler.batch, scheduler.prefills.handoffs
         if batch.generated_tokens:
             metrics.generated(batch.generated_tokens)
             batch.generated_tokens = 0
@@ -138,14 +139,16 @@ class DecodeRole:
             computed, again = batch.prefilled_tokens, batch.recomputed_tokens
             metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
             batch.prefilled_tokens = batch.recomputed_tokens = 0
-        for back in scheduler.take_resumed():
+        for back in scheduler.swapping.resumed:
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
-        for one in scheduler.take_migrated():
+        scheduler.swapping.resumed.clear()
+        for one in handoffs.migrated:
             nbytes = one.blocks * (one.block_bytes or self._block_bytes)
             metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks
                 self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
+        handoffs.migrated.clear()
 
     def load(self, load: Load, now: float) -> Load:
         scheduler, metrics, prefills = self.scheduler, self._metrics, self.scheduler.prefills

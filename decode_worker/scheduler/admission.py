@@ -6,7 +6,7 @@ where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.pre
 promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
@@ -22,7 +22,7 @@ from worker.config import DecodeConfig
 
 @dataclass(eq=False, repr=False)
 class Admission:
-    """Mutable state: `accepted`. Who is taken joins `requests`, and begins in `prefills`. Owner: the scheduler."""
+    """Mutable state: `requests`, and `accepted`; who is taken begins in `prefills`. Owner: the scheduler."""
 
     name: str
     """This worker's."""
@@ -30,11 +30,15 @@ class Admission:
     kv: KVCacheManager
     vocab: int
     context_tokens: int
-    requests: dict[RequestId, Request]
-    """All that there are."""
     prefills: Prefills
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    """All that were taken, until they end or depart."""
     accepted: int = 0
-    """Requests that were taken."""
+    """How many were taken."""
+
+    def current(self, name: RequestId, placement: int) -> Request | None:
+        request = self.requests.get(name)
+        return None if request is None or request.placement != placement else request
 
     @property
     def growth_tokens(self) -> int:

@@ -39,6 +39,8 @@ class Batch:
 
     def add_ready(self, request: Request) -> None:
         """All KV but the newest token's is here."""
+        if request.state is RequestState.LOCAL:
+            self.local.remove(request)
         request.move(RequestState.READY)
         self.ready.append(request)
 
@@ -83,7 +85,7 @@ class Batch:
             if request.record.beams is not None:
                 self.beams.prepare(request)
                 copies += self.beams.copies(request)
-                more = list(self.beams.rows(request))
+                more = self.beams.rows(request)
                 self._stepping += [request] * len(more)
                 rows += more
             else:

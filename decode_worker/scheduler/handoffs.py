@@ -105,10 +105,8 @@ class Handoffs:
         self._open[handoff] = request
         self.kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
-        if len(request.tokens) > len(record.tokens):
-            record = msgspec.structs.replace(record, tokens=list(request.tokens))
         left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
-        record = msgspec.structs.replace(record, remaining_s=left_s, context=b"")
+        record = msgspec.structs.replace(record, tokens=list(request.tokens), remaining_s=left_s, context=b"")
         have = request.have_blocks * self.kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
@@ -194,8 +192,6 @@ class Handoffs:
         request.prefill.first = message
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = message.cached_tokens
-        if request.arrived:
-            request.known = len(request.tokens)
         return request
 
     def _failed(self, message: PrefillFailed, now: float) -> list[HandoffResult]:

@@ -21,7 +21,6 @@ row in the step, and nobody else gives way for it meanwhile.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.admission import Admission
@@ -31,7 +30,7 @@ from decode_worker.scheduler.prefills import Prefills
 from decode_worker.scheduler.request import FETCHING, Preempted, Request, RequestState
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager, Lease
-from engine.types import RequestId, RequestRecord
+from engine.types import RequestRecord
 from worker.config import DecodeConfig
 
 YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
@@ -50,8 +49,6 @@ class Preemption:
 
     config: DecodeConfig
     kv: KVCacheManager
-    requests: Mapping[RequestId, Request]
-    """All that there are."""
     batch: Batch
     swapping: Swapping
     prefills: Prefills
@@ -99,7 +96,7 @@ class Preemption:
         Whoever waits for the prompt of one that gives way, gives way with it.
         """
         waiting = self.prefills.forks.waiting
-        here = [r for r in self.requests.values() if r.state is not RequestState.PREEMPTED]
+        here = [r for r in self.admission.requests.values() if r.state is not RequestState.PREEMPTED]
         here.sort(key=order)
         behind = here[here.index(wants) + 1 :]
         last = next((r for r in reversed(behind) if r.state in YIELDING), None)
@@ -226,13 +223,13 @@ class Preemption:
     def _fetched_sample(self, request: Request) -> Request | None:
         """Another sample of its prompt that is being fetched now."""
         group = request.record.group
-        for other in self.requests.values():
+        for other in self.admission.requests.values():
             if group and other.record.group == group and other.state in FETCHING:
                 return other
         return None
 
     def check(self) -> None:
         """Recompute the invariants."""
-        preempted = [r for r in self.requests.values() if r.state is RequestState.PREEMPTED]
+        preempted = [r for r in self.admission.requests.values() if r.state is RequestState.PREEMPTED]
         assert self.line == sorted(preempted, key=order)
         assert all(not r.lease.blocks and not r.lease.promised for r in self.line)

@@ -128,9 +128,9 @@ class Prefills:
     def ready(self, request: Request, now: float) -> None:
         """Blocks and first token are both here: from now on others may share the prompt's blocks."""
         self.handoffs.done(request)
+        # Computed next: the row of the newest token, which for a search is the prompt's last one.
+        request.known = len(request.tokens) - 1
         if request.record.beams is not None:
-            # The prompt's last token is computed again: what follows it is not drawn, but searched.
-            request.known = len(request.tokens) - 1
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)

@@ -38,7 +38,7 @@ def test_tokens_are_the_same_with_and_without_preemption(local_chunk_tokens: int
     preemption, swapping = cluster.decode.preemption, cluster.decode.swapping
     assert preemption.preempted.total() >= 3
     assert swapping.ways["here" if local_chunk_tokens > 1 else "pool"] >= 2
-    assert sum(one.lost_tokens for one in cluster.decode.take_resumed()) > 0
+    assert sum(one.lost_tokens for one in cluster.decode.swapping.resumed) > 0
     reserved = small_cluster(12, preemption="off")
     answers = [reserved.submit(record) for record in records]
     finish(reserved, answers)

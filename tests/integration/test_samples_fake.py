@@ -88,7 +88,7 @@ def test_every_sample_is_exact_and_the_prompt_moves_once(length: int, most: int)
     _finish(cluster)
     assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]
     stats = [answer.ended.stats for answer in answers if answer.ended]
-    assert sum(migrated.blocks for migrated in cluster.decode.take_migrated()) == -(-length // 4)
+    assert sum(migrated.blocks for migrated in cluster.decode.prefills.handoffs.migrated) == -(-length // 4)
     assert [s.migrated_blocks for s in stats[1:]] == [0, 0, 0]
     assert [s.prefill_cached_tokens for s in stats] == [0] + [length - 1] * 3
     assert cluster.decode.prefills.forks.forked == 3

@@ -20,8 +20,7 @@ from decode_worker.scheduler.request import Request
 from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.types import Incarnation, RequestId
-from transfer.handoff.commands import Command, Emit, Posted, ReaderEvent, Sent
-from transfer.handoff.sender import KVSender
+from transfer.handoff.commands import Command, Emit
 from transfer.handoff.source import HandoffSource
 
 
@@ -45,6 +44,7 @@ class Departures:
 
     def __init__(self, kv: KVCacheManager, fingerprint: str) -> None:
         self.source: HandoffSource[Departure] = HandoffSource(kv, fingerprint, self)
+        self.sender = self.source.sender
         self._kv = kv
         self._departures: dict[RequestId, Departure] = {}
 
@@ -54,10 +54,6 @@ class Departures:
     def add(self, request: Request) -> None:
         """Take over a request, and its lease, all of whose KV but the newest token's is here."""
         self._departures[request.record.request] = Departure(request)
-
-    @property
-    def sender(self) -> KVSender:
-        return self.source.sender
 
     @property
     def incomplete(self) -> list[Request]:
@@ -92,10 +88,7 @@ class Departures:
         for departure in [d for d in self._departures.values() if now >= d.request.deadline]:
             self._release(departure, now)
 
-    # what readers and the transfer thread say
-
-    def handle(self, event: ReaderEvent | Posted | Sent, now: float) -> list[Command]:
-        return self.source.handle(event, now)
+    # what the source asks for
 
     def start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
         departure = self._departures.get(message.handoff.request)
