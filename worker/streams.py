@@ -10,6 +10,7 @@ the inbox that `worker/worker.py` empties.
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,7 +28,7 @@ from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
 from transfer.transport import Transport
-from worker.rpc import Accept, InboxStream, Send
+from worker.rpc import Accept, InboxStream, Put, Send, records_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ ATTACH = {"prefill": "/headrace.v1.PrefillWorker/Attach", "decode": "/headrace.v
 class RouterStream(InboxStream):
     """One stream; `link` is the number by which a scheduler knows it. It is itself an item: that it is open."""
 
-    def __init__(self, link: int, send: Send, put: Callable[[object], None]) -> None:
+    def __init__(self, link: int, send: Send, put: Put) -> None:
         super().__init__(send, put)
         self.link = link
 
@@ -47,14 +48,12 @@ class RouterStream(InboxStream):
 class ReaderStream(InboxStream):
     """One stream. `peer` and `number` are known once its hello has come."""
 
-    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
-        super().__init__(send, put)
-        self.peer: Incarnation | None = None
-        self.number = 0
+    peer: Incarnation | None = None
+    number = 0
 
 
-def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
-    """What a worker of this role serves, by path; `put` fills its inbox."""
+def methods(role: str, put: Put) -> dict[str, Accept]:
+    """What a worker of this role serves, by path."""
     links = itertools.count(1)
 
     def attach(send: Send) -> RouterStream:
@@ -65,19 +64,18 @@ def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
     return {ATTACH[role]: attach, READ: lambda send: ReaderStream(send, put)}
 
 
+@dataclass(eq=False, repr=False)
 class Readers:
-    """All streams of readers. Owner: the engine thread."""
+    """Mutable state: the streams of readers by life, and the processes behind living and lost ones, as far as this host
+    knows them. Owner: the engine thread."""
 
-    # Mutable state: the streams by life, and the processes behind living and lost ones, as far as this host knows them.
-
-    def __init__(self, hello: Hello, transports: Mapping[str, Transport], submit: Callable[[Connect], None]) -> None:
-        """`hello` is this worker's own, whose endpoints are filled in by who asks."""
-        self._hello = hello
-        self._transports = transports
-        self._submit = submit
-        self._streams: dict[Incarnation, ReaderStream] = {}
-        self._watches: dict[Incarnation, ProcessWatch] = {}
-        self._lost: dict[Incarnation, ProcessWatch] = {}
+    hello: Hello
+    """This worker's own, whose endpoints are filled in by who asks."""
+    transports: Mapping[str, Transport]
+    submit: Callable[[Connect], None]
+    _streams: dict[Incarnation, ReaderStream] = field(default_factory=dict)
+    _watches: dict[Incarnation, ProcessWatch] = field(default_factory=dict)
+    _lost: dict[Incarnation, ProcessWatch] = field(default_factory=dict)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
         """To a reader that is gone nothing is sent: its loss is known, or on its way to the scheduler."""
@@ -88,12 +86,7 @@ class Readers:
     def frame(self, stream: ReaderStream, data: bytes, hear: Callable[[ReaderEvent], None]) -> None:
         """Tell `hear` what a frame means to the scheduler. Each event has been acted on when `hear` returns: a lost
         stream is closed in the transfer thread before its successor is opened there."""
-        try:
-            records = decode_to_prefill_frame(data)
-        except msgspec.MsgspecError as error:
-            log.error("a frame is not of this protocol, and is dropped: %s", error)
-            return
-        for record in records:
+        for record in records_of(data, decode_to_prefill_frame, "a reader"):
             if isinstance(record, Hello):
                 self._welcome(stream, record, hear)
             elif stream.peer is None or self._streams.get(stream.peer) is not stream:
@@ -103,14 +96,14 @@ class Readers:
 
     def _welcome(self, stream: ReaderStream, hello: Hello, hear: Callable[[ReaderEvent], None]) -> None:
         """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""
-        peer, host = hello.info.incarnation, self._hello.info.host
+        peer, host = hello.info.incarnation, self.hello.info.host
         known = self._streams.get(peer)
         if known is not None and known.number > hello.stream:
             stream.send(None)
             return
-        name = choose(self._transports, host, hello.info.host)
-        transport = self._transports[name]
-        answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
+        name = choose(self.transports, host, hello.info.host)
+        transport = self.transports[name]
+        answer = msgspec.structs.replace(self.hello, endpoints=[transport.describe()])
         try:
             agreement = negotiate(answer, hello)
         except NegotiationError as error:
@@ -125,7 +118,7 @@ class Readers:
         self._streams[peer] = stream
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
-                self._submit(Connect(peer, endpoint, agreement))
+                self.submit(Connect(peer, endpoint, agreement))
         if hello.info.host == host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
