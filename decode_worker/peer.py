@@ -92,7 +92,7 @@ class Peers:
         self.rpc.connect(address.address, READ, accept)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
-        """To a peer that is gone nothing is sent: its loss is on its way to the scheduler."""
+        """Send nothing to a peer that is gone: its loss is on its way to the scheduler."""
         stream = self._streams.get(peer)
         if stream is not None:
             stream.send(encode(records))
@@ -139,7 +139,7 @@ class Peers:
         hear(PeerUp(stream.incarnation, stream.address, endpoint.transport, size, nbytes))
 
     def _has_opened(self, stream: PeerStream) -> bool:
-        """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""
+        """Say if it was being opened until now. The end of an older stream must not be taken for this one's."""
         if self._opening.get(stream.address) != stream.number:
             return False
         del self._opening[stream.address]
@@ -174,7 +174,7 @@ class Peers:
             stream.send(None)
 
     def drop(self, peer: Incarnation, why: str, hear: Hear) -> None:
-        """Its memory cannot be reached (any more): as good as gone. The next placement that names it dials anew, and
+        """Give up a peer whose memory cannot be reached (any more). The next placement that names it dials anew, and
         the hellos then make a new way to its memory on both ends."""
         stream = self._streams.pop(peer, None)
         if stream is not None:
@@ -184,7 +184,7 @@ class Peers:
 
 
 def fit(mine: Hello, theirs: Hello) -> Agreement:
-    """How blocks come from another worker to this one. Raises NegotiationError if they cannot."""
+    """Return how blocks come from another worker to this one. Raises NegotiationError if they cannot."""
     agreement = negotiate(mine, theirs)
     check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:

@@ -30,11 +30,7 @@ RoleEvent = FromRouter | RouterLost | PeerEvent | Received
 
 
 def open_decode_worker(
-    name: str,
-    config: DecodeConfig,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    progress: Progress | None = None,
+    name: str, config: DecodeConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
 ) -> Worker[RoleEvent]:
     return open_worker("decode", name, config, host, port, partial(DecodeRole, config), progress)
 
@@ -87,7 +83,7 @@ class DecodeRole:
                 raise TypeError(f"not an item: {item!r}")
 
     def carry_out(self, commands: Sequence[object]) -> bool:
-        """One frame per router and per peer. Who ends a request has room for another: the routers should know."""
+        """Send one frame per router and per peer. Where a request has ended there is room: routers should know."""
         to_routers: dict[int, list[Record]] = {}
         to_peers: dict[Incarnation, list[Record]] = {}
         ended = False

@@ -24,11 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_prefill_worker(
-    name: str,
-    config: PrefillConfig,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    progress: Progress | None = None,
+    name: str, config: PrefillConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
 ) -> Worker[Never]:
     return open_worker("prefill", name, config, host, port, partial(PrefillRole, config), progress)
 

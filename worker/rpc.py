@@ -101,7 +101,7 @@ def records_of(data: bytes, decode: Callable[[bytes], list[R]], whose: str) -> l
 
 
 def dialable(host: str) -> str:
-    """A host that peers can be told. Raises ValueError for a wildcard: it says where to listen, not where to dial."""
+    """Return `host`, if peers can dial it. Raises ValueError for a wildcard: it says where to listen only."""
     if host in ("", "0.0.0.0", "::"):
         raise ValueError(f"worker host {host!r}: name an address that the other workers can dial")
     return host
@@ -133,7 +133,7 @@ class _Outbox:
 
 
 async def _feed(stream: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
-    """Until the outbox or the stream ends; who reads the stream reports how."""
+    """Write until the outbox or the stream ends; who reads the stream reports how."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for data in outbox:
             await stream.write(data)

@@ -53,7 +53,7 @@ class ReaderStream(InboxStream):
 
 
 def methods(role: str, put: Put) -> dict[str, Accept]:
-    """What a worker of this role serves, by path."""
+    """Return what a worker of this role serves, by path."""
     links = itertools.count(1)
 
     def attach(send: Send) -> RouterStream:
@@ -78,7 +78,7 @@ class Readers:
     _lost: dict[Incarnation, ProcessWatch] = field(default_factory=dict)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
-        """To a reader that is gone nothing is sent: its loss is known, or on its way to the scheduler."""
+        """Send nothing to a reader that is gone: its loss is known, or on its way to the scheduler."""
         stream = self._streams.get(peer)
         if stream is not None:
             stream.send(encode(records))
@@ -137,7 +137,7 @@ class Readers:
         hear(ReaderLost(peer))
 
     def deaths(self) -> list[ReaderDead]:
-        """Lost readers whose processes have ended since the last look."""
+        """Return the lost readers whose processes have ended since the last look."""
         if not self._lost:
             return []
         dead = [peer for peer, watch in self._lost.items() if watch.is_dead()]

@@ -42,14 +42,14 @@ class Admission:
 
     @property
     def growth_tokens(self) -> int:
-        """Room that a request is taken with beside that for its tokens."""
+        """Room that a request is given beside that for its tokens."""
         if self.config.preemption == "off":
             return self.context_tokens
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
         return max(self.config.growth_tokens, MAX_ATTEMPTS)
 
     def refusal(self, record: RequestRecord) -> Fault | None:
-        """Why `record` could never be taken, if so."""
+        """Return why `record` could never be taken, if so."""
         fault = refusal(record, self.vocab, self.context_tokens)
         if fault is not None:
             return fault
@@ -62,7 +62,7 @@ class Admission:
         return None
 
     def _most_blocks(self, record: RequestRecord) -> int:
-        """All that it may hold at one time: of hypotheses, what is the prompt's once, and the rest for each."""
+        """Return all that it may hold at one time; hypotheses hold the prompt's whole blocks once, the rest each."""
         total = self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
         if record.beams is None:
             return total
@@ -70,17 +70,17 @@ class Admission:
         return shared + record.beams.width * (total - shared)
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
-        """How many tokens a request that has `tokens` is taken with room for."""
+        """Return for how many tokens a request that has `tokens` is given room."""
         return min(record.prompt_tokens + record.max_tokens, tokens + self.growth_tokens)
 
     def blocks(self, record: RequestRecord) -> int:
-        """As `room_tokens`, in blocks."""
+        """Return the same in blocks, for a new request."""
         return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
         self, record: RequestRecord, tokens: list[int], *, migrating: bool = True, spare: int = 0
     ) -> Lease | None:
-        """A lease for `tokens`, prompt and output so far, that leaves `spare` blocks to others; None without room."""
+        """Return a lease for `tokens`, prompt and output so far, that leaves others `spare` blocks, if there is one."""
         return self.kv.acquire(
             record.namespace,
             tokens,
@@ -92,22 +92,16 @@ class Admission:
         )
 
     def promise(self, record: RequestRecord, tokens: int, spare: int = 0) -> Lease | None:
-        """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
+        """The same for a request that is to share the prompt of another sample: room for what is its own."""
         return self.prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
 
     def place(self, link: int, message: Place, router: Incarnation, barred: bool, now: float) -> list[Result]:
-        """A router, `router` on stream `link`, offers a request: take it, or say no. `barred`: others come first."""
+        """Take the request that `router` offers on stream `link`, or say no. `barred`: others come first."""
         record, name = message.record, message.record.request
         fault = self.refusal(record)
         if fault is not None:
-            ended = Ended(
-                request=name,
-                placement=message.placement,
-                reason=FinishReason.REJECTED,
-                stats=RequestStats(decode_worker=self.name),
-                fault=fault,
-            )
-            return [Tell(link, ended)]
+            stats, why = RequestStats(decode_worker=self.name), FinishReason.REJECTED
+            return [Tell(link, Ended(request=name, placement=message.placement, reason=why, stats=stats, fault=fault))]
         parent = self._parent(message)
         lease = None if barred else self._lease(record, parent)
         if lease is None:
@@ -122,7 +116,6 @@ class Admission:
         return [accepted]
 
     def _parent(self, message: Place) -> Request | None:
-        """Whose fork it can be."""
         other = None if message.fork_of is None else self.requests.get(message.fork_of)
         if other is None or other.state is RequestState.PREEMPTED:
             return None

@@ -38,21 +38,21 @@ class Batch:
         self._steps = 0
 
     def add_ready(self, request: Request) -> None:
-        """All KV but the newest token's is here."""
+        """Let a request wait for a row: all of its KV but the newest token's is here."""
         if request.state is RequestState.LOCAL:
             self.local.remove(request)
         request.move(RequestState.READY)
         self.ready.append(request)
 
     def add_local(self, request: Request, now: float) -> None:
-        """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
+        """Compute here what is missing of its KV; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
         request.move(RequestState.LOCAL)
         request.prefill.local_since, request.prefill.local_from = now, request.known
         self.local.append(request)
 
     def remove(self, request: Request) -> None:
-        """It has no row any more; a search ends."""
+        """Give it no row any more; its search ends."""
         for line in (self.ready, self.running, self.local):
             if request in line:
                 line.remove(request)
@@ -65,7 +65,7 @@ class Batch:
         return sum(short for _, short in wants)
 
     def fill(self, others: int, now: float) -> None:
-        """Requests that are ready run from now on, as far as a step has rows for them beside `others`."""
+        """Let requests that are ready run, as far as a step has rows for them beside `others`."""
         rows = others + sum(map(_rows, self.running))
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
@@ -74,7 +74,7 @@ class Batch:
             self.running.append(request)
 
     def plan(self, departing: Sequence[Request]) -> StepPlan | None:
-        """The next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
+        """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
         rows: list[Row] = []
         # In the first step after a fork, before its parent writes on in the block that they share.
         copies = [pair for request in self.local for pair in request.lease.copies]
@@ -110,7 +110,7 @@ class Batch:
         return row_of(record, tokens, start, end, request.lease.blocks, self.stop_ids)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
-        """The step has run: count what it computed. Returns what follows each row that draws, with its request."""
+        """Count what the step has computed. Return what follows each row that draws, with its request."""
         for request in self.local:
             self._kv.copied(request.lease)
         followed: list[tuple[Request, Drawn]] = []
@@ -128,13 +128,13 @@ class Batch:
         return followed
 
     def append(self, request: Request, token: int) -> FinishReason | None:
-        """The request's next token is known. Returns why it is the last one, if it is."""
+        """Add the request's next token. Return why it is the last one, if it is."""
         request.tokens.append(token)
         self.generated_tokens += 1
         return finish_reason(request.record, request.output_tokens, token, self.stop_ids)
 
     def search(self, request: Request, candidates: Candidates) -> list[Beam] | None:
-        """What may follow one hypothesis is known. Returns the answers, where that ends the search."""
+        """Go on with what may follow one hypothesis. Return the answers, where that ends the search."""
         self.generated_tokens += 1
         return self.beams.complete(request, candidates)
 
@@ -151,5 +151,5 @@ class Batch:
 
 
 def _rows(request: Request) -> int:
-    """How many rows of a step it may take."""
+    """Return how many rows of a step it may take."""
     return 1 if request.record.beams is None else request.record.beams.width

@@ -1,4 +1,4 @@
-"""How requests end, and whose they are while they last: told at once; their blocks follow. Pure.
+"""How requests end, and whose they are while they last: the router is told at once, their blocks follow. Pure.
 
     any state --> ENDING until no copy of ours is under way --> gone: what it has computed is cached
 
@@ -53,8 +53,8 @@ class Endings:
         return commands
 
     def follow(self, request: Request, token: int, now: float) -> list[Command]:
-        """The token that follows those of `request` is known. It is sent on, and may be the last; if not, a prompt that
-        is all here is ready. A search says nothing before it is over."""
+        """Send on the token that follows those of `request`, and end it where that is the last. Else a prompt that is
+        all here is ready. A search says nothing before it is over."""
         commands: list[Command] = []
         if request.record.beams is None:
             index, reason = request.output_tokens, self.batch.append(request, token)
@@ -96,7 +96,7 @@ class Endings:
         return [command for request in requests for command in self.end(request, reason, now)]
 
     def cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
-        """Always answered: a router waits for the word that its request holds nothing here any more."""
+        """Always answer: a router waits for the word that its request holds nothing here any more."""
         name, placement, reason = message.request, message.placement, message.reason
         self.departures.release(name, placement, now)
         known = self.admission.current(name, placement)
@@ -106,7 +106,7 @@ class Endings:
         return [Tell(link, Ended(request=name, placement=placement, reason=reason, stats=stats))]
 
     def depart(self, request: Request, now: float) -> Command:
-        """Out of the batch: all KV but the newest token's is here, for whoever goes on."""
+        """Take a request out of the batch: all KV but the newest token's is here, for whoever goes on."""
         name, placement = request.record.request, request.placement
         del self.admission.requests[name]
         self.batch.remove(request)
@@ -118,8 +118,8 @@ class Endings:
         return request.stats(now, self.admission.name, self.block_bytes, kept)
 
     def _free(self, request: Request, now: float) -> list[Command]:
-        """Keep what is worth keeping in the cache; its blocks are nobody's. If others still wait for its prompt, the
-        first of them takes its place, and room."""
+        """Keep in the cache what is worth it, and let the blocks go. If others still wait for its prompt, the first of
+        them takes its place, and room."""
         if request.arrived:
             self.prefills.handoffs.done(request)
             self.prefills.share(request, now)
@@ -156,7 +156,7 @@ class Endings:
     # routers
 
     def router_lost(self, link: int, now: float) -> list[Command]:
-        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
+        """End the requests of a router that is gone; those whose clients may come back go on for a while."""
         heir = self.orphans.left(link)
         lost = [r for r in self.admission.requests.values() if r.link == link]
         unwanted = [r for r in lost if not r.record.context]
@@ -169,7 +169,7 @@ class Endings:
         return commands
 
     def router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
-        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
+        """Give a router what others left. An incarnation that was here before has placed its own requests again."""
         former = [r for r in self.admission.requests.values() if r.owner.router == router and r.link != link]
         placed_again = [r for r in former if not r.owner.handovers]
         commands = self.end_all(placed_again, FinishReason.CANCELLED, now)
@@ -186,7 +186,7 @@ class Endings:
                 self.prefills.compute_prompt(request, now)
 
     def _take_back(self, departure: Departure, now: float) -> list[Command]:
-        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
+        """Run a request on as an orphan: its router is gone before anybody went on with it."""
         request = departure.request
         self.admission.requests[request.record.request] = request
         self.orphans.leave(request, now)
@@ -196,7 +196,7 @@ class Endings:
         return [] if departure.token is None else self.follow(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
-        """The router on `link` gets what belonged to routers that are gone."""
+        """Give the router on `link` what belonged to routers that are gone."""
         commands: list[Command] = []
         for request in [r for r in self.admission.requests.values() if r.link == NOBODY]:
             if self.orphans.adopt(request, link):
@@ -210,7 +210,6 @@ class Endings:
         return commands
 
     def check(self) -> None:
-        """Recompute the invariants."""
         self.departures.check()
         self.orphans.check()
         for request in self.admission.requests.values():

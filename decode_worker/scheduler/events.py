@@ -27,7 +27,7 @@ class FromRouter(msgspec.Struct, frozen=True):
 
 
 class RouterLost(msgspec.Struct, frozen=True):
-    """The stream `link` has ended: its requests are orphans, or over."""
+    """The stream `link` has ended: its requests become orphans, or end."""
 
     link: int
 

@@ -35,7 +35,7 @@ YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOC
 
 
 def order(request: Request) -> tuple[int, tuple[int, int]]:
-    """The smaller, the longer it keeps its blocks."""
+    """Return a request's rank: the smaller, the longer it keeps its blocks."""
     return -request.record.priority, request.age
 
 
@@ -55,14 +55,14 @@ class Preemption:
     """How many, by the state in which they were."""
 
     def bars(self, record: RequestRecord) -> bool:
-        """Somebody waits whose turn comes before that of a new request."""
+        """Say if a preempted request comes before a new one."""
         return any(request.record.priority >= record.priority for request in self.line)
 
     # room is taken
 
     def make_room(self, now: float) -> bool:
-        """A block for the next token of everybody in the step, as long as somebody can give way. Returns whether
-        anybody has: others that are ready may take their rows."""
+        """Have a block for the next token of every running request, as long as others can give way. Return True if any
+        did: those that are ready may take their rows."""
         before, awaited = self.preempted.total(), 0
         for request in sorted(self.batch.running, key=order):
             if request.state is not RequestState.RUNNING:
@@ -102,8 +102,8 @@ class Preemption:
         return chosen + [fork for fork in forks if fork not in chosen]
 
     def preempt(self, victims: list[Request], now: float) -> None:
-        """They give their blocks away, and stand in line. What was computed stays in the cache until it is needed, and
-        in host memory, where it is swapped."""
+        """Take their blocks away, and let them stand in line. What was computed stays in the cache until the room is
+        needed, and in host memory, where it is swapped."""
         for request in victims:
             preempted = request.preempted or Preempted(now)
             if request.state is RequestState.FORKING:
@@ -128,7 +128,7 @@ class Preemption:
             self.line.sort(key=order)
 
     def leave(self, request: Request) -> None:
-        """It has ended: it has no row, and wants no room any more."""
+        """Forget a request that has ended: it has no row, and wants no room any more."""
         self.batch.remove(request)
         if request in self.line:
             self.line.remove(request)
@@ -137,7 +137,7 @@ class Preemption:
     # room is given back
 
     def resume(self, now: float) -> list[Result]:
-        """Those that were preempted come back in their order, as far as there is room beside the running ones."""
+        """Bring preempted requests back in their order, as far as there is room beside the running ones."""
         results: list[Result] = []
         for request in list(self.line):
             begun = self._come_back(request, now)
@@ -194,7 +194,7 @@ class Preemption:
         return prefills.begin(request, now)
 
     def _begin(self, request: Request, lease: Lease, way: str, now: float) -> Preempted:
-        """It leaves the line, and begins to get its KV back, into `lease`."""
+        """Take a request out of the line: its KV comes back into `lease`."""
         preempted = request.preempted
         assert preempted is not None
         self.line.remove(request)
@@ -205,7 +205,7 @@ class Preemption:
         return preempted
 
     def _fetched_sample(self, request: Request) -> Request | None:
-        """Another sample of its prompt that is being fetched now."""
+        """Return another sample of its prompt that is being fetched now."""
         group = request.record.group
         for other in self.admission.requests.values():
             if group and other.record.group == group and other.state in FETCHING:
@@ -213,7 +213,6 @@ class Preemption:
         return None
 
     def check(self) -> None:
-        """Recompute the invariants."""
         preempted = [r for r in self.admission.requests.values() if r.state is RequestState.PREEMPTED]
         assert self.line == sorted(preempted, key=order)
         assert all(not r.lease.blocks and not r.lease.promised for r in self.line)

@@ -114,7 +114,7 @@ class DecodeScheduler:
 
     @property
     def waiting_requests(self) -> int:
-        """Accepted, and not yet in the batch."""
+        """How many were accepted, and are not yet in the batch."""
         return len(self._requests) - len(self.batch.running)
 
     @property
@@ -174,7 +174,7 @@ class DecodeScheduler:
         return []
 
     def _place(self, link: int, message: Place, now: float) -> list[Command]:
-        """A router offers a request. One that is placed again ends first where it was; twice the same is said once."""
+        """Take a request, or say no. One that is placed again ends first where it was; twice the same is said once."""
         record, commands = message.record, list[Command]()
         known = self._requests.get(record.request)
         if known is not None and known.placement >= message.placement:
@@ -193,8 +193,8 @@ class DecodeScheduler:
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """The next step: every running request's next token and chunks of prompts that are prefilled here (None:
-        nothing to compute), and commands to carry out."""
+        """Return the next step (every running request's next token, and chunks of prompts that are prefilled here;
+        None: nothing to compute), and commands to carry out."""
         commands = self.endings.settle(self.preemption.resume(now), now)
         self.batch.fill(len(self.departures.incomplete), now)
         while self.preemption.make_room(now):
@@ -205,7 +205,7 @@ class DecodeScheduler:
         return self.batch.plan(self.departures.incomplete), commands
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
-        """The step has run: what follows each row is sent on, searched on, or named to who goes on elsewhere."""
+        """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""
         commands: list[Command] = []
         for request, token in self.batch.complete(plan, drawn):
             if not isinstance(token, int):

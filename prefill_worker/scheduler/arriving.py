@@ -42,7 +42,7 @@ class Arriving:
             prompt.held_until = now + (limit - cached) / tokens_per_s
 
     def is_held(self, prompt: Job, matched: int, running: Iterable[Job], now: float) -> bool:
-        """Should the prompt wait, though there is budget for it? `matched` of its tokens are in the cache."""
+        """Say if the prompt should wait, though there is budget for it. `matched` of its tokens are in the cache."""
         if prompt.fetch is not None and not prompt.fetch.is_over:
             assert prompt.held_until is not None
             if now < prompt.held_until:
@@ -55,7 +55,7 @@ class Arriving:
 
 
 def _begin_alike(one: RequestRecord, other: RequestRecord, matched: int, end: int) -> bool:
-    """Do both begin with the same `end` tokens? The last of them, which differ most often, are compared first."""
+    """Say if both begin with the same `end` tokens. The last of them, which differ most often, are compared first."""
     mine, theirs = one.tokens, other.tokens
     return (
         one.namespace == other.namespace

@@ -35,7 +35,7 @@ class Line:
         self._arriving = Arriving(fetches, kv.block_size)
 
     def __iter__(self) -> Iterator[Job]:
-        """All that is not computed yet."""
+        """Go over all that is not computed yet."""
         return iter((*self.waiting, *self.running))
 
     @property
@@ -44,7 +44,7 @@ class Line:
         return sum(job.remaining for job in self)
 
     def retire(self, job: Job) -> None:
-        """No more computing for this job; its lease stays."""
+        """Compute no more of this job; its lease stays."""
         if job.state is JobState.WAITING:
             self.waiting.remove(job)
         elif job.state is JobState.RUNNING:
@@ -52,7 +52,7 @@ class Line:
         job.state = JobState.SENDING
 
     def admit(self, now: float) -> list[Job]:
-        """Those that run from now on, each with a lease for its whole prompt."""
+        """Let jobs run, and return them, each with a lease for its whole prompt."""
         matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
 
         def priority(job: Job) -> float:
@@ -76,7 +76,7 @@ class Line:
         return admitted
 
     def _start(self, job: Job) -> bool:
-        """False: there is no room for it now."""
+        """Return False where there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
         lease = self._kv.acquire(record.namespace, record.tokens, match_limit=total - 1, room_tokens=total)
         if lease is None:
@@ -88,7 +88,7 @@ class Line:
         return True
 
     def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
-        """The prompt that may share the steps of the first in line, though the budget is full."""
+        """Return the prompt that may share the steps of the first in line, though the budget is full."""
         in_time = [job for job in matched if self.order.is_in_time(job, self)]
         if not in_time:
             return None
@@ -102,14 +102,13 @@ class Line:
         return self._kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
-        """How many tokens of the next step each running job has, the first in order first; some have none, and those
-        beyond `max_prompts` are not named."""
+        """Return how many tokens of the next step each running job has, the first in order first; some have none, and
+        those beyond `max_prompts` are not named."""
         self.running.sort(key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True)
         first = self.running[: self._max_prompts]
         missing = [job.remaining for job in first]
         return list(zip(first, share_budget(missing, self._chunk_tokens), strict=True))
 
     def check(self) -> None:
-        """Recompute the invariants."""
         assert all(job.state is JobState.WAITING for job in self.waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self.running)

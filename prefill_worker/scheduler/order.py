@@ -62,7 +62,7 @@ class Order:
 
     @property
     def speed(self) -> float:
-        """Of the prefill, in tokens per second, as measured."""
+        """How fast prompts are computed, in tokens per second, as measured."""
         return self._speed or FIRST_SPEED
 
     @property
@@ -71,21 +71,21 @@ class Order:
         return self.speed if self._fairness is None else self._fairness
 
     def ran(self, tokens: int, seconds: float) -> None:
-        """A step has computed `tokens` tokens."""
+        """Measure a step that has computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             self._speed = mean(self._speed, tokens / seconds)
 
     def priority(self, matched_tokens: int, job: Job, now: float) -> float:
-        """In tokens; the highest goes first."""
+        """Return a job's priority in tokens; the highest goes first."""
         return matched_tokens + self.fairness * (now - job.arrived)
 
     def is_in_time(self, job: Job, others: Iterable[Job]) -> bool:
-        """Did `job` come early enough to be served before all of `others`?"""
+        """Say if `job` came early enough to be served before all of `others`."""
         oldest = min((other.arrived for other in others), default=job.arrived)
         return (job.arrived - oldest) * self.fairness <= self._context_tokens
 
     @staticmethod
     def is_much_shorter(uncached_tokens: int, first: Job, running: Iterable[Job]) -> bool:
-        """Is a prompt so much shorter than the first in line that it shares its steps? One at a time does."""
+        """Say if a prompt is so much shorter than the first in line that it shares its steps. One at a time does."""
         shortest = min(job.remaining for job in running)
         return 2 * uncached_tokens <= first.remaining < 2 * shortest

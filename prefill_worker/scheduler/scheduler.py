@@ -161,7 +161,7 @@ class PrefillScheduler:
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """The next step (None: nothing to compute), and offers of prefixes that need no computing."""
+        """Return the next step (None: nothing to compute), and offers of prefixes that need no computing."""
         commands = [command for job in self.line.admit(now) for command in self._offer(job)]
         if not self.line.running:
             return None, commands
@@ -183,7 +183,7 @@ class PrefillScheduler:
         return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
-        """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
+        """Index and offer what the step has finished; a job whose token was drawn is done computing."""
         commands: list[Command] = []
         self.line.order.ran(plan.computed_tokens, now - self._planned_at)
         tokens = iter(drawn)
