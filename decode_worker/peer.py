@@ -16,24 +16,10 @@ import msgspec
 
 from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
 from engine.kv.layout import KVLayout
-from engine.messages import (
-    Handoff,
-    Hello,
-    PeerAddress,
-    Record,
-    Stop,
-    decode_from_prefill_frame,
-    encode,
-)
+from engine.messages import Handoff, Hello, PeerAddress, Record, Stop, decode_from_prefill_frame, encode
 from engine.types import Incarnation
 from transfer.handoff.commands import Connect
-from transfer.handoff.negotiation import (
-    Agreement,
-    NegotiationError,
-    check_whole,
-    narrow_bytes,
-    negotiate,
-)
+from transfer.handoff.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
 from worker.rpc import InboxStream, Put, RpcLoop, Send, records_of
 from worker.streams import READ
 

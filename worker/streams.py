@@ -16,14 +16,7 @@ import msgspec
 
 from engine.messages import Hello, Record, decode_to_prefill_frame, encode
 from engine.types import Incarnation
-from transfer.handoff.commands import (
-    Connect,
-    FromReader,
-    ReaderDead,
-    ReaderEvent,
-    ReaderLost,
-    ReaderUp,
-)
+from transfer.handoff.commands import Connect, FromReader, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
 from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose

@@ -15,32 +15,13 @@ import msgspec
 
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
-from engine.messages import (
-    FirstToken,
-    Handoff,
-    Load,
-    Offer,
-    PrefillFailed,
-    Record,
-    WorkerInfo,
-    encode,
-)
+from engine.messages import FirstToken, Handoff, Load, Offer, PrefillFailed, Record, WorkerInfo, encode
 from engine.model.config import Progress
 from engine.types import Incarnation
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
-from transfer.handoff.commands import (
-    Emit,
-    Leave,
-    MoverCommand,
-    MoverDied,
-    Posted,
-    PostRecv,
-    PostSend,
-    Received,
-    Sent,
-)
+from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
 from transfer.watchdog import Watchdog
 from worker.config import WorkerConfig
 from worker.opening import Parts, open_parts

@@ -5,15 +5,7 @@ import msgspec
 
 from decode_worker.scheduler.request import Request
 from engine.kv.tiers.commands import TierEvent
-from engine.messages import (
-    DecodeRecord,
-    Fault,
-    FirstToken,
-    Offer,
-    PeerAddress,
-    PrefillFailed,
-    RouterRecord,
-)
+from engine.messages import DecodeRecord, Fault, FirstToken, Offer, PeerAddress, PrefillFailed, RouterRecord
 from engine.types import Incarnation
 from transfer.handoff.commands import Command as TransferCommand
 from transfer.handoff.commands import Leave, Posted, ReaderEvent, Received, Sent

@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
-from decode_worker.scheduler.handoffs import (
-    MAX_ATTEMPTS,
-    HandoffResult,
-    Handoffs,
-    KVReceived,
-    Unserved,
-)
+from decode_worker.scheduler.handoffs import MAX_ATTEMPTS, HandoffResult, Handoffs, KVReceived, Unserved
 from decode_worker.scheduler.leaving.orphans import NOBODY
 from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
 from decode_worker.scheduler.samples.forks import Forks

@@ -26,15 +26,7 @@ from collections.abc import Sequence
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.endings import Endings
-from decode_worker.scheduler.events import (
-    Command,
-    Event,
-    FromPeer,
-    FromRouter,
-    PeerDown,
-    PeerUp,
-    RouterLost,
-)
+from decode_worker.scheduler.events import Command, Event, FromPeer, FromRouter, PeerDown, PeerUp, RouterLost
 from decode_worker.scheduler.handoffs import Handoffs
 from decode_worker.scheduler.leaving.departures import Departures
 from decode_worker.scheduler.leaving.orphans import Orphans
@@ -45,29 +37,10 @@ from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored
-from engine.messages import (
-    Cancel,
-    Finish,
-    FirstToken,
-    Place,
-    Release,
-    RouterHello,
-    RouterRecord,
-    UsePrefill,
-    Yield,
-)
+from engine.messages import Cancel, Finish, FirstToken, Place, Release, RouterHello, RouterRecord, UsePrefill, Yield
 from engine.step import Drawn, StepPlan
 from engine.types import FinishReason, Incarnation
-from transfer.handoff.commands import (
-    FromReader,
-    Leave,
-    Posted,
-    ReaderDead,
-    ReaderLost,
-    ReaderUp,
-    Received,
-    Sent,
-)
+from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
 from transfer.handoff.receiver import KVReceiver
 from worker.config import DecodeConfig
 
