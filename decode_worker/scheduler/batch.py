@@ -1,8 +1,7 @@
 """The requests that a decode worker computes for, and what its next step holds. Pure.
 
-    READY --room in the batch--> RUNNING        LOCAL: a prompt that is computed here, in chunks, beside the others
-
-A request without a block for its next token has no row in the step; it has one again when somebody has made room.
+A request that is ready runs when the batch has room; prompts are computed beside the others, in chunks. One without a
+block for its next token has no row in the step; it has one again when somebody has made room.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """How requests end, and whose they are while they last: the router is told at once, their blocks follow. Pure.
 
-    any state --> ENDING until no copy of ours is under way --> gone: what it has computed is cached
-
-A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. What its client
+A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. It is gone, and
+what it has computed is cached, when no copy of ours is under way. What its client
 may come back for outlives its router: which requests are orphans, and what is remembered of ended ones, is the business
 of `decode_worker.scheduler.leaving.orphans`.
 """
@@ -14,10 +13,10 @@ from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
 from decode_worker.scheduler.leaving.departures import Departure, Departures
-from decode_worker.scheduler.leaving.orphans import NOBODY, Orphans, orphan
+from decode_worker.scheduler.leaving.orphans import Orphans, orphan
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import Request, RequestState
+from decode_worker.scheduler.request import NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
 from engine.messages import Cancel, Ended, Fault, OrphansTold, RequestStats, Tokens, Yielded
 from engine.types import Beam, FinishReason, Incarnation
@@ -180,8 +179,6 @@ class Endings:
     def _orphan(self, requests: list[Request], now: float) -> None:
         for request in requests:
             self.orphans.leave(request, now)
-            # Who asked for it is gone: were it to depart, its next router would never be told of it.
-            request.yielding = False
             if request.state is RequestState.ASKING:
                 self.prefills.compute_prompt(request, now)
 
@@ -190,7 +187,6 @@ class Endings:
         request = departure.request
         self.admission.requests[request.record.request] = request
         self.orphans.leave(request, now)
-        request.yielding = False
         request.clock.resume("decode_queue", now)
         self.batch.add_ready(request)
         return [] if departure.token is None else self.follow(request, departure.token, now)

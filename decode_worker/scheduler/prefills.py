@@ -1,11 +1,6 @@
 """How the KV of a request gets here: by its prefill worker, out of a lower tier, from another sample, or computed here
 in chunks, until it can decode. Pure.
 
-    LOADING --what a tier has of it is here--> handoff, or LOCAL
-    handoff --every block and the first token are here--> READY
-    handoff --no use in trying again--> ASKING --another worker is named--> handoff
-    none is left --> LOCAL --last chunk--> READY
-
 From then on others may share its blocks, and those that waited for them begin
 (`decode_worker.scheduler.samples.forks`). Until a load has ended its blocks are written by the tier thread: they are
 RESERVED, and a request that has ended keeps them until then. What could not be loaded is had as if there were no tier.
@@ -17,8 +12,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS, HandoffResult, Handoffs, KVReceived, Unserved
-from decode_worker.scheduler.leaving.orphans import NOBODY
-from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
+from decode_worker.scheduler.request import NO_PREFILL, NOBODY, Request, RequestState
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager

@@ -11,6 +11,8 @@ from engine.types import Incarnation, RequestRecord
 
 NO_PREFILL = PeerAddress("", "")
 """Stands for a prefill worker where this worker prefills by itself."""
+NOBODY = 0
+"""The `link` of an orphan; streams are numbered from 1."""
 NO_ROUTER = Incarnation(0)
 """A router that has not said who it is."""
 
@@ -144,7 +146,7 @@ class Request:
     """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""
 
     link: int
-    """Its router's stream; 0: it is an orphan."""
+    """Its router's stream, or `NOBODY`."""
     record: RequestRecord
     placement: int
     tokens: list[int]

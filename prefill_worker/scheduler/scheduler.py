@@ -101,19 +101,14 @@ class PrefillScheduler:
 
     def tick(self, now: float) -> list[Command]:
         """Give up jobs whose time is over."""
-        commands: list[Command] = []
-        for job in list(self.line):
-            if now >= job.deadline:
-                commands += self.source.fail(job.handoff, "DEADLINE_EXCEEDED", "the request's time is over")
-        return commands
+        why, late = "the request's time is over", [job for job in self.line if now >= job.deadline]
+        return [command for job in late for command in self.source.fail(job.handoff, "DEADLINE_EXCEEDED", why)]
 
     def _leave(self) -> list[Command]:
         """Give up what has not begun: another worker does it sooner."""
         self.leaving = True
-        commands: list[Command] = []
-        for job in list(self.line.waiting):
-            commands += self.source.fail(job.handoff, "UNAVAILABLE", GIVEN_UP)
-        return commands
+        waiting = list(self.line.waiting)
+        return [command for job in waiting for command in self.source.fail(job.handoff, "UNAVAILABLE", GIVEN_UP)]
 
     # what the source asks for
 

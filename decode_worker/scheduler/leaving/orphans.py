@@ -10,12 +10,10 @@ have heard; it refuses what it knows.
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from decode_worker.scheduler.request import NO_ROUTER, Request
+from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
 from engine.messages import Ended, Orphan
 from engine.types import Incarnation, RequestId
 
-NOBODY = 0
-"""The `link` of an orphan; streams are numbered from 1."""
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
@@ -79,6 +77,8 @@ class Orphans:
         """Make the request an orphan: its router is gone."""
         request.link = NOBODY
         request.owner.orphan_until = now + self._keep_s
+        # Who asked for it is gone: were it to depart, its next router would never be told of it.
+        request.yielding = False
 
     def remember(self, request: Request, ended: Ended, tokens: list[int], now: float) -> None:
         """Keep what a later router is to be told of a request that has ended with these output tokens."""
