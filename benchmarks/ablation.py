@@ -37,7 +37,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.model.prepared.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
-from prefill_worker.config import PrefillConfig
+from worker.config import PrefillConfig
 
 ALL_ON = "nothing"
 OFF = ("paging", "batching", "prefix cache", "queue order", "delta")

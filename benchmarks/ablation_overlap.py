@@ -20,7 +20,7 @@ from benchmarks.bed import Bed, random_prompt, transfer_config
 from benchmarks.counting import FACTORIES, counting_prefill_worker
 from engine.config import EngineConfig
 from engine.model.prepared.cache import prepare
-from prefill_worker.scheduler.job import Job
+from prefill_worker.scheduler.order import Job
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Command
 from worker.worker import Worker

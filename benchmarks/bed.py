@@ -15,14 +15,13 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.spec import LaunchError
 from cluster.processes.supervisor import RestartConfig
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.types import SamplingParams
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
 from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 RESTARTS = 10_000
 REPLACED_S = 60.0

@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from benchmarks import figures, output
 from benchmarks.bed import random_prompt
 from benchmarks.offline import record
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, RequestState
 from engine.config import EngineConfig, TierConfig
 from engine.device import EngineDevice, open_device
@@ -29,6 +28,7 @@ from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.model.prepared.cache import prepare
 from engine.storage.tiers.opening import Tiering, open_tiers
 from fakes.colocated import Colocated
+from worker.config import DecodeConfig
 
 Make = Callable[[int], EngineDevice]
 ANSWER = 8
@@ -92,7 +92,7 @@ class SchedulerPair:
             self._until(lambda: answer.ended is not None)
         while both.turn():
             pass
-        return Turn(out_s, back_s, both.decode.take_resumed()[-1].way)
+        return Turn(out_s, back_s, both.decode.swapping.resumed[-1].way)
 
     def _copy_out(self) -> None:
         """Copy the blocks out as the engine and its tier thread do, but without the request's coming back at once."""

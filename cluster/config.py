@@ -13,12 +13,11 @@ import msgspec
 from cluster.processes.placement import RayConfig
 from cluster.processes.processors import usable_cores
 from cluster.processes.supervisor import RestartConfig
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from telemetry.tracing import TracingConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

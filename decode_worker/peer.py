@@ -8,31 +8,19 @@ answers in `prefill_worker/role.py`.
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
 from engine.kv.layout import KVLayout
-from engine.messages import (
-    Handoff,
-    Hello,
-    PeerAddress,
-    Record,
-    Stop,
-    decode_from_prefill_frame,
-    encode,
-)
+from engine.messages import Handoff, Hello, PeerAddress, Record, Stop, decode_from_prefill_frame, encode
 from engine.types import Incarnation
 from transfer.handoff.commands import Connect
-from transfer.handoff.negotiation import (
-    Agreement,
-    NegotiationError,
-    check_whole,
-    narrow_bytes,
-    negotiate,
-)
-from worker.rpc import InboxStream, RpcLoop, Send
+from transfer.handoff.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
+from worker.rpc import InboxStream, Put, RpcLoop, Send, records_of
 from worker.streams import READ
 
 log = logging.getLogger(__name__)
@@ -50,42 +38,29 @@ successor is opened there."""
 class PeerStream(InboxStream):
     """One stream to one worker to read from; `incarnation` is known once its hello has come."""
 
-    def __init__(
-        self,
-        address: PeerAddress,
-        send: Send,
-        put: Callable[[object], None],
-        number: int,
-        claimed: list[Handoff],
-    ) -> None:
+    incarnation: Incarnation | None = None
+
+    def __init__(self, address: PeerAddress, send: Send, put: Put, number: int, claimed: list[Handoff]) -> None:
         super().__init__(send, put)
-        self.address = address
-        self.number = number
-        self.claimed = claimed
-        self.incarnation: Incarnation | None = None
+        self.address, self.number, self.claimed = address, number, claimed
 
 
+@dataclass(eq=False, repr=False)
 class Peers:
-    """All streams to workers to read from. Owner: the engine thread."""
+    """Mutable state: all streams to workers to read from, those that are being opened, and those that were lost. Owner:
+    the engine thread."""
 
-    def __init__(
-        self,
-        rpc: RpcLoop,
-        hello: Hello,
-        put: Callable[[object], None],
-        reach: Callable[[Connect], None],
-        unfinished: Callable[[], list[Handoff]],
-    ) -> None:
-        self._rpc = rpc
-        self._hello = hello
-        self._put = put
-        self._reach = reach
-        self._unfinished = unfinished
-        self._streams: dict[Incarnation, PeerStream] = {}
-        self._opening: dict[PeerAddress, int] = {}
-        self._lost: dict[PeerAddress, int] = {}
-        self._numbers = itertools.count(1)
-        self._redialled_at = 0.0
+    rpc: RpcLoop
+    hello: Hello
+    put: Put
+    reach: Callable[[Connect], None]
+    unfinished: Callable[[], list[Handoff]]
+    _streams: dict[Incarnation, PeerStream] = field(default_factory=dict)
+    _opening: dict[PeerAddress, int] = field(default_factory=dict)
+    _lost: dict[PeerAddress, int] = field(default_factory=dict)
+    """How often each has been dialled again."""
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _redialled_at: float = 0.0
 
     def connect(self, address: PeerAddress) -> None:
         """Open a stream, unless one is open or being opened. Its outcome comes as an item: a frame, or its end. The
@@ -93,29 +68,24 @@ class Peers:
         if address in self._opening or any(s.address == address for s in self._streams.values()):
             return
         number = self._opening[address] = next(self._numbers)
-        claimed = self._unfinished()
-        hello = msgspec.structs.replace(self._hello, stream=number, unfinished=claimed)
+        claimed = self.unfinished()
+        hello = msgspec.structs.replace(self.hello, stream=number, unfinished=claimed)
 
         def accept(send: Send) -> PeerStream:
             send(encode([hello]))
-            return PeerStream(address, send, self._put, number, claimed)
+            return PeerStream(address, send, self.put, number, claimed)
 
-        self._rpc.connect(address.address, READ, accept)
+        self.rpc.connect(address.address, READ, accept)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
-        """To a peer that is gone nothing is sent: its loss is on its way to the scheduler."""
+        """Send nothing to a peer that is gone: its loss is on its way to the scheduler."""
         stream = self._streams.get(peer)
         if stream is not None:
             stream.send(encode(records))
 
     def frame(self, stream: PeerStream, data: bytes, hear: Hear) -> None:
         """Tell `hear` what a frame means to the scheduler."""
-        try:
-            records = decode_from_prefill_frame(data)
-        except msgspec.MsgspecError as error:
-            log.error("%s: a frame is not of this protocol, and is dropped: %s", stream.address, error)
-            return
-        for record in records:
+        for record in records_of(data, decode_from_prefill_frame, stream.address.name):
             if isinstance(record, Hello):
                 self._welcome(stream, record, hear)
             elif stream.incarnation is None:
@@ -129,7 +99,7 @@ class Peers:
             log.error("worker %s says hello twice: dropped", stream.address.name)
             return
         try:
-            agreement = fit(self._hello, hello)
+            agreement = fit(self.hello, hello)
         except NegotiationError as error:
             log.error("worker %s is refused: %s", stream.address.name, error)
             stream.send(None)
@@ -144,18 +114,18 @@ class Peers:
         self._lost.pop(stream.address, None)
         self._streams[stream.incarnation] = stream
         endpoint = hello.endpoints[0]
-        self._reach(Connect(stream.incarnation, endpoint, agreement))
+        self.reach(Connect(stream.incarnation, endpoint, agreement))
         # What ended between our hello and the answer could not be told; it is claimed no longer.
-        ended = set(stream.claimed) - set(self._unfinished())
+        ended = set(stream.claimed) - set(self.unfinished())
         if ended:
             stream.send(encode([Stop(handoff) for handoff in sorted(ended)]))
-        mine = msgspec.convert(self._hello.layout, KVLayout)
+        mine = msgspec.convert(self.hello.layout, KVLayout)
         nbytes = narrow_bytes(mine, agreement, endpoint.transport)
         size = agreement.layout.block_size
         hear(PeerUp(stream.incarnation, stream.address, endpoint.transport, size, nbytes))
 
     def _has_opened(self, stream: PeerStream) -> bool:
-        """Was it being opened until now? The end of an older stream must not be taken for that of one that is."""
+        """Say if it was being opened until now. The end of an older stream must not be taken for this one's."""
         if self._opening.get(stream.address) != stream.number:
             return False
         del self._opening[stream.address]
@@ -190,7 +160,7 @@ class Peers:
             stream.send(None)
 
     def drop(self, peer: Incarnation, why: str, hear: Hear) -> None:
-        """Its memory cannot be reached (any more): as good as gone. The next placement that names it dials anew, and
+        """Give up a peer whose memory cannot be reached (any more). The next placement that names it dials anew, and
         the hellos then make a new way to its memory on both ends."""
         stream = self._streams.pop(peer, None)
         if stream is not None:
@@ -200,7 +170,7 @@ class Peers:
 
 
 def fit(mine: Hello, theirs: Hello) -> Agreement:
-    """How blocks come from another worker to this one. Raises NegotiationError if they cannot."""
+    """Return how blocks come from another worker to this one. Raises NegotiationError if they cannot."""
     agreement = negotiate(mine, theirs)
     check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:

@@ -3,13 +3,11 @@
 One frame per engine step and router carries every request's new tokens.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from decode_worker.config import DecodeConfig
 from decode_worker.journal import DecodeJournal
 from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
@@ -22,22 +20,17 @@ from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics
 from transfer.handoff.commands import Emit, Received, Unreachable
 from transfer.handoff.receiver import KVReceiver
+from worker.config import DecodeConfig
 from worker.opening import Parts
-from worker.rpc import FrameIn, StreamEnded
+from worker.rpc import FrameIn, StreamEnded, records_of
 from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
-
-log = logging.getLogger(__name__)
 
 RoleEvent = FromRouter | RouterLost | PeerEvent | Received
 
 
 def open_decode_worker(
-    name: str,
-    config: DecodeConfig,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    progress: Progress | None = None,
+    name: str, config: DecodeConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
 ) -> Worker[RoleEvent]:
     return open_worker("decode", name, config, host, port, partial(DecodeRole, config), progress)
 
@@ -63,13 +56,8 @@ class DecodeRole:
         self.source = self.scheduler.departures.source
         self.growth_tokens = self.scheduler.admission.growth_tokens
         self._routers = parts.routers
-        self._peers = Peers(
-            parts.rpc,
-            parts.hello,
-            parts.inbox.put,
-            parts.mover.submit,
-            lambda: self.scheduler.receiver.unfinished,
-        )
+        receiver = self.scheduler.receiver
+        self._peers = Peers(parts.rpc, parts.hello, parts.inbox.put, parts.mover.submit, lambda: receiver.unfinished)
         self._block_bytes = device.layout.block_bytes
         self._metrics = parts.metrics
         self._swap_metrics = SwapMetrics(parts.metrics.families, self._block_bytes)
@@ -79,7 +67,8 @@ class DecodeRole:
     def hear(self, item: object, tell: Callable[[RoleEvent], None]) -> None:
         match item:
             case FrameIn(RouterStream(link=link), data):
-                self._router_frame(link, data, tell)
+                for record in records_of(data, decode_router_frame, f"router stream {link}"):
+                    tell(FromRouter(link, record))
             case StreamEnded(RouterStream(link=link)):
                 tell(RouterLost(link))
             case FrameIn(PeerStream() as peer, data):
@@ -93,17 +82,8 @@ class DecodeRole:
             case _:
                 raise TypeError(f"not an item: {item!r}")
 
-    def _router_frame(self, link: int, data: bytes, tell: Callable[[RoleEvent], None]) -> None:
-        try:
-            records = decode_router_frame(data)
-        except msgspec.MsgspecError as error:
-            log.error("a frame is not of this protocol, and is dropped: %s", error)
-            return
-        for record in records:
-            tell(FromRouter(link, record))
-
     def carry_out(self, commands: Sequence[object]) -> bool:
-        """One frame per router and per peer. Who ends a request has room for another: the routers should know."""
+        """Send one frame per router and per peer. Where a request has ended there is room: routers should know."""
         to_routers: dict[int, list[Record]] = {}
         to_peers: dict[Incarnation, list[Record]] = {}
         ended = False
@@ -130,22 +110,21 @@ class DecodeRole:
         if plan is not None:
             self._s_per_step = mean(self._s_per_step, seconds)
         self._peers.redial(now)
-        scheduler, metrics, batch = self.scheduler, self._metrics, self.scheduler.batch
-        if batch.generated_tokens:
-            metrics.generated(batch.generated_tokens)
-            batch.generated_tokens = 0
-        if batch.prefilled_tokens or batch.recomputed_tokens:
-            computed, again = batch.prefilled_tokens, batch.recomputed_tokens
-            metrics.prompt_tokens(computed=computed, prefix_hit=0, recomputed=again)
-            batch.prefilled_tokens = batch.recomputed_tokens = 0
-        for back in scheduler.take_resumed():
+        scheduler, metrics = self.scheduler, self._metrics
+        batch, handoffs = scheduler.batch, scheduler.prefills.handoffs
+        metrics.generated(batch.generated_tokens)
+        metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=0, recomputed=batch.recomputed_tokens)
+        batch.generated_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
+        for back in scheduler.swapping.resumed:
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
-        for one in scheduler.take_migrated():
+        scheduler.swapping.resumed.clear()
+        for one in handoffs.migrated:
             nbytes = one.blocks * (one.block_bytes or self._block_bytes)
             metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks
                 self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
+        handoffs.migrated.clear()
 
     def load(self, load: Load, now: float) -> Load:
         scheduler, metrics, prefills = self.scheduler, self._metrics, self.scheduler.prefills
@@ -156,10 +135,7 @@ class DecodeRole:
         metrics.orphans_expired(scheduler.endings.orphans.expired)
         for dropped in (scheduler.receiver.dropped, prefills.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)
-        s_per_block = dict(self._s_per_block)
-        return msgspec.structs.replace(
-            load, s_per_token=self._s_per_step, s_per_block=s_per_block
-        )
+        return msgspec.structs.replace(load, s_per_token=self._s_per_step, s_per_block=dict(self._s_per_block))
 
     def close(self) -> None:
         self._peers.close()

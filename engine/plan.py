@@ -5,7 +5,8 @@ import math
 from collections.abc import Sequence
 
 from engine.messages import Fault
-from engine.types import BeamParams, FieldError, FinishReason, RequestRecord, TooLongError
+from engine.step import Row
+from engine.types import BeamParams, BlockId, FieldError, FinishReason, RequestRecord, TooLongError
 
 STAGES = (
     "admit",
@@ -122,6 +123,20 @@ def banned_tokens(
     if output_tokens >= record.min_tokens:
         return ()
     return tuple(sorted(end_tokens(record, stop_ids)))
+
+
+def row_of(
+    record: RequestRecord,
+    tokens: Sequence[int],
+    start: int,
+    end: int,
+    blocks: Sequence[BlockId],
+    stop_ids: frozenset[int],
+    candidates: int = 0,
+) -> Row:
+    """A sequence's part of a step, which draws where it computes the last of `tokens`, prompt and output so far."""
+    banned = banned_tokens(record, len(tokens) - record.prompt_tokens, stop_ids)
+    return Row(record.request, record, tokens, start, end, blocks, end == len(tokens), banned, candidates)
 
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:

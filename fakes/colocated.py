@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler import events as decode_events
 from decode_worker.scheduler.events import ConnectPeer, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
@@ -26,7 +25,6 @@ from engine.messages import (
 )
 from engine.storage.tiers.opening import Tiering
 from engine.types import Incarnation, RequestId, RequestRecord
-from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import (
     Connect,
@@ -41,6 +39,7 @@ from transfer.handoff.negotiation import Agreement
 from transfer.handoff.receiver import KVReceiver
 from transfer.host.loopback import LoopbackHub, LoopbackTransport
 from transfer.mover import Mover
+from worker.config import DecodeConfig, PrefillConfig
 
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 ADDRESS = PeerAddress("prefill-0", "loopback")

@@ -11,10 +11,10 @@ from engine.measure import mean
 from engine.messages import Load
 from engine.model.config import Progress
 from engine.step import StepPlan
-from prefill_worker.config import PrefillConfig
 from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Unreachable
+from worker.config import PrefillConfig
 from worker.opening import Parts
 from worker.rpc import FrameIn, StreamEnded
 from worker.streams import RouterStream
@@ -24,11 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_prefill_worker(
-    name: str,
-    config: PrefillConfig,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    progress: Progress | None = None,
+    name: str, config: PrefillConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
 ) -> Worker[Never]:
     return open_worker("prefill", name, config, host, port, partial(PrefillRole, config), progress)
 
@@ -74,10 +70,8 @@ class PrefillRole:
             self._s_per_token = mean(self._s_per_token, seconds / max(1, tokens))
 
     def load(self, load: Load, now: float) -> Load:
-        waiting_tokens = self.scheduler.backlog_tokens
-        return msgspec.structs.replace(
-            load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token
-        )
+        waiting_tokens = self.scheduler.line.backlog_tokens
+        return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token)
 
     def close(self) -> None:
         """It has no streams of its own."""

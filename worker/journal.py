@@ -25,6 +25,7 @@ class WorkerJournal(ABC, Generic[K, T]):
 
     def __init__(self, worker: str) -> None:
         self.recorder = FlightRecorder(worker)
+        self._note = self.recorder.note
         self._worker = worker
         self._tracing = tracing.current()
         self._traces: dict[K, T] = {}

@@ -4,12 +4,11 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
 from engine.backends.gpu.device_memory import device_memory
-from engine.config import EngineConfig, StepLimits, TierConfig
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox
@@ -24,24 +23,9 @@ from transfer.config import TransferConfig
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
+from worker.config import WorkerConfig
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
-
-
-class WorkerConfig(Protocol):
-    """What a worker of either role is told."""
-
-    @property
-    def engine(self) -> EngineConfig: ...
-
-    @property
-    def tiers(self) -> TierConfig: ...
-
-    @property
-    def transfer(self) -> TransferConfig: ...
-
-    @property
-    def step_limits(self) -> StepLimits: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +64,7 @@ def open_parts(
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
-    device = open_device(
-        config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes
-    )
+    device = open_device(config.engine, config.step_limits, config.tiers.host_bytes, progress, transfer.device_bytes)
     closing.callback(device.kv.close)
     tiering = open_tiers(config.tiers, device, name, inbox.put)
     if tiering is not None:
@@ -102,12 +84,7 @@ def open_parts(
         memory=msgspec.structs.asdict(device.memory),
     )
     nccl = cast("Nccl | None", transports.get("nccl"))
-    GpuMetrics(
-        metrics.families,
-        partial(device_memory, device.kv.device),
-        nccl,
-        lambda: device.compilations.counts,
-    )
+    GpuMetrics(metrics.families, partial(device_memory, device.kv.device), nccl, lambda: device.compilations.counts)
 
     rpc = RpcLoop(f"{name}-rpc")
     closing.callback(rpc.stop, 0.0)

@@ -38,13 +38,13 @@ class Role(Protocol[E]):
         TypeError for an item that is not this role's."""
 
     def carry_out(self, commands: Sequence[object]) -> bool:
-        """Do what the scheduler asks of this role alone. True: the routers should have a report soon."""
+        """Do what the scheduler asks of this role alone. Return True where the routers should have a report soon."""
 
     def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
-        """A turn of the engine is over, in which this step ran, if any did."""
+        """Measure a turn of the engine that is over, in which this step ran, if any did."""
 
     def load(self, load: Load, now: float) -> Load:
-        """Tell the metrics what only this role counts; the report with what only this role measures."""
+        """Tell the metrics what only this role counts. Return the report with what only this role measures."""
 
     def close(self) -> None:
         """End every stream of this role, behind what was said on it."""

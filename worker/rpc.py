@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -19,6 +19,8 @@ import msgspec
 from engine.types import host_port
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS = (
@@ -45,6 +47,8 @@ SERVER_OPTIONS = (
 Send = Callable[[bytes | None], None]
 """Queue one frame for the other end; None ends the stream. May be called from any thread; after the end it does
 nothing."""
+Put = Callable[[object], None]
+"""Fill an engine's inbox, from any thread."""
 
 
 class Session(Protocol):
@@ -62,7 +66,7 @@ Accept = Callable[[Send], Session]
 class InboxStream:
     """A session whose frames, and whose end, become items of the engine's inbox. Identity is by object."""
 
-    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
+    def __init__(self, send: Send, put: Put) -> None:
         self.send = send
         self._put = put
 
@@ -87,8 +91,17 @@ class StreamEnded(msgspec.Struct, frozen=True):
     why: str
 
 
+def records_of(data: bytes, decode: Callable[[bytes], list[R]], whose: str) -> list[R]:
+    """Return the records of a frame; none of one that is not of this protocol, which is logged."""
+    try:
+        return decode(data)
+    except msgspec.MsgspecError as error:
+        log.error("%s: a frame is not of this protocol, and is dropped: %s", whose, error)
+        return []
+
+
 def dialable(host: str) -> str:
-    """A host that peers can be told. Raises ValueError for a wildcard: it says where to listen, not where to dial."""
+    """Return `host`, if peers can dial it. Raises ValueError for a wildcard: it says where to listen only."""
     if host in ("", "0.0.0.0", "::"):
         raise ValueError(f"worker host {host!r}: name an address that the other workers can dial")
     return host
@@ -120,7 +133,7 @@ class _Outbox:
 
 
 async def _feed(stream: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
-    """Until the outbox or the stream ends; who reads the stream reports how."""
+    """Write until the outbox or the stream ends; who reads the stream reports how."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for data in outbox:
             await stream.write(data)

@@ -10,39 +10,30 @@ the inbox that `worker/worker.py` empties.
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.messages import Hello, Record, decode_to_prefill_frame, encode
 from engine.types import Incarnation
-from transfer.handoff.commands import (
-    Connect,
-    FromReader,
-    ReaderDead,
-    ReaderEvent,
-    ReaderLost,
-    ReaderUp,
-)
+from transfer.handoff.commands import Connect, FromReader, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
 from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
 from transfer.transport import Transport
-from worker.rpc import Accept, InboxStream, Send
+from worker.rpc import Accept, InboxStream, Put, Send, records_of
 
 log = logging.getLogger(__name__)
 
 READ = "/headrace.v1.KVSource/Attach"
-ATTACH = {
-    "prefill": "/headrace.v1.PrefillWorker/Attach",
-    "decode": "/headrace.v1.DecodeWorker/Attach",
-}
+ATTACH = {"prefill": "/headrace.v1.PrefillWorker/Attach", "decode": "/headrace.v1.DecodeWorker/Attach"}
 """For routers. By role, so that one that dials the address of an earlier worker finds nobody."""
 
 
 class RouterStream(InboxStream):
     """One stream; `link` is the number by which a scheduler knows it. It is itself an item: that it is open."""
 
-    def __init__(self, link: int, send: Send, put: Callable[[object], None]) -> None:
+    def __init__(self, link: int, send: Send, put: Put) -> None:
         super().__init__(send, put)
         self.link = link
 
@@ -50,14 +41,12 @@ class RouterStream(InboxStream):
 class ReaderStream(InboxStream):
     """One stream. `peer` and `number` are known once its hello has come."""
 
-    def __init__(self, send: Send, put: Callable[[object], None]) -> None:
-        super().__init__(send, put)
-        self.peer: Incarnation | None = None
-        self.number = 0
+    peer: Incarnation | None = None
+    number = 0
 
 
-def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
-    """What a worker of this role serves, by path; `put` fills its inbox."""
+def methods(role: str, put: Put) -> dict[str, Accept]:
+    """Return what a worker of this role serves, by path."""
     links = itertools.count(1)
 
     def attach(send: Send) -> RouterStream:
@@ -68,27 +57,21 @@ def methods(role: str, put: Callable[[object], None]) -> dict[str, Accept]:
     return {ATTACH[role]: attach, READ: lambda send: ReaderStream(send, put)}
 
 
+@dataclass(eq=False, repr=False)
 class Readers:
-    """All streams of readers. Owner: the engine thread."""
+    """Mutable state: the streams of readers by life, and the processes behind living and lost ones, as far as this host
+    knows them. Owner: the engine thread."""
 
-    # Mutable state: the streams by life, and the processes behind living and lost ones, as far as this host knows them.
-
-    def __init__(
-        self,
-        hello: Hello,
-        transports: Mapping[str, Transport],
-        submit: Callable[[Connect], None],
-    ) -> None:
-        """`hello` is this worker's own, whose endpoints are filled in by who asks."""
-        self._hello = hello
-        self._transports = transports
-        self._submit = submit
-        self._streams: dict[Incarnation, ReaderStream] = {}
-        self._watches: dict[Incarnation, ProcessWatch] = {}
-        self._lost: dict[Incarnation, ProcessWatch] = {}
+    hello: Hello
+    """This worker's own, whose endpoints are filled in by who asks."""
+    transports: Mapping[str, Transport]
+    submit: Callable[[Connect], None]
+    _streams: dict[Incarnation, ReaderStream] = field(default_factory=dict)
+    _watches: dict[Incarnation, ProcessWatch] = field(default_factory=dict)
+    _lost: dict[Incarnation, ProcessWatch] = field(default_factory=dict)
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
-        """To a reader that is gone nothing is sent: its loss is known, or on its way to the scheduler."""
+        """Send nothing to a reader that is gone: its loss is known, or on its way to the scheduler."""
         stream = self._streams.get(peer)
         if stream is not None:
             stream.send(encode(records))
@@ -96,12 +79,7 @@ class Readers:
     def frame(self, stream: ReaderStream, data: bytes, hear: Callable[[ReaderEvent], None]) -> None:
         """Tell `hear` what a frame means to the scheduler. Each event has been acted on when `hear` returns: a lost
         stream is closed in the transfer thread before its successor is opened there."""
-        try:
-            records = decode_to_prefill_frame(data)
-        except msgspec.MsgspecError as error:
-            log.error("a frame is not of this protocol, and is dropped: %s", error)
-            return
-        for record in records:
+        for record in records_of(data, decode_to_prefill_frame, "a reader"):
             if isinstance(record, Hello):
                 self._welcome(stream, record, hear)
             elif stream.peer is None or self._streams.get(stream.peer) is not stream:
@@ -111,14 +89,14 @@ class Readers:
 
     def _welcome(self, stream: ReaderStream, hello: Hello, hear: Callable[[ReaderEvent], None]) -> None:
         """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""
-        peer, host = hello.info.incarnation, self._hello.info.host
+        peer, host = hello.info.incarnation, self.hello.info.host
         known = self._streams.get(peer)
         if known is not None and known.number > hello.stream:
             stream.send(None)
             return
-        name = choose(self._transports, host, hello.info.host)
-        transport = self._transports[name]
-        answer = msgspec.structs.replace(self._hello, endpoints=[transport.describe()])
+        name = choose(self.transports, host, hello.info.host)
+        transport = self.transports[name]
+        answer = msgspec.structs.replace(self.hello, endpoints=[transport.describe()])
         try:
             agreement = negotiate(answer, hello)
         except NegotiationError as error:
@@ -133,7 +111,7 @@ class Readers:
         self._streams[peer] = stream
         for endpoint in hello.endpoints:
             if endpoint.transport == name:
-                self._submit(Connect(peer, endpoint, agreement))
+                self.submit(Connect(peer, endpoint, agreement))
         if hello.info.host == host:
             self._watches[peer] = ProcessWatch(hello.info.pid)
         self._lost.pop(peer, None)
@@ -152,7 +130,7 @@ class Readers:
         hear(ReaderLost(peer))
 
     def deaths(self) -> list[ReaderDead]:
-        """Lost readers whose processes have ended since the last look."""
+        """Return the lost readers whose processes have ended since the last look."""
         if not self._lost:
             return []
         dead = [peer for peer, watch in self._lost.items() if watch.is_dead()]

@@ -15,34 +15,16 @@ import msgspec
 
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
-from engine.messages import (
-    FirstToken,
-    Handoff,
-    Load,
-    Offer,
-    PrefillFailed,
-    Record,
-    WorkerInfo,
-    encode,
-)
+from engine.messages import FirstToken, Handoff, Load, Offer, PrefillFailed, Record, WorkerInfo, encode
 from engine.model.config import Progress
 from engine.types import Incarnation
 from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
-from transfer.handoff.commands import (
-    Emit,
-    Leave,
-    MoverCommand,
-    MoverDied,
-    Posted,
-    PostRecv,
-    PostSend,
-    Received,
-    Sent,
-)
+from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
 from transfer.watchdog import Watchdog
-from worker.opening import Parts, WorkerConfig, open_parts
+from worker.config import WorkerConfig
+from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent
 from worker.rpc import FrameIn, StreamEnded
 from worker.streams import ReaderStream, RouterStream
@@ -65,8 +47,8 @@ def open_worker(
     make_role: Callable[[Parts], Role[E]],
     progress: Progress | None = None,
 ) -> "Worker[E]":
-    """A worker that serves once it is started. `progress` hears of weights that are loaded, in bytes. Raises what
-    `open_parts` raises."""
+    """Return a worker that serves once it is started. `progress` hears of weights that are loaded, in bytes. Raises
+    what `open_parts` raises."""
     with ExitStack() as closing:
         parts = open_parts(role, name, config, host, port, closing, progress)
         return Worker(parts, make_role(parts), closing.pop_all())
@@ -102,7 +84,7 @@ class Worker(Generic[E]):
         self._leave_by: float | None = None
 
     def start(self) -> WorkerInfo:
-        """Serve. What is compiled from now on, some request waits for."""
+        """Serve. A request waits for whatever is compiled from now on."""
         self.parts.device.compilations.serve()
         if self.parts.tier_mover is not None:
             self.parts.tier_mover.start()
@@ -120,7 +102,7 @@ class Worker(Generic[E]):
         return self._leave_by is not None
 
     def flights(self, request: str) -> list[Flight]:
-        """What is remembered of a request, or of the latest ones. From any thread."""
+        """Return what is remembered of a request, or of the latest ones. From any thread."""
         return self._role.journal.recorder.told(request)
 
     def wait(self) -> None:
@@ -166,7 +148,7 @@ class Worker(Generic[E]):
         return plan is not None
 
     def _look_at_threads(self, now: float) -> None:
-        """A transfer thread that is stuck ends the worker; one that is stuck in the disk costs the disk tier."""
+        """End the worker where its transfer thread is stuck; give the disk tier up where that one's is."""
         if self._watchdog.is_stuck(self.parts.mover.beat, now):
             raise RuntimeError(f"the transfer thread is stuck in one call: {self._watchdog!r}")
         tier_mover = self.parts.tier_mover
@@ -174,7 +156,7 @@ class Worker(Generic[E]):
             tier_mover.abandon(beat, f"no call has come back: {self._tier_watchdog!r}")
 
     def _end(self) -> None:
-        """Left: what was said is still delivered, then every stream ends."""
+        """End every stream, behind what was said on it: the worker has left."""
         log.info("%s has left: %r", self.name, self.scheduler)
         self.parts.readers.close()
         self._role.close()
@@ -246,7 +228,7 @@ class Worker(Generic[E]):
             router.send(load)
 
     def _load(self, evicted: list[bytes], now: float) -> Load:
-        """How the worker stands, with these blocks evicted since the last report; the metrics are told all there is."""
+        """Return how the worker stands, with the blocks evicted since the last report; tell the metrics all of it."""
         scheduler, source, kv = self.scheduler, self._role.source, self.parts.kv
         mover, metrics, counts = self.parts.mover, self.parts.metrics, kv.pool.counts()
         metrics.blocks(counts)
@@ -254,9 +236,7 @@ class Worker(Generic[E]):
         metrics.evicted(len(evicted))
         metrics.load(scheduler.waiting_requests, scheduler.running_requests, mover.outstanding)
         metrics.handoffs_dropped("sender", source.sender.dropped)
-        metrics.transferred(
-            mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes
-        )
+        metrics.transferred(mover.digests.made, mover.digests.verified, mover.digests.mismatched, mover.scrapped_bytes)
         for since in source.take_quarantined():
             metrics.quarantined(now - since)
         if self._tier_metrics is not None and kv.tiers is not None:

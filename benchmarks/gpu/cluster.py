@@ -17,13 +17,12 @@ from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.judge import Judge
 from benchmarks.gpu.random_model import save_checkpoint
 from benchmarks.gpu.workers import running
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.messages import Load
 from engine.model.config import ModelError
 from engine.model.prepared.cache import prepare
-from prefill_worker.config import PrefillConfig
 from transfer.config import NcclConfig, TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 SMALL = {
     "num_hidden_layers": 32,

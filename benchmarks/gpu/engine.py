@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.gpu.card import Card, Line, copy_rate
 from benchmarks.gpu.random_model import random_llama, read_bytes
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Command, Event, FromRouter, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.backends.gpu.attention import TritonAttention
@@ -29,6 +28,7 @@ from engine.step import Drawn, StepPlan
 from engine.storage.paged import KVTensors
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
 from transfer.handoff.receiver import KVReceiver
+from worker.config import DecodeConfig
 
 BLOCK = 64
 PROMPT, ANSWER = 1408, 512

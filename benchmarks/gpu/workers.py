@@ -14,7 +14,6 @@ import msgspec
 
 from cluster.processes.process_launcher import ProcessLauncher
 from cluster.processes.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
-from decode_worker.config import DecodeConfig
 from engine.messages import (
     Ended,
     Load,
@@ -30,7 +29,7 @@ from engine.messages import (
     encode,
 )
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
-from prefill_worker.config import PrefillConfig
+from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import RpcLoop, Send
 from worker.streams import ATTACH
 

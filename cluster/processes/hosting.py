@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 
 from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource
-from decode_worker.config import DecodeConfig
 from engine.messages import PeerAddress
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
 from transfer.allocator import is_exported, without_handles
 from transfer.liveness import host_id
+from worker.config import DecodeConfig, PrefillConfig
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 

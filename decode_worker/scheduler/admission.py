@@ -6,28 +6,23 @@ where the pool is exhausted, somebody is preempted (`decode_worker.scheduler.pre
 promise covers `max_tokens`, and only a search's further hypotheses are ever in want.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Result, Tell
 from decode_worker.scheduler.handoffs import MAX_ATTEMPTS
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import (
-    Ownership,
-    PrefillProgress,
-    Request,
-    RequestState,
-)
+from decode_worker.scheduler.request import Ownership, PrefillProgress, Request, RequestState
 from decode_worker.scheduler.samples.forks import shared_tokens
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import Accepted, Ended, Fault, Place, Refused, RequestStats
 from engine.plan import StageClock, refusal
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from worker.config import DecodeConfig
 
 
 @dataclass(eq=False, repr=False)
 class Admission:
-    """Mutable state: `accepted`. Who is taken joins `requests`, and begins in `prefills`. Owner: the scheduler."""
+    """Mutable state: `requests`, and `accepted`; who is taken begins in `prefills`. Owner: the scheduler."""
 
     name: str
     """This worker's."""
@@ -35,22 +30,26 @@ class Admission:
     kv: KVCacheManager
     vocab: int
     context_tokens: int
-    requests: dict[RequestId, Request]
-    """All that there are."""
     prefills: Prefills
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    """All that were taken, until they end or depart."""
     accepted: int = 0
-    """Requests that were taken."""
+    """How many were taken."""
+
+    def current(self, name: RequestId, placement: int) -> Request | None:
+        request = self.requests.get(name)
+        return None if request is None or request.placement != placement else request
 
     @property
     def growth_tokens(self) -> int:
-        """Room that a request is taken with beside that for its tokens."""
+        """Room that a request is given beside that for its tokens."""
         if self.config.preemption == "off":
             return self.context_tokens
         # A lost handoff may have named a token, which the next one's prompt includes: its room must be there.
         return max(self.config.growth_tokens, MAX_ATTEMPTS)
 
     def refusal(self, record: RequestRecord) -> Fault | None:
-        """Why `record` could never be taken, if so."""
+        """Return why `record` could never be taken, if so."""
         fault = refusal(record, self.vocab, self.context_tokens)
         if fault is not None:
             return fault
@@ -63,7 +62,7 @@ class Admission:
         return None
 
     def _most_blocks(self, record: RequestRecord) -> int:
-        """All that it may hold at one time: of hypotheses, what is the prompt's once, and the rest for each."""
+        """Return all that it may hold at one time; hypotheses hold the prompt's whole blocks once, the rest each."""
         total = self.kv.blocks_for(record.prompt_tokens + record.max_tokens)
         if record.beams is None:
             return total
@@ -71,17 +70,17 @@ class Admission:
         return shared + record.beams.width * (total - shared)
 
     def room_tokens(self, record: RequestRecord, tokens: int) -> int:
-        """How many tokens a request that has `tokens` is taken with room for."""
+        """Return for how many tokens a request that has `tokens` is given room."""
         return min(record.prompt_tokens + record.max_tokens, tokens + self.growth_tokens)
 
     def blocks(self, record: RequestRecord) -> int:
-        """As `room_tokens`, in blocks."""
+        """Return the same in blocks, for a new request."""
         return self.kv.blocks_for(self.room_tokens(record, len(record.tokens)))
 
     def acquire(
         self, record: RequestRecord, tokens: list[int], *, migrating: bool = True, spare: int = 0
     ) -> Lease | None:
-        """A lease for `tokens`, prompt and output so far, that leaves `spare` blocks to others; None without room."""
+        """Return a lease for `tokens`, prompt and output so far, that leaves others `spare` blocks, if there is one."""
         return self.kv.acquire(
             record.namespace,
             tokens,
@@ -93,24 +92,16 @@ class Admission:
         )
 
     def promise(self, record: RequestRecord, tokens: int, spare: int = 0) -> Lease | None:
-        """As `acquire`, for a request that is to share its prompt with another sample: room for what is its own."""
+        """The same for a request that is to share the prompt of another sample: room for what is its own."""
         return self.prefills.forks.promise(record, self.room_tokens(record, tokens), spare)
 
-    def place(
-        self, link: int, message: Place, router: Incarnation, barred: bool, now: float
-    ) -> list[Result]:
-        """A router, `router` on stream `link`, offers a request: take it, or say no. `barred`: others come first."""
+    def place(self, link: int, message: Place, router: Incarnation, barred: bool, now: float) -> list[Result]:
+        """Take the request that `router` offers on stream `link`, or say no. `barred`: others come first."""
         record, name = message.record, message.record.request
         fault = self.refusal(record)
         if fault is not None:
-            ended = Ended(
-                request=name,
-                placement=message.placement,
-                reason=FinishReason.REJECTED,
-                stats=RequestStats(decode_worker=self.name),
-                fault=fault,
-            )
-            return [Tell(link, ended)]
+            stats, why = RequestStats(decode_worker=self.name), FinishReason.REJECTED
+            return [Tell(link, Ended(request=name, placement=message.placement, reason=why, stats=stats, fault=fault))]
         parent = self._parent(message)
         lease = None if barred else self._lease(record, parent)
         if lease is None:
@@ -125,7 +116,6 @@ class Admission:
         return [accepted]
 
     def _parent(self, message: Place) -> Request | None:
-        """Whose fork it can be."""
         other = None if message.fork_of is None else self.requests.get(message.fork_of)
         if other is None or other.state is RequestState.PREEMPTED:
             return None
@@ -136,9 +126,7 @@ class Admission:
             return self.promise(record, len(record.tokens))
         return None if self.prefills.is_busy else self.acquire(record, record.tokens)
 
-    def _take(
-        self, link: int, message: Place, router: Incarnation, lease: Lease, now: float
-    ) -> Request:
+    def _take(self, link: int, message: Place, router: Incarnation, lease: Lease, now: float) -> Request:
         record, group = message.record, message.record.group
         self.accepted += 1
         older = [r.age[0] for r in self.requests.values() if group and r.record.group == group]

@@ -1,19 +1,18 @@
 """The requests that a decode worker computes for, and what its next step holds. Pure.
 
-    READY --room in the batch--> RUNNING        LOCAL: a prompt that is computed here, in chunks, beside the others
-
-A request without a block for its next token has no row in the step; it has one again when somebody has made room.
+A request that is ready runs when the batch has room; prompts are computed beside the others, in chunks. One without a
+block for its next token has no row in the step; it has one again when somebody has made room.
 """
 
 from collections.abc import Sequence
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager
-from engine.plan import banned_tokens, finish_reason, share_budget
+from engine.plan import finish_reason, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
 from engine.types import Beam, FinishReason
+from worker.config import DecodeConfig
 
 
 class Batch:
@@ -38,19 +37,21 @@ class Batch:
         self._steps = 0
 
     def add_ready(self, request: Request) -> None:
-        """All KV but the newest token's is here."""
+        """Let a request wait for a row: all of its KV but the newest token's is here."""
+        if request.state is RequestState.LOCAL:
+            self.local.remove(request)
         request.move(RequestState.READY)
         self.ready.append(request)
 
     def add_local(self, request: Request, now: float) -> None:
-        """What is missing of its KV is computed here; blocks for all of its tokens are in its lease."""
+        """Compute here what is missing of its KV; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
         request.move(RequestState.LOCAL)
         request.prefill.local_since, request.prefill.local_from = now, request.known
         self.local.append(request)
 
     def remove(self, request: Request) -> None:
-        """It has no row any more; a search ends."""
+        """Give it no row any more; its search ends."""
         for line in (self.ready, self.running, self.local):
             if request in line:
                 line.remove(request)
@@ -63,7 +64,7 @@ class Batch:
         return sum(short for _, short in wants)
 
     def fill(self, others: int, now: float) -> None:
-        """Requests that are ready run from now on, as far as a step has rows for them beside `others`."""
+        """Let requests that are ready run, as far as a step has rows for them beside `others`."""
         rows = others + sum(map(_rows, self.running))
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
@@ -72,7 +73,7 @@ class Batch:
             self.running.append(request)
 
     def plan(self, departing: Sequence[Request]) -> StepPlan | None:
-        """The next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
+        """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
         rows: list[Row] = []
         # In the first step after a fork, before its parent writes on in the block that they share.
         copies = [pair for request in self.local for pair in request.lease.copies]
@@ -83,7 +84,7 @@ class Batch:
             if request.record.beams is not None:
                 self.beams.prepare(request)
                 copies += self.beams.copies(request)
-                more = list(self.beams.rows(request))
+                more = self.beams.rows(request)
                 self._stepping += [request] * len(more)
                 rows += more
             else:
@@ -104,19 +105,11 @@ class Batch:
 
     def _row(self, request: Request, end: int) -> Row:
         self._stepping.append(request)
-        return Row(
-            request=request.record.request,
-            record=request.record,
-            tokens=request.tokens,
-            start=request.known,
-            end=end,
-            blocks=request.lease.blocks,
-            draw=end == len(request.tokens),
-            banned=banned_tokens(request.record, request.output_tokens, self.stop_ids),
-        )
+        record, tokens, start = request.record, request.tokens, request.known
+        return row_of(record, tokens, start, end, request.lease.blocks, self.stop_ids)
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
-        """The step has run: count what it computed. Returns what follows each row that draws, with its request."""
+        """Count what the step has computed. Return what follows each row that draws, with its request."""
         for request in self.local:
             self._kv.copied(request.lease)
         followed: list[tuple[Request, Drawn]] = []
@@ -134,13 +127,13 @@ class Batch:
         return followed
 
     def append(self, request: Request, token: int) -> FinishReason | None:
-        """The request's next token is known. Returns why it is the last one, if it is."""
+        """Add the request's next token. Return why it is the last one, if it is."""
         request.tokens.append(token)
         self.generated_tokens += 1
         return finish_reason(request.record, request.output_tokens, token, self.stop_ids)
 
     def search(self, request: Request, candidates: Candidates) -> list[Beam] | None:
-        """What may follow one hypothesis is known. Returns the answers, where that ends the search."""
+        """Go on with what may follow one hypothesis. Return the answers, where that ends the search."""
         self.generated_tokens += 1
         return self.beams.complete(request, candidates)
 
@@ -157,5 +150,5 @@ class Batch:
 
 
 def _rows(request: Request) -> int:
-    """How many rows of a step it may take."""
+    """Return how many rows of a step it may take."""
     return 1 if request.record.beams is None else request.record.beams.width

@@ -1,8 +1,7 @@
-"""How requests end, and whose they are while they last: told at once; their blocks follow. Pure.
+"""How requests end, and whose they are while they last: the router is told at once, their blocks follow. Pure.
 
-    any state --> ENDING until no copy of ours is under way --> gone: what it has computed is cached
-
-A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. What its client
+A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. It is gone, and
+what it has computed is cached, when no copy of ours is under way. What its client
 may come back for outlives its router: which requests are orphans, and what is remembered of ended ones, is the business
 of `decode_worker.scheduler.leaving.orphans`.
 """
@@ -14,26 +13,22 @@ from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Command, Freed, Result, Tell, Unservable
 from decode_worker.scheduler.leaving.departures import Departure, Departures
-from decode_worker.scheduler.leaving.orphans import NOBODY, Orphans, orphan
+from decode_worker.scheduler.leaving.orphans import Orphans, orphan
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import Request, RequestState
+from decode_worker.scheduler.request import NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
-from engine.messages import Ended, Fault, OrphansTold, Tokens
-from engine.types import Beam, FinishReason, Incarnation, RequestId
+from engine.messages import Cancel, Ended, Fault, OrphansTold, RequestStats, Tokens, Yielded
+from engine.types import Beam, FinishReason, Incarnation
 
 
 @dataclass(eq=False, repr=False)
 class Endings:
-    """Mutable state: what `orphans` owns; who ends is taken out of `requests`, and out of every other part. Owner: the
+    """Mutable state: what `departures` and `orphans` own; who ends is taken out of every other part. Owner: the
     scheduler."""
 
-    name: str
-    """This worker's."""
     block_bytes: int
     kv: KVCacheManager
-    requests: dict[RequestId, Request]
-    """All that there are."""
     batch: Batch
     prefills: Prefills
     admission: Admission
@@ -56,12 +51,18 @@ class Endings:
                     commands.append(result)
         return commands
 
-    def emit(self, request: Request, token: int, now: float) -> list[Command]:
-        """The next token of a request is known: send it on, and end the request if it is the last."""
-        index = request.output_tokens
-        reason = self.batch.append(request, token)
-        told = Tell(request.link, Tokens(request.record.request, request.placement, index, [token]))
-        return [told] if reason is None else [told, *self.end(request, reason, now)]
+    def follow(self, request: Request, token: int, now: float) -> list[Command]:
+        """Send on the token that follows those of `request`, and end it where that is the last. Else a prompt that is
+        all here is ready. A search says nothing before it is over."""
+        commands: list[Command] = []
+        if request.record.beams is None:
+            index, reason = request.output_tokens, self.batch.append(request, token)
+            commands.append(Tell(request.link, Tokens(request.record.request, request.placement, index, [token])))
+            if reason is not None:
+                return commands + self.end(request, reason, now)
+        if request.arrived and request.state in (RequestState.HANDOFF, RequestState.LOCAL):
+            self.prefills.ready(request, now)
+        return commands
 
     def end(
         self,
@@ -74,12 +75,12 @@ class Endings:
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. `kept`: how many
         output tokens are its answer, where that is not all."""
-        del self.requests[request.record.request]
+        del self.admission.requests[request.record.request]
         ended = Ended(
             request=request.record.request,
             placement=request.placement,
             reason=reason,
-            stats=request.stats(now, self.name, self.block_bytes, kept),
+            stats=self._stats(request, now, kept),
             fault=fault,
             beams=list(beams),
         )
@@ -90,14 +91,34 @@ class Endings:
         is_well = reason in (FinishReason.STOP, FinishReason.LENGTH) and fault is None
         return [told, *self.settle(self.prefills.end(request, is_well, now), now)]
 
-    def end_all(
-        self, requests: Iterable[Request], reason: FinishReason, now: float
-    ) -> list[Command]:
+    def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[Command]:
         return [command for request in requests for command in self.end(request, reason, now)]
 
+    def cancel(self, link: int, message: Cancel, now: float) -> list[Command]:
+        """Always answer: a router waits for the word that its request holds nothing here any more."""
+        name, placement, reason = message.request, message.placement, message.reason
+        self.departures.release(name, placement, now)
+        known = self.admission.current(name, placement)
+        if known is not None:
+            return self.end(known, reason, now)
+        stats = RequestStats(decode_worker=self.admission.name)
+        return [Tell(link, Ended(request=name, placement=placement, reason=reason, stats=stats))]
+
+    def depart(self, request: Request, now: float) -> Command:
+        """Take a request out of the batch: all KV but the newest token's is here, for whoever goes on."""
+        name, placement = request.record.request, request.placement
+        del self.admission.requests[name]
+        self.batch.remove(request)
+        request.move(RequestState.DEPARTED)
+        self.departures.add(request)
+        return Tell(request.link, Yielded(request=name, placement=placement, stats=self._stats(request, now)))
+
+    def _stats(self, request: Request, now: float, kept: int | None = None) -> RequestStats:
+        return request.stats(now, self.admission.name, self.block_bytes, kept)
+
     def _free(self, request: Request, now: float) -> list[Command]:
-        """Keep what is worth keeping in the cache; its blocks are nobody's. If others still wait for its prompt, the
-        first of them takes its place, and room."""
+        """Keep in the cache what is worth it, and let the blocks go. If others still wait for its prompt, the first of
+        them takes its place, and room."""
         if request.arrived:
             self.prefills.handoffs.done(request)
             self.prefills.share(request, now)
@@ -120,10 +141,11 @@ class Endings:
 
     def tick(self, now: float) -> list[Command]:
         """End requests whose time is over."""
+        requests = self.admission.requests
+        self.departures.tick(now)
         self.orphans.tick(now)
-        late = [r for r in self.requests.values() if now >= r.deadline]
-        commands = self.end_all(late, FinishReason.DEADLINE, now)
-        alone = [r for r in self.requests.values() if now >= r.owner.orphan_until]
+        commands = self.end_all([r for r in requests.values() if now >= r.deadline], FinishReason.DEADLINE, now)
+        alone = [r for r in requests.values() if now >= r.owner.orphan_until]
         self.orphans.expired += len(alone)
         commands += self.end_all(alone, FinishReason.CANCELLED, now)
         for request in self.prefills.handoffs.overdue(now):
@@ -133,9 +155,9 @@ class Endings:
     # routers
 
     def router_lost(self, link: int, now: float) -> list[Command]:
-        """Nobody hears of its requests any more: those whose clients may come back go on for a while."""
+        """End the requests of a router that is gone; those whose clients may come back go on for a while."""
         heir = self.orphans.left(link)
-        lost = [r for r in self.requests.values() if r.link == link]
+        lost = [r for r in self.admission.requests.values() if r.link == link]
         unwanted = [r for r in lost if not r.record.context]
         commands = self.end_all(unwanted, FinishReason.CANCELLED, now)
         self._orphan([r for r in lost if r.record.context], now)
@@ -146,8 +168,8 @@ class Endings:
         return commands
 
     def router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
-        """The same incarnation has placed its requests again since it lost its former stream; another takes over."""
-        former = [r for r in self.requests.values() if r.owner.router == router and r.link != link]
+        """Give a router what others left. An incarnation that was here before has placed its own requests again."""
+        former = [r for r in self.admission.requests.values() if r.owner.router == router and r.link != link]
         placed_again = [r for r in former if not r.owner.handovers]
         commands = self.end_all(placed_again, FinishReason.CANCELLED, now)
         self._orphan([r for r in former if r.owner.handovers], now)
@@ -157,25 +179,22 @@ class Endings:
     def _orphan(self, requests: list[Request], now: float) -> None:
         for request in requests:
             self.orphans.leave(request, now)
-            # Who asked for it is gone: were it to depart, its next router would never be told of it.
-            request.yielding = False
             if request.state is RequestState.ASKING:
                 self.prefills.compute_prompt(request, now)
 
     def _take_back(self, departure: Departure, now: float) -> list[Command]:
-        """Its router is gone before anybody went on with it: it runs on here, as an orphan."""
+        """Run a request on as an orphan: its router is gone before anybody went on with it."""
         request = departure.request
-        self.requests[request.record.request] = request
+        self.admission.requests[request.record.request] = request
         self.orphans.leave(request, now)
-        request.yielding = False
         request.clock.resume("decode_queue", now)
         self.batch.add_ready(request)
-        return [] if departure.token is None else self.emit(request, departure.token, now)
+        return [] if departure.token is None else self.follow(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
-        """The router on `link` gets what belonged to routers that are gone."""
+        """Give the router on `link` what belonged to routers that are gone."""
         commands: list[Command] = []
-        for request in [r for r in self.requests.values() if r.link == NOBODY]:
+        for request in [r for r in self.admission.requests.values() if r.link == NOBODY]:
             if self.orphans.adopt(request, link):
                 commands.append(Tell(link, orphan(request, request.output, now)))
             else:
@@ -187,9 +206,9 @@ class Endings:
         return commands
 
     def check(self) -> None:
-        """Recompute the invariants."""
+        self.departures.check()
         self.orphans.check()
-        for request in self.requests.values():
+        for request in self.admission.requests.values():
             assert not request.lease.released and request.state is not RequestState.ENDING
             assert (request.link == NOBODY) == (request.owner.orphan_until < float("inf"))
             assert request.link != NOBODY or request.state is not RequestState.ASKING

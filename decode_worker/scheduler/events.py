@@ -5,15 +5,7 @@ import msgspec
 
 from decode_worker.scheduler.request import Request
 from engine.kv.tiers.commands import TierEvent
-from engine.messages import (
-    DecodeRecord,
-    Fault,
-    FirstToken,
-    Offer,
-    PeerAddress,
-    PrefillFailed,
-    RouterRecord,
-)
+from engine.messages import DecodeRecord, Fault, FirstToken, Offer, PeerAddress, PrefillFailed, RouterRecord
 from engine.types import Incarnation
 from transfer.handoff.commands import Command as TransferCommand
 from transfer.handoff.commands import Leave, Posted, ReaderEvent, Received, Sent
@@ -27,7 +19,7 @@ class FromRouter(msgspec.Struct, frozen=True):
 
 
 class RouterLost(msgspec.Struct, frozen=True):
-    """The stream `link` has ended: its requests are orphans, or over."""
+    """The stream `link` has ended: its requests become orphans, or end."""
 
     link: int
 

@@ -43,13 +43,13 @@ CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDE
 
 
 class KVReceived(msgspec.Struct, frozen=True):
-    """Every block of the request's tokens is here and verified."""
+    """Outcome: every block of the request's tokens is here and verified."""
 
     request: Request
 
 
 class Unserved(msgspec.Struct, frozen=True):
-    """The request's prefill worker will not do; nothing of it is under way any more."""
+    """Outcome: another prefill worker is needed; nothing of this one is under way any more."""
 
     request: Request
 
@@ -97,9 +97,7 @@ class Handoffs:
             self._connecting.append(request)
             return [ConnectPeer(prefill.worker)]
         record = request.record
-        handoff = Handoff(
-            record.request, request.placement, prefill.attempt, self.incarnation, peer.peer
-        )
+        handoff = Handoff(record.request, request.placement, prefill.attempt, self.incarnation, peer.peer)
         request.move(RequestState.HANDOFF)
         prefill.handoff, prefill.first = handoff, None
         prefill.sender_block_size = peer.block_size
@@ -107,37 +105,32 @@ class Handoffs:
         self._open[handoff] = request
         self.kv.extend(request.lease, len(request.tokens), migrating=True)
         self.receiver.expect(handoff, self._targets(request))
-        if len(request.tokens) > len(record.tokens):
-            record = msgspec.structs.replace(record, tokens=list(request.tokens))
         left_s = None if record.remaining_s is None else max(0.0, request.deadline - now)
-        record = msgspec.structs.replace(record, remaining_s=left_s, context=b"")
+        record = msgspec.structs.replace(record, tokens=list(request.tokens), remaining_s=left_s, context=b"")
         have = request.have_blocks * self.kv.block_size
         return [Emit(peer.peer, StartPrefill(handoff=handoff, record=record, have_tokens=have))]
 
     def _targets(self, request: Request) -> dict[int, ExpectedBlock]:
-        """The sender's blocks still to land by index, each with the identity its bytes must have."""
+        """Return the sender's blocks still to land by index, each with the identity its bytes must have."""
         size, tokens, own = request.prefill.sender_block_size, request.tokens, self.kv.block_size
         root = identity.root(request.record.namespace, self.fingerprint)
         identities = identity.blocks(root, tokens, size)
         have = request.have_blocks * own
         rows = rows_by_block(len(tokens), have, size, own, request.lease.blocks)
-        return {
-            at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size))
-            for at in rows
-        }
+        return {at: ExpectedBlock(rows[at], identities[at], min(size, len(tokens) - at * size)) for at in rows}
 
     def done(self, request: Request) -> None:
-        """Blocks and first token are both here."""
+        """Forget its handoff: blocks and first token are both here, or nobody wants them."""
         if request.prefill.handoff is not None:
             self._open.pop(request.prefill.handoff, None)
 
     def overdue(self, now: float) -> list[Request]:
-        """Requests that have ended, whose last blocks have not landed in their time."""
+        """Return requests that have ended, whose last blocks have not landed in their time."""
         late = [r for r in self._open.values() if now >= r.deadline and not r.prefill.abandoned]
         return [request for request in late if request.state is RequestState.ENDING]
 
     def abandon(self, request: Request, now: float) -> list[HandoffResult]:
-        """Want no more of it; `Freed` follows, at once or when the last copy of ours has ended."""
+        """Give its handoff up; `Freed` follows, at once or when the last copy of ours has ended."""
         handoff = request.prefill.handoff
         if request.state is RequestState.CONNECTING:
             self._connecting.remove(request)
@@ -150,7 +143,7 @@ class Handoffs:
     # events
 
     def handle(self, event: FromSource, now: float) -> list[HandoffResult]:
-        """A worker that is read from, or the transfer thread, says something; see `first_token` for the rest."""
+        """Take in what a worker that is read from says, but for first tokens, or what the transfer thread does."""
         match event:
             case FromPeer(_, Offer() as message):
                 return self._heed(self.receiver.offer(message), now)
@@ -187,7 +180,7 @@ class Handoffs:
         return results
 
     def first_token(self, message: FirstToken) -> Request | None:
-        """The request whose first token this is, or None if it comes late or twice."""
+        """Return the request whose first token this is; None if it comes late or twice."""
         request = self._open.get(message.handoff)
         if request is None:
             self.dropped["first token: unknown handoff"] += 1
@@ -199,12 +192,9 @@ class Handoffs:
         request.prefill.first = message
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = message.cached_tokens
-        if request.arrived:
-            request.known = len(request.tokens)
         return request
 
     def _failed(self, message: PrefillFailed, now: float) -> list[HandoffResult]:
-        """The prefill worker gave up."""
         request = self._open.get(message.handoff)
         if request is None:
             self.dropped["prefill failed: unknown handoff"] += 1
@@ -221,7 +211,7 @@ class Handoffs:
         return self._retreat(request, now, elsewhere=True)
 
     def _heed(self, commands: Iterable[TransferCommand], now: float) -> list[HandoffResult]:
-        """What the receiver says of a handoff is acted on here; everything else goes to the shell."""
+        """Act on what the receiver says of a handoff; everything else goes to the shell."""
         results: list[HandoffResult] = []
         for command in commands:
             match command:
@@ -278,10 +268,8 @@ class Handoffs:
         self.note("retry", request, 0.0, landed_blocks)
         return self.begin(request, now)
 
-    def note(
-        self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0
-    ) -> None:
-        """An attempt to fetch `request` from its prefill worker has ended, after `blocks` blocks had landed."""
+    def note(self, outcome: str, request: Request, seconds: float = 0.0, blocks: int = 0) -> None:
+        """Count an attempt to fetch `request` from its prefill worker that has ended, after `blocks` blocks landed."""
         name, origin = request.prefill.worker.name, request.origin
         one = Migrated(outcome, name, origin.transport, seconds, blocks, origin.block_bytes)
         self.migrated.append(one)

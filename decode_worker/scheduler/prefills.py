@@ -1,11 +1,6 @@
 """How the KV of a request gets here: by its prefill worker, out of a lower tier, from another sample, or computed here
 in chunks, until it can decode. Pure.
 
-    LOADING --what a tier has of it is here--> handoff, or LOCAL
-    handoff --every block and the first token are here--> READY
-    handoff --no use in trying again--> ASKING --another worker is named--> handoff
-    none is left --> LOCAL --last chunk--> READY
-
 From then on others may share its blocks, and those that waited for them begin
 (`decode_worker.scheduler.samples.forks`). Until a load has ended its blocks are written by the tier thread: they are
 RESERVED, and a request that has ended keeps them until then. What could not be loaded is had as if there were no tier.
@@ -14,23 +9,18 @@ RESERVED, and a request that has ended keeps them until then. What could not be 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.events import Freed, FromSource, Result, Tell
-from decode_worker.scheduler.handoffs import (
-    MAX_ATTEMPTS,
-    HandoffResult,
-    Handoffs,
-    KVReceived,
-    Unserved,
-)
-from decode_worker.scheduler.leaving.orphans import NOBODY
-from decode_worker.scheduler.request import NO_PREFILL, Request, RequestState
+from decode_worker.scheduler.handoffs import MAX_ATTEMPTS, HandoffResult, Handoffs, KVReceived, Unserved
+from decode_worker.scheduler.request import NO_PREFILL, NOBODY, Request, RequestState
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded
 from engine.messages import NeedPrefill, PeerAddress
+from worker.config import DecodeConfig
+
+BY_HANDOFF = frozenset({RequestState.CONNECTING, RequestState.HANDOFF, RequestState.FENCING})
 
 
 @dataclass(eq=False, repr=False)
@@ -49,7 +39,7 @@ class Prefills:
     _loads: dict[int, tuple[Request, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Requests that are being fetched now."""
+        """How many requests are being fetched now."""
         return len(self.handoffs) + len(self._loads)
 
     @property
@@ -60,7 +50,7 @@ class Prefills:
     # begun
 
     def start(self, request: Request, now: float) -> list[Result]:
-        """A request was taken: load its next blocks from a tier, or have all that is missing filled in."""
+        """Load the next blocks of a new request from a tier, or have all that is missing filled in."""
         if self.load(request, here=not request.prefill.worker.name):
             return []
         return self.begin(request, now)
@@ -76,7 +66,7 @@ class Prefills:
         return self._settle(self.handoffs.begin(request, now), now)
 
     def wait(self, request: Request, parent: Request, now: float) -> None:
-        """A sample was taken: it begins as soon as the prompt of `parent` is here, which may be now."""
+        """Let a new sample begin as soon as the prompt of `parent` is here, which may be now."""
         self.forks.wait(request, parent)
         if parent.state in (RequestState.READY, RequestState.RUNNING):
             self.share(parent, now)
@@ -105,19 +95,17 @@ class Prefills:
         return True
 
     def compute_prompt(self, request: Request, now: float) -> None:
-        """No prefill worker will do: compute what is missing here."""
+        """Compute what is missing here: no prefill worker will do."""
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
-        known = request.have_blocks * self.kv.block_size
-        if request.arrived:
-            known = len(request.tokens) - 1
+        known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = min(known, request.record.prompt_tokens)
         request.prefill.worker = NO_PREFILL
         self.compute_rest(request, known, now)
 
     def compute_rest(self, request: Request, known: int, now: float) -> None:
-        """The KV of `known` tokens is here: the rest is computed in chunks, beside the running batch."""
+        """Compute all but `known` tokens, whose KV is here, in chunks beside the running batch."""
         self.kv.landed(request.lease)
         request.known, request.arrived = known, True
         self.kv.commit(request.lease, request.tokens[:known])
@@ -126,11 +114,11 @@ class Prefills:
     # here
 
     def ready(self, request: Request, now: float) -> None:
-        """Blocks and first token are both here: from now on others may share the prompt's blocks."""
+        """Let a request decode whose blocks and first token are both here; others may share its prompt's blocks."""
         self.handoffs.done(request)
+        # Computed next: the row of the newest token, which for a search is the prompt's last one.
+        request.known = len(request.tokens) - 1
         if request.record.beams is not None:
-            # The prompt's last token is computed again: what follows it is not drawn, but searched.
-            request.known = len(request.tokens) - 1
             self.batch.beams.begin(request)
         self.kv.commit(request.lease, request.tokens[: request.known])
         request.close_prefill(now)
@@ -143,18 +131,18 @@ class Prefills:
         self.share(request, now)
 
     def share(self, parent: Request, now: float) -> None:
-        """The prompt of `parent` is here: those that wait for it share its blocks, and compute what is their own."""
+        """Let those that wait for the prompt of `parent` share its blocks, if it is here, and compute the rest."""
         for request, tokens in self.forks.fork(parent):
             self.compute_rest(request, tokens, now)
 
     # events
 
     def handle(self, event: FromSource, now: float) -> list[Result]:
-        """A worker that is read from, or the transfer thread, says something; first tokens are the scheduler's."""
+        """Take in what a worker that is read from, or the transfer thread, says; first tokens are the scheduler's."""
         return self._settle(self.handoffs.handle(event, now), now)
 
     def loaded(self, event: Loaded, now: float) -> list[Result]:
-        """A load has ended: have the rest filled in. To be called after `Tiers.handle`."""
+        """Have the rest filled in when a load has ended. To be called after `Tiers.handle`."""
         request, wanted_blocks = self._loads.pop(event.number)
         if request.state is RequestState.ENDING:
             return [Freed(request)]
@@ -175,10 +163,8 @@ class Prefills:
         self.compute_rest(request, have_tokens, now)
         return []
 
-    def use_worker(
-        self, request: Request, worker: PeerAddress | None, now: float
-    ) -> list[Result]:
-        """The router's answer, if the request still waits for one."""
+    def use_worker(self, request: Request, worker: PeerAddress | None, now: float) -> list[Result]:
+        """Go on with the worker that the router names, or here, if the request still waits for its answer."""
         if request.state is not RequestState.ASKING:
             return []
         if worker is None or request.arrived or request.prefill.tries >= MAX_ATTEMPTS:
@@ -188,7 +174,7 @@ class Prefills:
         return self._settle(self.handoffs.begin(request, now), now)
 
     def _settle(self, results: Iterable[HandoffResult], now: float) -> list[Result]:
-        """What a handoff brought, or did not, is acted on here; everything else goes to the scheduler."""
+        """Act on what a handoff brought, or did not; everything else goes to the scheduler."""
         rest: list[Result] = []
         for result in results:
             match result:
@@ -209,28 +195,26 @@ class Prefills:
     # ended
 
     def end(self, request: Request, keep: bool, now: float) -> list[Result]:
-        """The request has ended: stop what is under way for it. `Freed` follows, at once but in three cases:
-
-        1. it is loaded: when the load has ended
-        2. its handoff goes well, the first token was the last, and `keep`: when its blocks have landed, which are worth
-           caching
-        3. it is in another handoff: when that is fenced
-        """
-        state, results = request.state, list[Result]()
-        has_begun = state in (RequestState.CONNECTING, RequestState.HANDOFF, RequestState.FENCING)
-        if state is RequestState.FORKING:
-            self.forks.leave(request)
-        if has_begun and not request.arrived:
-            is_well = state is RequestState.HANDOFF and request.prefill.first is not None
-            if not (keep and is_well):
-                results = self.abandon(request, now)
-        elif state is not RequestState.LOADING:
+        """Stop what is under way for a request that has ended. `Freed` follows when nothing of ours writes to its
+        blocks any more. `keep`: it has ended well, and its prompt is worth caching."""
+        state, prefill, results = request.state, request.prefill, list[Result]()
+        if state is RequestState.LOADING:
+            pass  # 1. It is loaded: when the load has ended.
+        elif state in BY_HANDOFF and not request.arrived:
+            # 2. Its handoff goes well, and the first token was the last: when its blocks have landed.
+            # 3. It is in another handoff: when that is fenced.
+            is_well = keep and state is RequestState.HANDOFF and prefill.first is not None
+            results = [] if is_well else self.abandon(request, now)
+        else:
+            # 4. Nobody writes to its blocks: at once.
+            if state is RequestState.FORKING:
+                self.forks.leave(request)
             results = [Freed(request)]
         request.move(RequestState.ENDING)
         return results
 
     def abandon(self, request: Request, now: float) -> list[Result]:
-        """Want no more of its handoff; `Freed` follows, at once or when the last copy of ours has ended."""
+        """Give its handoff up; `Freed` follows, at once or when the last copy of ours has ended."""
         return self._settle(self.handoffs.abandon(request, now), now)
 
     def check(self, requests: Iterable[Request]) -> None:

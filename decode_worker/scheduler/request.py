@@ -10,9 +10,11 @@ from engine.plan import StageClock
 from engine.types import Incarnation, RequestRecord
 
 NO_PREFILL = PeerAddress("", "")
-"""In the place of a prefill worker: this worker prefills by itself."""
+"""Stands for a prefill worker where this worker prefills by itself."""
+NOBODY = 0
+"""The `link` of an orphan; streams are numbered from 1."""
 NO_ROUTER = Incarnation(0)
-"""One that has not said who it is."""
+"""A router that has not said who it is."""
 
 
 class RequestState(StrEnum):
@@ -67,7 +69,7 @@ FETCHING = frozenset({_S.CONNECTING, _S.HANDOFF, _S.FENCING, _S.ASKING, _S.LOADI
 
 @dataclass(slots=True)
 class Ownership:
-    """Whose the request is: changed by `decode_worker.scheduler.leaving.orphans` only."""
+    """The router that a request belongs to: changed by `decode_worker.scheduler.leaving.orphans` only."""
 
     router: Incarnation
     losses: int
@@ -108,13 +110,13 @@ class PrefillProgress:
         return self.attempt - self.first_attempt
 
     def again(self, now: float) -> "PrefillProgress":
-        """What it had is gone."""
+        """Return a new one: what it had is gone."""
         return PrefillProgress(self.worker, now, self.attempt + 1, self.attempt + 1)
 
 
 @dataclass(slots=True)
 class Preempted:
-    """From its preemption until all of its KV is here again."""
+    """A request from its preemption until all of its KV is here again."""
 
     since: float
     way: str = ""
@@ -144,7 +146,7 @@ class Request:
     """Mutable; owned by the scheduler. `tokens` is the prompt with everything emitted so far."""
 
     link: int
-    """Its router's stream; 0: it is an orphan."""
+    """Its router's stream, or `NOBODY`."""
     record: RequestRecord
     placement: int
     tokens: list[int]
@@ -174,7 +176,7 @@ class Request:
         return f"Request({name}/{self.placement}.{self.prefill.attempt} {self.state}, {count} tokens)"
 
     def move(self, state: RequestState) -> None:
-        """Raises AssertionError for a move that the table does not have."""
+        """Raise AssertionError for a move that the table does not have."""
         if state not in MOVES[self.state]:
             raise AssertionError(f"{self!r} -> {state}")
         self.state = state
@@ -193,25 +195,21 @@ class Request:
 
     @property
     def is_recovering(self) -> bool:
-        """What it computes was computed before, or begun: it came with output, or its prefill worker failed it."""
+        """True where it computes what was computed before: it came with output, or its prefill worker failed it."""
         return len(self.record.tokens) > self.record.prompt_tokens or (
             self.prefill.local_since is not None and self.prefill.tries > 0
         )
 
     def close_prefill(self, now: float) -> None:
-        """The wait for the first token is over, or given up: say where it went."""
-        prefill = self.prefill
+        """Say where the wait for the first token went, which is over, or given up."""
+        prefill, first = self.prefill, self.prefill.first
+        queue_s, run_s = (0.0, 0.0) if first is None else (first.queue_s, first.run_s)
         if prefill.local_since is not None:
-            self.clock.split(prefill.local_since - prefill.since, now - prefill.local_since, now)
-        elif prefill.first is not None:
-            self.clock.split(prefill.first.queue_s, prefill.first.run_s, now)
-        else:
-            self.clock.split(0.0, 0.0, now)
+            queue_s, run_s = prefill.local_since - prefill.since, now - prefill.local_since
+        self.clock.split(queue_s, run_s, now)
 
-    def stats(
-        self, now: float, decode_worker: str, block_bytes: int, kept: int | None
-    ) -> RequestStats:
-        """Close the books. `kept`: output tokens that count, where the router cut the answer short."""
+    def stats(self, now: float, decode_worker: str, block_bytes: int, kept: int | None) -> RequestStats:
+        """Return what it has cost. `kept`: output tokens that count, where the router cut the answer short."""
         if self.clock.stage == "prefill":
             self.close_prefill(now)
         self.clock.enter("over", now)

@@ -1,4 +1,4 @@
-"""By which way a preempted request has its KV back, what each way costs, and the copies that swapping takes. Pure.
+"""How a preempted request has its KV back, what each way costs, and the copies that swapping takes. Pure.
 
     preempted --computing is the cheaper, or host memory is full--> what is evicted meanwhile is computed again
               --swapping is--> its whole blocks are copied to host memory and kept there (`engine.kv.tiers.stashes`)
@@ -16,13 +16,13 @@ again.
 from collections import Counter
 from dataclasses import dataclass
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.request import Preempted, Request
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Stored
 from engine.kv.tiers.cost import FADING
 from engine.kv.tiers.stashes import Stashes
 from engine.measure import mean
+from worker.config import DecodeConfig
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Swapping:
         return 0 if self.stashes is None else self.stashes.freeing
 
     def out(self, request: Request, preempted: Preempted) -> None:
-        """It gives its blocks away, and all that it has computed is committed: copy that, if it is to be swapped."""
+        """Copy what a request that gives its blocks away has computed, and committed, if it is to be swapped."""
         tokens = request.known
         if not len(request.lease.path) or tokens < self._kv.block_size:
             return
@@ -95,17 +95,17 @@ class Swapping:
         return "swap" if is_cheaper else "recompute"
 
     def looks_up(self, request: Request) -> bool:
-        """A tier is asked for its KV when it comes back."""
+        """Say if a tier is asked for its KV when it comes back."""
         return self._mode == "auto" or request.stash is not None
 
     def loaded(self, blocks: int, seconds: float, is_whole: bool) -> None:
-        """A preempted request has so many blocks back."""
+        """Count blocks that a preempted request has back."""
         self.loaded_blocks += blocks
         self.load_s += seconds
         self.fallbacks["lost"] += not is_whole
 
     def arrived(self, request: Request, now: float) -> None:
-        """All of a request's KV is here: measure what having it cost, and count it where it was preempted."""
+        """Measure what it cost to have all of a request's KV here, and count it where it was preempted."""
         prefill, preempted = request.prefill, request.preempted
         if prefill.local_since is not None:
             self.costs.computed(request.known - prefill.local_from, now - prefill.local_since)
@@ -118,14 +118,14 @@ class Swapping:
             request.preempted = None
 
     def drop(self, request: Request) -> None:
-        """It needs its copies no longer."""
+        """Let its copies go."""
         if request.preempted is not None and request.preempted.stash is not None:
             assert self.stashes is not None
             self.stashes.drop(request.preempted.stash)
             request.preempted.stash = None
 
     def stored(self, event: Stored, requests: list[Request]) -> None:
-        """Copies have ended. `requests`: all that there are."""
+        """Take note of copies that have ended. `requests`: all that there are."""
         assert self.stashes is not None
         if not event.error:
             self.costs.stored(event.blocks, event.seconds)
@@ -160,12 +160,12 @@ class KVCosts:
         """For the latest request that either could have been chosen for."""
 
     def fetched(self, tokens: int, seconds: float) -> None:
-        """So many tokens have come from the prefill pool; a few of them say nothing, since asking costs as for many."""
+        """Measure tokens from the prefill pool; a few of them say nothing, since asking costs as for many."""
         if tokens >= self._block_size:
             self.pool_s = mean(self.pool_s, seconds / tokens)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """So many were computed here; a few of them say nothing, since they cost a step like many."""
+        """Measure tokens computed here; a few of them say nothing, since they cost a step like many."""
         if tokens >= self._block_size:
             self.here_s = mean(self.here_s, seconds / tokens)
 
@@ -173,17 +173,17 @@ class KVCosts:
         self.store_s = mean(self.store_s, seconds / blocks)
 
     def resumed(self, tokens: int, lost_tokens: int) -> None:
-        """A preempted request comes back, and has lost so many of its tokens."""
+        """Count a preempted request that comes back, and has lost so many of its tokens."""
         self.lost_share = mean(self.lost_share, lost_tokens / max(1, tokens))
 
     def tokens_per_s(self, here: bool) -> float:
-        """As fast KV is had without a tier; slow where that was never measured, so that the tier is tried."""
+        """Return how fast KV is had without a tier; slow where that was never measured, so that the tier is tried."""
         price = self.here_s or self.pool_s if here else self.pool_s or self.here_s
         return 1.0 / price if price else 1.0
 
     def is_swap_cheaper(self, tokens: int, copies: int, load_s: float, here: bool) -> bool:
-        """For a request of so many tokens, of which `copies` blocks are to be copied first; `load_s`: a block's way
-        back; `here`: computing would not be done by the prefill pool."""
+        """Decide for a request of so many tokens, of which `copies` blocks are to be copied first; `load_s`: a block's
+        way back; `here`: computing would not be done by the prefill pool."""
         blocks = tokens // self._block_size
         computing_s = 0.0
         if self.pool_s or self.here_s:

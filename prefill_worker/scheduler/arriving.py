@@ -7,23 +7,13 @@
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-from engine.kv.tiers.fetches import Fetch, Fetches
+from engine.kv.tiers.fetches import Fetches
 from engine.types import RequestRecord
+from prefill_worker.scheduler.order import Job
 
 LOOK_AHEAD = 4
 """How many of the first in line may be fetched for."""
-
-
-class Prompt(Protocol):
-    """What must be known of a job."""
-
-    record: RequestRecord
-    computed: int
-    fetch: Fetch | None
-    held_until: float | None
-    """When it is no longer held for fetches; None as long as it never was."""
 
 
 class Arriving:
@@ -33,7 +23,7 @@ class Arriving:
         self._fetches = fetches
         self._block_size = block_size
 
-    def look(self, prompts: Sequence[Prompt], matched: Sequence[int], tokens_per_s: float, now: float) -> None:
+    def look(self, prompts: Sequence[Job], matched: Sequence[int], tokens_per_s: float, now: float) -> None:
         """See what a lower tier has for the first in line; `matched` are their tokens in the cache."""
         if self._fetches is None:
             return
@@ -43,7 +33,7 @@ class Arriving:
             if prompt.fetch is None and (prompt.held_until is None or now < prompt.held_until):
                 self._look(prompt, cached, tokens_per_s, now)
 
-    def _look(self, prompt: Prompt, cached: int, tokens_per_s: float, now: float) -> None:
+    def _look(self, prompt: Job, cached: int, tokens_per_s: float, now: float) -> None:
         assert self._fetches is not None
         record = prompt.record
         limit = len(record.tokens) - 1
@@ -51,8 +41,8 @@ class Arriving:
         if prompt.fetch is not None and prompt.held_until is None:
             prompt.held_until = now + (limit - cached) / tokens_per_s
 
-    def is_held(self, prompt: Prompt, matched: int, running: Iterable[Prompt], now: float) -> bool:
-        """Should the prompt wait, though there is budget for it? `matched` of its tokens are in the cache."""
+    def is_held(self, prompt: Job, matched: int, running: Iterable[Job], now: float) -> bool:
+        """Say if the prompt should wait, though there is budget for it. `matched` of its tokens are in the cache."""
         if prompt.fetch is not None and not prompt.fetch.is_over:
             assert prompt.held_until is not None
             if now < prompt.held_until:
@@ -65,7 +55,7 @@ class Arriving:
 
 
 def _begin_alike(one: RequestRecord, other: RequestRecord, matched: int, end: int) -> bool:
-    """Do both begin with the same `end` tokens? The last of them, which differ most often, are compared first."""
+    """Say if both begin with the same `end` tokens. The last of them, which differ most often, are compared first."""
     mine, theirs = one.tokens, other.tokens
     return (
         one.namespace == other.namespace

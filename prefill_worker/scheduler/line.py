@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.fetches import Fetches
 from engine.plan import share_budget
-from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.arriving import Arriving
-from prefill_worker.scheduler.job import Job, JobState
-from prefill_worker.scheduler.order import Order
+from prefill_worker.scheduler.order import Job, JobState, Order
+from worker.config import PrefillConfig
 
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
@@ -25,13 +24,7 @@ class Line:
     """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, and what `order` has measured.
     Owner: the scheduler."""
 
-    def __init__(
-        self,
-        config: PrefillConfig,
-        kv: KVCacheManager,
-        fetches: Fetches | None,
-        context_tokens: int,
-    ) -> None:
+    def __init__(self, config: PrefillConfig, kv: KVCacheManager, fetches: Fetches | None, context_tokens: int) -> None:
         fairness = config.fairness_tokens_per_s
         self.order = Order(None if fairness == "auto" else fairness, context_tokens)
         self.waiting: list[Job] = []
@@ -42,7 +35,7 @@ class Line:
         self._arriving = Arriving(fetches, kv.block_size)
 
     def __iter__(self) -> Iterator[Job]:
-        """All that is not computed yet."""
+        """Go over all that is not computed yet."""
         return iter((*self.waiting, *self.running))
 
     @property
@@ -51,45 +44,41 @@ class Line:
         return sum(job.remaining for job in self)
 
     def retire(self, job: Job) -> None:
-        """No more computing for this job; its lease stays."""
+        """Compute no more of this job; its lease stays."""
         if job.state is JobState.WAITING:
             self.waiting.remove(job)
         elif job.state is JobState.RUNNING:
             self.running.remove(job)
         job.state = JobState.SENDING
 
-    def admit(self, now: float) -> Iterator[Job]:
-        """Those that run from now on, each with a lease for its whole prompt. What is in the cache for one is to be
-        offered before the next is asked for."""
+    def admit(self, now: float) -> list[Job]:
+        """Let jobs run, and return them, each with a lease for its whole prompt."""
         matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
-        line = sorted(matched, key=lambda job: self.order.priority(matched[job], job, now), reverse=True)
+
+        def priority(job: Job) -> float:
+            return self.order.priority(matched[job], job, now)
+
+        line = sorted(matched, key=priority, reverse=True)
         self._arriving.look(line, [matched[job] for job in line], self.order.speed, now)
+        admitted: list[Job] = []
         held: list[Job] = []
         while matched:
-            if sum(job.remaining for job in self.running) < self._chunk_tokens:
-                job = max(matched, key=lambda job: self.order.priority(matched[job], job, now))
-            else:
-                shorter = self._slips_in(matched, now)
-                if shorter is None:
-                    break
-                job = shorter
-            if not self.order.is_in_time(job, [*held, job]):
-                break  # too late to overtake those who are held back
-            if self._arriving.is_held(job, matched[job], self.running, now):
+            has_budget = sum(job.remaining for job in self.running) < self._chunk_tokens
+            job = max(matched, key=priority) if has_budget else self._slips_in(matched, now)
+            if job is None or not self.order.is_in_time(job, [*held, job]):
+                break  # the budget is full, or it comes too late to overtake those who are held back
+            if self._arriving.is_held(job, matched.pop(job), self.running, now):
                 held.append(job)
-                del matched[job]
-                continue
-            del matched[job]
-            if not self._start(job):
+            elif self._start(job):
+                admitted.append(job)
+            else:
                 break
-            yield job
+        return admitted
 
     def _start(self, job: Job) -> bool:
-        """False: there is no room for it now."""
+        """Return False where there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
-        lease = self._kv.acquire(
-            record.namespace, record.tokens, match_limit=total - 1, room_tokens=total
-        )
+        lease = self._kv.acquire(record.namespace, record.tokens, match_limit=total - 1, room_tokens=total)
         if lease is None:
             return False
         self.waiting.remove(job)
@@ -99,7 +88,7 @@ class Line:
         return True
 
     def _slips_in(self, matched: dict[Job, int], now: float) -> Job | None:
-        """The prompt that may share the steps of the first in line, though the budget is full."""
+        """Return the prompt that may share the steps of the first in line, though the budget is full."""
         in_time = [job for job in matched if self.order.is_in_time(job, self)]
         if not in_time:
             return None
@@ -113,16 +102,13 @@ class Line:
         return self._kv.matched_tokens(record.namespace, record.tokens, len(record.tokens) - 1)
 
     def shares(self, now: float) -> list[tuple[Job, int]]:
-        """How many tokens of the next step each running job has, the first in order first; some have none, and those
-        beyond `max_prompts` are not named."""
-        self.running.sort(
-            key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True
-        )
+        """Return how many tokens of the next step each running job has, the first in order first; some have none, and
+        those beyond `max_prompts` are not named."""
+        self.running.sort(key=lambda job: self.order.priority(job.cached_tokens, job, now), reverse=True)
         first = self.running[: self._max_prompts]
         missing = [job.remaining for job in first]
         return list(zip(first, share_budget(missing, self._chunk_tokens), strict=True))
 
     def check(self) -> None:
-        """Recompute the invariants."""
         assert all(job.state is JobState.WAITING for job in self.waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self.running)

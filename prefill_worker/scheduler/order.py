@@ -7,21 +7,48 @@ long anybody is overtaken. Source: RadixAttention (Zheng et al. 2024, section 3)
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from dataclasses import dataclass
+from enum import StrEnum
 
+from engine.kv.manager import Lease
+from engine.kv.tiers.fetches import Fetch
 from engine.measure import mean
+from engine.messages import Handoff
+from engine.types import RequestRecord
 
 FIRST_SPEED = 300.0
 """Tokens per second, until the first step has been measured."""
 
 
-class Waiter(Protocol):
-    """What the order must know of a job."""
+class JobState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SENDING = "sending"
 
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One prompt as its prefill worker knows it: what is asked for, and how far it has come. Mutable; owned by the
+    scheduler."""
+
+    handoff: Handoff
+    record: RequestRecord
     arrived: float
+    deadline: float
+    state: JobState = JobState.WAITING
+    lease: Lease | None = None
+    computed: int = 0
+    cached_tokens: int = 0
+    started: float | None = None
+    quarantined: float | None = None
+    """Since when its receiver is lost, but may still read."""
+    fetch: Fetch | None = None
+    held_until: float | None = None
+    """When it is no longer held back for fetches; None as long as it never was."""
 
     @property
-    def remaining(self) -> int: ...
+    def remaining(self) -> int:
+        return len(self.record.tokens) - self.computed
 
 
 class Order:
@@ -35,7 +62,7 @@ class Order:
 
     @property
     def speed(self) -> float:
-        """Of the prefill, in tokens per second, as measured."""
+        """How fast prompts are computed, in tokens per second, as measured."""
         return self._speed or FIRST_SPEED
 
     @property
@@ -44,21 +71,21 @@ class Order:
         return self.speed if self._fairness is None else self._fairness
 
     def ran(self, tokens: int, seconds: float) -> None:
-        """A step has computed `tokens` tokens."""
+        """Measure a step that has computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             self._speed = mean(self._speed, tokens / seconds)
 
-    def priority(self, matched_tokens: int, job: Waiter, now: float) -> float:
-        """In tokens; the highest goes first."""
+    def priority(self, matched_tokens: int, job: Job, now: float) -> float:
+        """Return a job's priority in tokens; the highest goes first."""
         return matched_tokens + self.fairness * (now - job.arrived)
 
-    def is_in_time(self, job: Waiter, others: Iterable[Waiter]) -> bool:
-        """Did `job` come early enough to be served before all of `others`?"""
+    def is_in_time(self, job: Job, others: Iterable[Job]) -> bool:
+        """Say if `job` came early enough to be served before all of `others`."""
         oldest = min((other.arrived for other in others), default=job.arrived)
         return (job.arrived - oldest) * self.fairness <= self._context_tokens
 
     @staticmethod
-    def is_much_shorter(uncached_tokens: int, first: Waiter, running: Iterable[Waiter]) -> bool:
-        """Is a prompt so much shorter than the first in line that it shares its steps? One at a time does."""
+    def is_much_shorter(uncached_tokens: int, first: Job, running: Iterable[Job]) -> bool:
+        """Say if a prompt is so much shorter than the first in line that it shares its steps. One at a time does."""
         shortest = min(job.remaining for job in running)
         return 2 * uncached_tokens <= first.remaining < 2 * shortest

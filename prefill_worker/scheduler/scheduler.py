@@ -18,14 +18,14 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored, TierEvent
 from engine.kv.tiers.fetches import Fetches
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
-from engine.plan import banned_tokens, refusal
-from engine.step import Drawn, Row, StepPlan
+from engine.plan import refusal, row_of
+from engine.step import Drawn, StepPlan
 from engine.types import Incarnation
-from prefill_worker.config import PrefillConfig
-from prefill_worker.scheduler.job import Job, JobState
 from prefill_worker.scheduler.line import Line
+from prefill_worker.scheduler.order import Job, JobState
 from transfer.handoff.commands import Command, Emit, Leave, Posted, ReaderEvent, Sent
 from transfer.handoff.source import HandoffSource
+from worker.config import PrefillConfig
 
 GIVEN_UP = "the prefill worker is leaving, and gives up what it has not begun"
 
@@ -50,7 +50,7 @@ class PrefillScheduler:
         self.source: HandoffSource[Job] = HandoffSource(kv, fingerprint, self)
         self.sender = self.source.sender
         self.fetches = None if kv.tiers is None else Fetches(kv, kv.tiers)
-        self._line = Line(config, kv, self.fetches, context_tokens)
+        self.line = Line(config, kv, self.fetches, context_tokens)
         self._config = config
         self._vocab = vocab
         self._context_tokens = context_tokens
@@ -66,16 +66,11 @@ class PrefillScheduler:
 
     @property
     def waiting_requests(self) -> int:
-        return len(self._line.waiting)
+        return len(self.line.waiting)
 
     @property
     def running_requests(self) -> int:
-        return len(self._line.running)
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens asked for and not computed; waiting prompts count in full."""
-        return self._line.backlog_tokens
+        return len(self.line.running)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -106,19 +101,14 @@ class PrefillScheduler:
 
     def tick(self, now: float) -> list[Command]:
         """Give up jobs whose time is over."""
-        commands: list[Command] = []
-        for job in list(self._line):
-            if now >= job.deadline:
-                commands += self.source.fail(job.handoff, "DEADLINE_EXCEEDED", "the request's time is over")
-        return commands
+        why, late = "the request's time is over", [job for job in self.line if now >= job.deadline]
+        return [command for job in late for command in self.source.fail(job.handoff, "DEADLINE_EXCEEDED", why)]
 
     def _leave(self) -> list[Command]:
         """Give up what has not begun: another worker does it sooner."""
         self.leaving = True
-        commands: list[Command] = []
-        for job in list(self._line.waiting):
-            commands += self.source.fail(job.handoff, "UNAVAILABLE", GIVEN_UP)
-        return commands
+        waiting = list(self.line.waiting)
+        return [command for job in waiting for command in self.source.fail(job.handoff, "UNAVAILABLE", GIVEN_UP)]
 
     # what the source asks for
 
@@ -129,7 +119,7 @@ class PrefillScheduler:
             return [Emit(peer, PrefillFailed(handoff, fault))]
         deadline = float("inf") if record.remaining_s is None else now + record.remaining_s
         job = Job(handoff, record, arrived=now, deadline=deadline)
-        self._line.waiting.append(job)
+        self.line.waiting.append(job)
         self.source.open(peer, message, job)
         return []
 
@@ -144,12 +134,12 @@ class PrefillScheduler:
             return Fault("OUT_OF_RANGE", "the prompt does not fit the prefill worker's pool", "prompt")
         if not 0 <= message.have_tokens < len(record.tokens):
             return Fault("INTERNAL", f"the decode side cannot have {message.have_tokens} tokens")
-        if len(self._line.waiting) >= self._config.max_waiting:
+        if len(self.line.waiting) >= self._config.max_waiting:
             return Fault("RESOURCE_EXHAUSTED", "the prefill worker's line is full")
         return None
 
     def unwanted(self, job: Job) -> None:
-        self._line.retire(job)
+        self.line.retire(job)
 
     def reader_lost(self, job: Job, now: float) -> None:
         if job.lease is not None:
@@ -157,7 +147,7 @@ class PrefillScheduler:
             job.quarantined = now if job.quarantined is None else job.quarantined
 
     def settled(self, job: Job, handoff: Handoff) -> None:
-        self._line.retire(job)
+        self.line.retire(job)
         if job.quarantined is not None:
             self.source.quarantined_since.append(job.quarantined)
         if job.lease is not None:
@@ -166,13 +156,13 @@ class PrefillScheduler:
     # steps
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[Command]]:
-        """The next step (None: nothing to compute), and offers of prefixes that need no computing."""
-        commands = [command for job in self._line.admit(now) for command in self._offer(job)]
-        if not self._line.running:
+        """Return the next step (None: nothing to compute), and offers of prefixes that need no computing."""
+        commands = [command for job in self.line.admit(now) for command in self._offer(job)]
+        if not self.line.running:
             return None, commands
         self._stepping = []
         rows, copies = [], []
-        for job, share in self._line.shares(now):
+        for job, share in self.line.shares(now):
             if share == 0:
                 continue
             assert job.lease is not None
@@ -180,20 +170,7 @@ class PrefillScheduler:
                 job.started = now
                 copies += job.lease.copies
             end = job.computed + share
-            tokens, record = job.record.tokens, job.record
-            output = len(tokens) - record.prompt_tokens
-            rows.append(
-                Row(
-                    request=record.request,
-                    record=record,
-                    tokens=tokens,
-                    start=job.computed,
-                    end=end,
-                    blocks=job.lease.blocks,
-                    draw=end == len(tokens),
-                    banned=banned_tokens(record, output, self._stop_ids),
-                )
-            )
+            rows.append(row_of(job.record, job.record.tokens, job.computed, end, job.lease.blocks, self._stop_ids))
             job.computed = end
             self._stepping.append(job)
         self._steps += 1
@@ -201,9 +178,9 @@ class PrefillScheduler:
         return StepPlan(tuple(rows), tuple(copies), self._steps), commands
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
-        """The step has run: index and offer what it finished; a job whose token was drawn is done computing."""
+        """Index and offer what the step has finished; a job whose token was drawn is done computing."""
         commands: list[Command] = []
-        self._line.order.ran(plan.computed_tokens, now - self._planned_at)
+        self.line.order.ran(plan.computed_tokens, now - self._planned_at)
         tokens = iter(drawn)
         for row, job in zip(plan.rows, self._stepping, strict=True):
             assert job.lease is not None
@@ -221,17 +198,12 @@ class PrefillScheduler:
         return self.source.offer(job.handoff, job.lease, job.computed)
 
     def _finish(self, job: Job, token: int, now: float) -> list[Command]:
-        self._line.retire(job)
+        self.line.retire(job)
         started = job.arrived if job.started is None else job.started
         cached_tokens = min(job.cached_tokens, job.record.prompt_tokens)
         self.hit_tokens += cached_tokens
-        return self.source.finish(
-            job.handoff,
-            token,
-            queue_s=started - job.arrived,
-            run_s=now - started,
-            cached_tokens=cached_tokens,
-        )
+        queue_s, run_s = started - job.arrived, now - started
+        return self.source.finish(job.handoff, token, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens)
 
     def check(self) -> None:
         """Recompute the invariants."""
@@ -239,10 +211,10 @@ class PrefillScheduler:
         self.source.check()
         if self.fetches is not None:
             self.fetches.check()
-        self._line.check()
+        self.line.check()
         jobs = self.source.items
         sending = sum(job.state is JobState.SENDING for job in jobs)
-        assert len(jobs) == len(list(self._line)) + sending
+        assert len(jobs) == len(list(self.line)) + sending
 
     def __repr__(self) -> str:
         return (

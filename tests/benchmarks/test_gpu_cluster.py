@@ -24,10 +24,9 @@ from benchmarks.gpu.reference import Reference
 from benchmarks.gpu.stages import PartOutcome, run
 from benchmarks.gpu.workers import Answer, running
 from cluster.processes.process_launcher import ProcessChild, ProcessLauncher
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.model.prepared.cache import prepare
-from prefill_worker.config import PrefillConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a card runs the part itself")
 

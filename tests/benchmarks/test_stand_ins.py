@@ -160,7 +160,7 @@ def test_a_worker_speaks_through_them() -> None:
     script = """
 import msgspec, xxhash
 import cluster.processes.child, decode_worker.role, prefill_worker.role, cluster.processes.process_launcher
-from decode_worker.config import DecodeConfig
+from worker.config import DecodeConfig
 from engine import messages
 from engine.types import RequestId, RequestRecord
 assert "stand_ins" in msgspec.__file__ and "stand_ins" in xxhash.__file__

@@ -11,11 +11,9 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.spec import FACTORIES, LaunchError
 from cluster.processes.supervisor import RestartConfig
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.messages import Load
 from engine.types import Incarnation, SamplingParams
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from router.front.api import ApiError, Delta, Finished, GenerateCall
@@ -24,6 +22,7 @@ from tests.chaos import faults
 from tests.chaos.proxy import ProxiedLauncher, Proxy
 from tests.integration.probe import Probe, is_quiet
 from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=1.0)

@@ -22,12 +22,11 @@ from cluster.processes.launch import prepare_model, specs
 from cluster.processes.placement import RayConfig
 from cluster.processes.prepare import model_source
 from cluster.resolve import Resolved, settled
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig, ModelError
-from prefill_worker.config import PrefillConfig
 from tests.cluster.test_config import origin, resolved
 from tests.engine.model.quantized import Kind, write_model
+from worker.config import DecodeConfig, PrefillConfig
 
 ON_CUDA = ("--set", "prefill.engine.device=cuda", "--set", "decode.engine.device=cuda")
 GPUS = ("--set", "ray.address=auto", *ON_CUDA)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from decode_worker.config import DecodeConfig
 from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
@@ -13,8 +12,8 @@ from engine.storage.tiers.opening import Tiering, open_tiers
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
 from fakes.model import fake_next
-from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
+from worker.config import DecodeConfig, PrefillConfig
 
 SIZE = 4
 PATIENCE_TURNS = 200

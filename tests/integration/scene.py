@@ -14,14 +14,13 @@ from pathlib import Path
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.supervisor import RestartConfig
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from telemetry.dashboards import rules
 from tests.chaos.faults import kill
 from tests.integration.prometheus import Prometheus
 from tests.integration.traffic import Crowd, Traffic
+from worker.config import DecodeConfig, PrefillConfig
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 720 * 1024

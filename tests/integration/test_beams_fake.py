@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.beam import BeamSearch
 from engine.kv.layout import KVLayout
@@ -13,8 +12,8 @@ from engine.plan import banned_tokens, end_tokens
 from engine.types import Beam, BeamParams, FinishReason, RequestId, RequestRecord
 from fakes.colocated import LINK, Colocated
 from fakes.model import fake_candidates
-from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
+from worker.config import DecodeConfig, PrefillConfig
 
 SIZE = 4
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=SIZE, head_dim=4)

@@ -10,7 +10,6 @@ import sys
 import msgspec
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
@@ -18,10 +17,10 @@ from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from fakes.model import fake_next
-from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
 from transfer.host.loopback import FaultKind, ScriptedFault
 from transfer.host.pull import BLOCKS_PER_RUN
+from worker.config import DecodeConfig, PrefillConfig
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 PREFILL_LAYOUT = LAYOUT

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
@@ -21,7 +20,6 @@ from engine.messages import PeerAddress
 from engine.model.prepared.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
-from prefill_worker.config import PrefillConfig
 from prefill_worker.role import open_prefill_worker
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
@@ -29,6 +27,7 @@ from router.grpc.client import Client
 from router.server import RouterServer
 from tests.chaos.ground import MODES, Ask, Ground, tokens
 from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 from worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0)

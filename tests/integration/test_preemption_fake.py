@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.request import Request
@@ -25,6 +24,7 @@ from tests.integration.crowd import (
     wanted,
 )
 from tests.integration.fake_device import fake_device
+from worker.config import DecodeConfig
 
 
 @pytest.mark.parametrize("local_chunk_tokens", [1, 64])
@@ -38,7 +38,7 @@ def test_tokens_are_the_same_with_and_without_preemption(local_chunk_tokens: int
     preemption, swapping = cluster.decode.preemption, cluster.decode.swapping
     assert preemption.preempted.total() >= 3
     assert swapping.ways["here" if local_chunk_tokens > 1 else "pool"] >= 2
-    assert sum(one.lost_tokens for one in cluster.decode.take_resumed()) > 0
+    assert sum(one.lost_tokens for one in cluster.decode.swapping.resumed) > 0
     reserved = small_cluster(12, preemption="off")
     answers = [reserved.submit(record) for record in records]
     finish(reserved, answers)

@@ -15,7 +15,6 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Addresses, Cluster, make_launcher, specs
 from cluster.processes.process_launcher import ProcessLauncher
-from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
@@ -24,7 +23,6 @@ from engine.messages import PeerAddress
 from engine.model.prepared.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall
 from router.grpc.client import Client
@@ -32,6 +30,7 @@ from router.server import RouterServer
 from tests.integration.data_sockets import cut
 from tests.integration.probe import Probe
 from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 FREED_WITHIN_S = 1.0

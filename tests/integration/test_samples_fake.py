@@ -7,15 +7,14 @@ import random
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import FromRouter
 from engine.kv.layout import KVLayout
 from engine.messages import Cancel
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import LINK, Colocated, ColocatedAnswer
 from fakes.model import fake_next
-from prefill_worker.config import PrefillConfig
 from tests.integration.fake_device import VOCAB, fake_device
+from worker.config import DecodeConfig, PrefillConfig
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 
@@ -89,7 +88,7 @@ def test_every_sample_is_exact_and_the_prompt_moves_once(length: int, most: int)
     _finish(cluster)
     assert [answer.tokens for answer in answers] == [_want(a.record) for a in answers]
     stats = [answer.ended.stats for answer in answers if answer.ended]
-    assert sum(migrated.blocks for migrated in cluster.decode.take_migrated()) == -(-length // 4)
+    assert sum(migrated.blocks for migrated in cluster.decode.prefills.handoffs.migrated) == -(-length // 4)
     assert [s.migrated_blocks for s in stats[1:]] == [0, 0, 0]
     assert [s.prefill_cached_tokens for s in stats] == [0] + [length - 1] * 3
     assert cluster.decode.prefills.forks.forked == 3

@@ -57,7 +57,7 @@ def test_what_was_swapped_out_is_swapped_in(local_chunk_tokens: int) -> None:
     assert swapping.stashes is not None and swapping.stashes.stored_blocks >= 6
     assert swapping.loaded_blocks >= 2 and not swapping.fallbacks.total()
     assert not swapping.stashes.kept, "kept for nobody"
-    fetched = [one.outcome for one in cluster.decode.take_migrated()]
+    fetched = [one.outcome for one in cluster.decode.prefills.handoffs.migrated]
     assert fetched == ["ok"] * 4, "no prompt is asked of the prefill pool twice"
 
 

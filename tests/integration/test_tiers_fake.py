@@ -11,9 +11,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.tiers.commands import TierSlot
 from engine.kv.tiers.disk_index import header_bytes
 from fakes.colocated import Colocated
-from prefill_worker.config import PrefillConfig
 from tests.integration.crowd import record_of, tiering, wanted
 from tests.integration.fake_device import fake_device
+from worker.config import PrefillConfig
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 HOST_BLOCKS, ANSWER = 48, 3

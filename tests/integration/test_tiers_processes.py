@@ -12,16 +12,15 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig, TierConfig
 from engine.model.prepared.cache import prepare
 from engine.types import SamplingParams
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
 from tests.integration.probe import Probe
 from transfer.config import TransferConfig
+from worker.config import DecodeConfig, PrefillConfig
 
 BLOCK_BYTES = 720 * 1024
 SMALL = EngineConfig(pool_bytes=16 * BLOCK_BYTES)

@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from decode_worker.config import DecodeConfig
 from engine.types import RequestRecord
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from tests.sim.faults import Fault
+from worker.config import DecodeConfig, PrefillConfig
 
 
 @dataclass(slots=True)

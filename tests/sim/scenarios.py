@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import msgspec
 
-from decode_worker.config import DecodeConfig
 from engine.types import BeamParams, RequestId, RequestRecord, SamplingParams
-from prefill_worker.config import PrefillConfig
 from tests.sim.faults import Fault
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.schedule import RECOVERS, samples
+from worker.config import DecodeConfig, PrefillConfig
 
 STEM = list(range(10, 22))
 

@@ -7,14 +7,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from decode_worker.config import DecodeConfig
 from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord, SamplingParams
-from prefill_worker.config import PrefillConfig
 from tests.sim.clock import Violation
 from tests.sim.faults import DATA_KINDS, KINDS, Fault
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import VOCAB
 from tests.sim.world import World
+from worker.config import DecodeConfig, PrefillConfig
 
 WEIGHTS = {
     "crash prefill": 6,

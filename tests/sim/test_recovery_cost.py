@@ -2,12 +2,12 @@
 
 import pytest
 
-from prefill_worker.config import PrefillConfig
 from tests.sim import client as clients
 from tests.sim.clock import Process
 from tests.sim.scenarios import _plan, _resumable
 from tests.sim.supervision import BOOT_S
 from tests.sim.world import World
+from worker.config import PrefillConfig
 
 PROMPT_TOKENS = 36
 ANSWER_TOKENS = 11

@@ -1,6 +1,5 @@
 """What is told of preempted requests: choices, prices and copies, each total once."""
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Store, Stored
@@ -9,6 +8,7 @@ from engine.kv.tiers.tiers import Tiers
 from telemetry.metrics import WorkerMetrics
 from telemetry.swap_metrics import SwapMetrics
 from tests.telemetry.test_metrics import samples
+from worker.config import DecodeConfig
 
 
 def _stashed(swapping: Swapping, kv: KVCacheManager) -> Stash:

@@ -7,10 +7,10 @@ import pytest
 
 from cluster.processes.hosting import Hosted
 from cluster.processes.spec import ChildSpec, LaunchError
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from transfer.allocator import is_exported, without_handles
 from transfer.config import NcclConfig, TransferConfig
+from worker.config import DecodeConfig
 
 
 @pytest.mark.parametrize(

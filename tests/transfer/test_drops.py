@@ -18,7 +18,6 @@ from engine.messages import (
 )
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import DECODE, PREFILL, Colocated
-from prefill_worker.config import PrefillConfig
 from telemetry.labels import HANDOFF_DROPS
 from telemetry.metrics import WorkerMetrics
 from tests.integration.fake_device import fake_device
@@ -27,6 +26,7 @@ from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
 from transfer.host.loopback import FaultKind
 from transfer.host.loopback import ScriptedFault as WireFault
+from worker.config import PrefillConfig
 
 H = Handoff(RequestId("r"), 1, 0, DECODE, PREFILL)
 GONE = Handoff(RequestId("gone"), 1, 0, DECODE, PREFILL)

@@ -11,16 +11,15 @@ import msgspec
 import pytest
 
 import worker.opening
-from decode_worker.config import DecodeConfig
 from decode_worker.role import open_decode_worker
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
 from engine.messages import Load, WorkerInfo, decode_worker_frame, encode
-from prefill_worker.config import PrefillConfig
 from prefill_worker.role import PrefillRole, open_prefill_worker
 from tests.integration.fake_device import fake_device
 from transfer.handoff.commands import Connect, Disconnect
 from transfer.mover import Mover
+from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import FrameIn, RpcLoop, Send
 from worker.streams import ATTACH, ReaderStream
 from worker.worker import Worker

@@ -20,8 +20,7 @@ from decode_worker.scheduler.request import Request
 from engine.kv.manager import KVCacheManager
 from engine.messages import Fault, Handoff, PrefillFailed, StartPrefill
 from engine.types import Incarnation, RequestId
-from transfer.handoff.commands import Command, Emit, Posted, ReaderEvent, Sent
-from transfer.handoff.sender import KVSender
+from transfer.handoff.commands import Command, Emit
 from transfer.handoff.source import HandoffSource
 
 
@@ -32,7 +31,7 @@ class Departure:
     request: Request
     token: int | None = None
     asked: bool = False
-    """Whoever goes on has been here: it knows of the request, and perhaps the token."""
+    """Another worker has asked for it: that one knows of the request, and perhaps the token."""
     released: bool = False
     shelved: float | None = None
     """Since when it is kept only because readers that are lost may still read: quarantined, never written again."""
@@ -45,6 +44,7 @@ class Departures:
 
     def __init__(self, kv: KVCacheManager, fingerprint: str) -> None:
         self.source: HandoffSource[Departure] = HandoffSource(kv, fingerprint, self)
+        self.sender = self.source.sender
         self._kv = kv
         self._departures: dict[RequestId, Departure] = {}
 
@@ -56,29 +56,25 @@ class Departures:
         self._departures[request.record.request] = Departure(request)
 
     @property
-    def sender(self) -> KVSender:
-        return self.source.sender
-
-    @property
     def incomplete(self) -> list[Request]:
-        """Those whose last row is to be computed by the next step."""
+        """Requests whose last row is to be computed by the next step."""
         return [d.request for d in self._departures.values() if d.token is None and d.shelved is None]
 
     def complete(self, request: Request, token: int, now: float) -> list[Command]:
-        """The step has run: `request` has all its rows, and `token` follows."""
+        """Serve the rest of `request`: the step has computed its last row, and `token` follows."""
         departure = self._departures[request.record.request]
         departure.token = token
         return [c for handoff in list(departure.serving) for c in self._serve(departure, handoff, now)]
 
     def release(self, name: RequestId, placement: int, now: float) -> None:
-        """Nobody will ask for it again."""
+        """Let a departure go: nobody will ask for it again."""
         departure = self._departures.get(name)
         if departure is not None and departure.request.placement == placement:
             self._release(departure, now)
 
     def router_lost(self, link: int, now: float) -> list[Departure]:
-        """Who was to say `Release` will not. Returns those that nobody else has, and whose clients may come back: they
-        are the scheduler's again, with their leases."""
+        """Release what the router was to release. Return those that nobody else has, and whose clients may come back:
+        they are the scheduler's again, with their leases."""
         back = []
         for departure in [d for d in self._departures.values() if d.request.link == link]:
             if departure.asked or not departure.request.record.context:
@@ -92,10 +88,7 @@ class Departures:
         for departure in [d for d in self._departures.values() if now >= d.request.deadline]:
             self._release(departure, now)
 
-    # what readers and the transfer thread say
-
-    def handle(self, event: ReaderEvent | Posted | Sent, now: float) -> list[Command]:
-        return self.source.handle(event, now)
+    # what the source asks for
 
     def start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
         departure = self._departures.get(message.handoff.request)
@@ -153,7 +146,6 @@ class Departures:
         self._kv.release(request.lease)
 
     def check(self) -> None:
-        """Recompute the invariants."""
         self.source.check()
         for departure in self._departures.values():
             request = departure.request
@@ -163,7 +155,7 @@ class Departures:
 
 
 def _problem(departure: Departure | None, message: StartPrefill) -> str:
-    """Why this worker cannot serve `message`, or nothing."""
+    """Return why this worker cannot serve `message`, or nothing."""
     if departure is None or departure.shelved is not None:
         return "the request is not, or no longer, here"
     request, record = departure.request, message.record

@@ -10,12 +10,10 @@ have heard; it refuses what it knows.
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from decode_worker.scheduler.request import NO_ROUTER, Request
+from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
 from engine.messages import Ended, Orphan
 from engine.types import Incarnation, RequestId
 
-NOBODY = 0
-"""The `link` of an orphan; streams are numbered from 1."""
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
@@ -51,39 +49,39 @@ class Orphans:
         """Orphans that nobody took in time."""
 
     def __len__(self) -> int:
-        """Ended requests that are remembered."""
+        """How many ended requests are remembered."""
         return len(self._ended)
 
     @property
     def is_untold(self) -> bool:
-        """Some ended requests are remembered for a router that is yet to come."""
+        """True while ended requests are remembered for a router that is yet to come."""
         attached = set(self._routers.values())
         return any(one.request.owner.router not in attached for one in self._ended.values())
 
     def joined(self, link: int, router: Incarnation) -> None:
-        """A router has said who it is."""
         self._routers[link] = router
 
     def left(self, link: int) -> int:
-        """The stream has ended. Returns the newest one that remains; NOBODY without any, or if it was no router's."""
+        """Forget a stream that has ended. Return the newest that remains; NOBODY if none does, or it was no router."""
         was = self._routers.pop(link, None)
         return NOBODY if was is None else next(reversed(self._routers), NOBODY)
 
     def router(self, link: int) -> Incarnation:
-        """Whose stream this is."""
         return self._routers.get(link, NO_ROUTER)
 
     def is_alone(self, link: int) -> bool:
-        """No other router is attached, so nothing more can be left by one."""
+        """Say if no other router is attached, so that nothing more can be left by one."""
         return set(self._routers.values()) == {self._routers[link]}
 
     def leave(self, request: Request, now: float) -> None:
-        """The request's router is gone."""
+        """Make the request an orphan: its router is gone."""
         request.link = NOBODY
         request.owner.orphan_until = now + self._keep_s
+        # Who asked for it is gone: were it to depart, its next router would never be told of it.
+        request.yielding = False
 
     def remember(self, request: Request, ended: Ended, tokens: list[int], now: float) -> None:
-        """It has ended with these output tokens."""
+        """Keep what a later router is to be told of a request that has ended with these output tokens."""
         if not self._keep_s:
             return
         self.forget(request.record.request)
@@ -107,7 +105,7 @@ class Orphans:
             self.forget(name)
 
     def adopt(self, request: Request, link: int) -> bool:
-        """The router on `link` takes an orphan; False if it was handed on too often."""
+        """Give an orphan to the router on `link`. Return False if it was handed on too often."""
         router = self._routers[link]
         if request.owner.router != router:
             if request.owner.handovers >= MAX_HANDOVERS:
@@ -118,8 +116,8 @@ class Orphans:
         return True
 
     def adopt_ended(self, link: int) -> list[Remembered]:
-        """What the router on `link` is to be told of requests that have ended: those of routers that are gone, and
-        those that it was told of on an earlier stream. Of that one's end this side may yet have to hear."""
+        """Return what the router on `link` is to be told of requests that have ended: those of routers that are gone,
+        and those that it was told of on an earlier stream. Of that one's end this side may yet have to hear."""
         router, attached = self._routers[link], set(self._routers.values())
         told = [
             one
@@ -130,14 +128,13 @@ class Orphans:
         return [one for one in told if self.adopt(one.request, link)]
 
     def check(self) -> None:
-        """Recompute the invariants."""
         assert self._bytes == sum(one.size for one in self._ended.values())
         untils = [one.until for one in self._ended.values()]
         assert untils == sorted(untils), "not the oldest first"
 
 
 def orphan(request: Request, tokens: list[int], now: float) -> Orphan:
-    """What its next router is told, with all `tokens` of its output so far."""
+    """Return what its next router is told, with all `tokens` of its output so far."""
     remaining_s = None if request.record.remaining_s is None else max(0.0, request.deadline - now)
     return Orphan(
         record=request.record,

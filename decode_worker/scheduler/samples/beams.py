@@ -10,13 +10,13 @@ is over, so one that lost its blocks, or its worker, begins again from its promp
 answers. The request's own lease is always that of the first hypothesis.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler.request import Request, RequestState
 from engine.beam import BeamSearch, BeamStep
 from engine.kv.manager import KVCacheManager, Lease
-from engine.plan import banned_tokens, end_tokens
+from engine.plan import end_tokens, row_of
 from engine.step import Candidates, Row
 from engine.types import Beam, BlockId
 
@@ -52,7 +52,7 @@ class Beams:
         self._live: dict[Request, _Live] = {}
 
     def begin(self, request: Request) -> None:
-        """The prompt of `request` is here."""
+        """Begin its search: its prompt is here."""
         params, record = request.record.beams, request.record
         assert params is not None
         search = BeamSearch(params, record.max_tokens, end_tokens(record, self._stop_ids))
@@ -60,7 +60,7 @@ class Beams:
         self._live[request] = _Live(search, [first])
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
-        """The blocks that its next step needs beyond what is promised, by lease; those of any other request are one."""
+        """Return the blocks that its next step needs beyond what is promised, by lease: one but for a search."""
         if request not in self._live:
             return [(request.lease, self._kv.shortage(request.lease, len(request.tokens)))]
         wants = []
@@ -72,37 +72,30 @@ class Beams:
         return wants
 
     def prepare(self, request: Request) -> None:
-        """There is room: the forks are made."""
+        """Make the forks: there is room."""
         for one in self._live[request].hypotheses:
             if one.parent is not None:
                 self._kv.fork(one.parent.lease, one.lease, one.known)
                 one.parent = None
                 self.forked += 1
 
-    def rows(self, request: Request) -> Iterator[Row]:
-        """One for each hypothesis; to be called after `prepare`."""
-        live, record = self._live[request], request.record
+    def rows(self, request: Request) -> list[Row]:
+        """Return a row for each hypothesis; to be called after `prepare`."""
+        live, record, rows = self._live[request], request.record, list[Row]()
         live.drawn.clear()
         for one in live.hypotheses:
             self._kv.extend(one.lease, len(one.tokens))
-            output_tokens = len(one.tokens) - record.prompt_tokens
-            yield Row(
-                request=record.request,
-                record=record,
-                tokens=one.tokens,
-                start=one.known,
-                end=len(one.tokens),
-                blocks=one.lease.blocks,
-                draw=True,
-                banned=banned_tokens(record, output_tokens, self._stop_ids),
-                candidates=live.search.candidates,
+            wanted = live.search.candidates
+            rows.append(
+                row_of(record, one.tokens, one.known, len(one.tokens), one.lease.blocks, self._stop_ids, wanted)
             )
+        return rows
 
     def copies(self, request: Request) -> list[tuple[BlockId, BlockId]]:
         return [pair for one in self._live[request].hypotheses for pair in one.lease.copies]
 
     def complete(self, request: Request, candidates: Candidates) -> list[Beam] | None:
-        """What came of one row, in their order. With the last row the search goes on; its answers, if it is over."""
+        """Take what came of one row, in order; the last one moves the search on. Return its answers at the end."""
         live = self._live[request]
         live.drawn.append(candidates)
         if len(live.drawn) < len(live.hypotheses):
@@ -136,7 +129,7 @@ class Beams:
         request.lease = live.hypotheses[0].lease
 
     def drop(self, request: Request) -> None:
-        """The search ends; what remains is the request's own lease."""
+        """End the search; what remains is the request's own lease."""
         live = self._live.pop(request, None)
         if live is not None:
             for one in live.hypotheses[1:]:

@@ -25,7 +25,7 @@ class Forks:
         self._waiting: dict[Request, list[Request]] = {}
 
     def parent(self, record: RequestRecord, other: Request) -> Request | None:
-        """Whom a fork of `other` waits for; None where the two cannot share, and `record` is a request like any."""
+        """Return whom a fork of `other` waits for; None where the two cannot share: `record` is a request like any."""
         other = next((p for p, forks in self._waiting.items() if other in forks), other)
         if other.record.namespace != record.namespace:
             return None
@@ -34,14 +34,14 @@ class Forks:
         return other if same and record.max_tokens <= theirs.max_tokens else None
 
     def promise(self, record: RequestRecord, room_tokens: int, spare: int = 0) -> Lease | None:
-        """Room for what a fork will not share of `room_tokens` tokens, and `spare` blocks left to others; None if there
-        is none."""
+        """Return room for what a fork will not share of `room_tokens` tokens, which leaves `spare` blocks to others, if
+        there is any."""
         whole = shared_tokens(record) // self._kv.block_size
         wanted = self._kv.blocks_for(room_tokens) - whole
         return self._kv.promise(record.namespace, wanted, spare)
 
     def waiting(self, parent: Request) -> list[Request]:
-        """Those that wait for the prompt of `parent`."""
+        """Return those that wait for the prompt of `parent`."""
         return list(self._waiting.get(parent, ()))
 
     def wait(self, fork: Request, parent: Request) -> None:
@@ -50,7 +50,7 @@ class Forks:
         self._waiting.setdefault(parent, []).append(fork)
 
     def leave(self, fork: Request) -> None:
-        """It ends, or is preempted, while it still waits."""
+        """Forget a fork that ends, or is preempted, while it still waits."""
         for parent, forks in list(self._waiting.items()):
             if fork in forks:
                 forks.remove(fork)
@@ -58,7 +58,7 @@ class Forks:
                     del self._waiting[parent]
 
     def fork(self, parent: Request) -> list[tuple[Request, int]]:
-        """Those that wait for `parent` get the head of its lease, if all of the prompt is in it; returns them, each
+        """Give those that wait for `parent` the head of its lease, if all of the prompt is in it. Return them, each
         with the number of tokens that it shares."""
         waiting = self._waiting.get(parent)
         if not waiting or parent.known < max(shared_tokens(fork.record) for fork in waiting):
@@ -78,7 +78,7 @@ class Forks:
         return shared
 
     def heir(self, parent: Request) -> Request | None:
-        """`parent` is gone: the first of those that wait for it, for which the others wait from now on."""
+        """Return the first of those that wait for `parent`, which is gone: the others wait for it from now on."""
         waiting = self._waiting.pop(parent, None)
         if not waiting:
             return None
@@ -98,5 +98,5 @@ class Forks:
 
 
 def shared_tokens(record: RequestRecord) -> int:
-    """How many tokens of a fork are its parent's: its prompt. The token after the last is computed from the last."""
+    """Return how many tokens a fork shares: its prompt's. The token after the last is computed from the last."""
     return min(record.prompt_tokens, len(record.tokens) - 1)

@@ -12,13 +12,12 @@ from cluster.processes.hosting import prepared
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.prepare import model_source
 from cluster.processes.spec import ModelSource
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.shards import by_reference
-from prefill_worker.config import PrefillConfig
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS
 from tests.engine.model.test_families import reference, save_hf
+from worker.config import DecodeConfig, PrefillConfig
 
 
 def test_bars_are_for_terminals_only() -> None:

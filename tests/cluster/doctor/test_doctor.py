@@ -21,8 +21,8 @@ from cluster.doctor.host import examine, print_checks
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.config import EngineConfig, TierConfig
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
+from worker.config import PrefillConfig
 
 
 def config(folder: Path, **more: object) -> ClusterConfig:

@@ -20,8 +20,8 @@ from cluster.processes.process_launcher import ProcessLauncher
 from cluster.processes.spec import LaunchError
 from cluster.processes.supervisor import RestartConfig
 from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
+from worker.config import PrefillConfig
 
 FAKES = {
     "prefill": "tests.cluster.fakes:FakeWorker",

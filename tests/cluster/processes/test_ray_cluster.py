@@ -22,10 +22,9 @@ from cluster.processes.ray_launcher import RAY_VARIABLES, imported_ray
 from cluster.processes.ray_leave import empty
 from cluster.processes.spec import ChildReady, LaunchError
 from cluster.processes.supervisor import RestartConfig
-from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, eventually, gone
+from worker.config import DecodeConfig, PrefillConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,6 @@ from engine.messages import (
 )
 from engine.step import StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
-from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import (
     Command,
@@ -27,6 +26,7 @@ from transfer.handoff.commands import (
     ReaderUp,
     Sent,
 )
+from worker.config import PrefillConfig
 
 PEER = Incarnation(7)
 S_PER_TOKEN = 0.002

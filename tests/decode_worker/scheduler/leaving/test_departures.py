@@ -2,7 +2,6 @@
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import Command, FromPeer, FromRouter, PeerUp, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
@@ -43,6 +42,7 @@ from transfer.handoff.commands import (
     Sent,
 )
 from transfer.handoff.receiver import KVReceiver
+from worker.config import DecodeConfig
 
 ME, SOURCE, READER = Incarnation(1), Incarnation(2), Incarnation(3)
 A = RequestId("a")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler.events import (
     Command,
     Event,
@@ -35,6 +34,7 @@ from engine.messages import (
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from transfer.handoff.commands import Emit
 from transfer.handoff.receiver import KVReceiver
+from worker.config import DecodeConfig
 
 A, B, C = Incarnation(11), Incarnation(22), Incarnation(33)
 R = RequestId("r")

@@ -1,4 +1,4 @@
-"""What a decode worker is told."""
+"""What a worker is told: what both roles are, and what only one of them is."""
 
 from typing import Literal
 
@@ -8,9 +8,32 @@ from engine.config import EngineConfig, StepLimits, TierConfig
 from transfer.config import TransferConfig
 
 
-class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
+    tiers: TierConfig = TierConfig()
+
+    @property
+    def step_limits(self) -> StepLimits:
+        raise NotImplementedError
+
+
+class PrefillConfig(WorkerConfig, frozen=True, kw_only=True):
+    chunk_tokens: int = 128
+    """Token budget of one step, shared by the prompts in progress. On a GPU 4,096, by default (`cluster.defaults`)."""
+    max_prompts: int = 128
+    """Most prompts that share a step: each may have its first token drawn, which takes memory by the vocabulary."""
+    fairness_tokens_per_s: float | Literal["auto"] = "auto"
+    """λ of `matched_tokens + λ · waiting_seconds`: how many cached tokens one second of waiting is worth. "auto": as
+    many as this worker computes in a second, as measured; 0: longest prefix first; large: first come, first served."""
+    max_waiting: int = 1024
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return StepLimits(chunk_tokens=self.chunk_tokens, prompts=min(self.max_prompts, self.chunk_tokens))
+
+
+class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     max_batch: int = 32
     """Most requests in one decode step. On a GPU 256, by default: its steps take as long as weights and KV take to be
     read, nearly whatever the number of rows (`cluster.defaults` has this and what follows from it)."""
@@ -19,7 +42,6 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     a batch."""
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left. On a GPU 512, by default."""
-    tiers: TierConfig = TierConfig()
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """What happens when the pool is exhausted: the last of all requests gives its blocks away, and has its KV computed
     again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the cheaper for it, as
