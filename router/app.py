@@ -76,9 +76,7 @@ class RouterApp:
         http = await self._http.start() if self._http is not None else ""
         return RouterAddresses(host_port(config.host, port), http)
 
-    async def set_workers(
-        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
-    ) -> None:
+    async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         await self._links.set_workers(prefill, decode)
 
     def ready(self) -> bool:

@@ -114,9 +114,7 @@ class Links:
             again = self._keep(role, peer, after_s=PAUSE_S[1])
             self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
 
-    async def set_workers(
-        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
-    ) -> None:
+    async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         """Dial new workers, and leave those that are not named any more."""
         lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
         wanted = {
@@ -159,9 +157,7 @@ class Links:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
-    async def _listen(
-        self, role: str, channel: grpc.aio.Channel, peer: PeerAddress
-    ) -> AsyncIterator[None]:
+    async def _listen(self, role: str, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
         """One life of a worker's stream; yields once per frame."""
         call = channel.stream_stream(ATTACH[role])()
         writer: asyncio.Task[None] | None = None

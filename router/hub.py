@@ -74,9 +74,7 @@ class Sink(Protocol):
 
     def completed(self, end: Complete, now: float) -> None: ...
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None: ...
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None: ...
 
 
 Send = Callable[[str, RouterRecord], None]

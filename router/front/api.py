@@ -107,9 +107,7 @@ NOBODY = "nobody answers"
 class ApiError(Exception):
     """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
 
-    def __init__(
-        self, code: str, message: str, field: str = "", retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

@@ -121,9 +121,7 @@ class Frontend:
             journal=self._hub.journal,
         )
 
-    async def _serve(
-        self, samples: Samples, reader: SamplesReader
-    ) -> AsyncGenerator[GenerateEvent, None]:
+    async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
         """What `reader` takes, until the end or until the client leaves."""
         token = samples.started.resume_token
         try:
@@ -166,9 +164,7 @@ class Frontend:
 
     # ---- resumable requests
 
-    async def resume(
-        self, token: str, positions: Sequence[Position] = ()
-    ) -> AsyncGenerator[GenerateEvent, None]:
+    async def resume(self, token: str, positions: Sequence[Position] = ()) -> AsyncGenerator[GenerateEvent, None]:
         """Go on with a resumable request behind what the client has of each sample; without positions, from the start.
 
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router

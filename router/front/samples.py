@@ -78,9 +78,7 @@ class SamplesReader:
 
     # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples have ended.
 
-    def __init__(
-        self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool
-    ) -> None:
+    def __init__(self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool) -> None:
         self._samples = samples
         self._readers = readers
         self._is_resumable = is_resumable
@@ -153,9 +151,7 @@ class BeamSink:
             one = msgspec.structs.replace(end, reason=beam.reason, stats=stats, beams=(beam,))
             stream.completed(one, now)
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         for stream in self._streams:
             stream.failed(fault, outcome, retry_after_s, now)
 

@@ -95,9 +95,7 @@ class SampleStream:
         self.end = end
         self.changed.set()
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         self._count(outcome, now, {})
         self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
         self.changed.set()

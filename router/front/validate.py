@@ -35,9 +35,7 @@ class UnknownModelError(FieldError):
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
     if call.model is not None and call.model != model.name:
-        raise UnknownModelError(
-            "model", f"{_shown(call.model)} is not served here, {model.name!r} is"
-        )
+        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
     _check_prompt(call.prompt, model, config)
     _count("n", call.n, 1, config.max_samples)
     check_sampling(call.sampling)
@@ -125,16 +123,12 @@ def _check_prompt(prompt: object, model: ServedModel, config: RouterConfig) -> N
     else:
         assert isinstance(prompt, list)
         if len(prompt) >= model.context_tokens:
-            raise TooLongError(
-                field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}"
-            )
+            raise TooLongError(field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}")
         _check_ids(field, prompt, model.vocab_size)
         return
     size = sum(_check_text(name, text) for name, text in texts)
     if size > config.max_prompt_bytes:
-        raise TooLongError(
-            field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted"
-        )
+        raise TooLongError(field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted")
 
 
 def _check_stop(stop: Sequence[str]) -> None:

@@ -54,9 +54,7 @@ class Client:
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._sync()
-        stream = channel.unary_stream(_GENERATE)(
-            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
-        )
+        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s, metadata=_metadata(call))
         try:
             while not progress.is_over:
                 try:
@@ -76,16 +74,12 @@ class Client:
                 with suppress(grpc.RpcError, ValueError):
                     channel.unary_unary(_CANCEL)(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
 
-    async def agenerate(
-        self, call: GenerateCall, resume: bool = False
-    ) -> AsyncIterator[GenerateEvent]:
+    async def agenerate(self, call: GenerateCall, resume: bool = False) -> AsyncIterator[GenerateEvent]:
         """Like `generate`, on the running event loop; close it with `aclosing` to cancel."""
         call, progress = _resumable(call, resume), Progress()
         began_s = time.monotonic()
         channel = self._aio()
-        stream = channel.unary_stream(_GENERATE)(
-            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
-        )
+        stream = channel.unary_stream(_GENERATE)(_encoded(call), timeout=call.timeout_s, metadata=_metadata(call))
         try:
             while not progress.is_over:
                 try:

@@ -82,9 +82,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
         messages = [m for m in call.prompt if isinstance(m, ChatMessage)]
-        request.chat.messages.extend(
-            pb.ChatMessage(role=m.role, content=m.content) for m in messages
-        )
+        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
     else:
         request.token_ids.ids.extend(i for i in call.prompt if isinstance(i, int))
         request.token_ids.SetInParent()

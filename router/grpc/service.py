@@ -101,9 +101,7 @@ class Service:
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
-    async def generate(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
         def events() -> AsyncGenerator[GenerateEvent, None]:
             call = _parse(data, context.time_remaining())
             metadata = dict(context.invocation_metadata() or ())
@@ -114,9 +112,7 @@ class Service:
             async for response in responses:
                 yield response
 
-    async def resume(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
         def events() -> AsyncGenerator[GenerateEvent, None]:
             request = _message(pb.ResumeRequest, data)
             return self._frontend.resume(request.resume_token, positions_from_proto(request))
@@ -132,9 +128,7 @@ class Service:
             await _abort(context, error)
         return pb.CancelResponse()
 
-    async def list_models(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
+    async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
         model = self._frontend.model
         listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
         return pb.ListModelsResponse(models=[listed])

@@ -219,9 +219,7 @@ def _internal(what: str) -> ApiError:
     return ApiError("INTERNAL", "the server failed on this request")
 
 
-def json_response(
-    body: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 

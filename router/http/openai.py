@@ -151,17 +151,13 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None) 
     if limit is not None and other is not None and limit != other:
         raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
-    return _parsed(
-        request, messages, other if limit is None else limit, label, timeout_s, chat=True
-    )
+    return _parsed(request, messages, other if limit is None else limit, label, timeout_s, chat=True)
 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
     request = _decode(_completion, body)
-    return _parsed(
-        request, _prompt(request.prompt), request.max_tokens, label, timeout_s, chat=False
-    )
+    return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, chat=False)
 
 
 def invalid(field: str, message: str) -> ApiError:
@@ -188,9 +184,7 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     except msgspec.DecodeError as error:
         raise invalid("", f"the body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
-        raise invalid(
-            "", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string"
-        ) from error
+        raise invalid("", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string") from error
     except RecursionError as error:
         raise invalid("", "the body is nested too deeply") from error
 
@@ -262,11 +256,7 @@ def _parsed(
 
 
 def _sampling(request: OpenAIRequest) -> SamplingParams:
-    given = {
-        name: value
-        for name in SamplingParams.__struct_fields__
-        if (value := getattr(request, name)) is not None
-    }
+    given = {name: value for name in SamplingParams.__struct_fields__ if (value := getattr(request, name)) is not None}
     return msgspec.structs.replace(_DEFAULTS, **given)
 
 

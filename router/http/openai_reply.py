@@ -154,9 +154,7 @@ class Writer:
             request_id=self._request_id,
             prefill=WorkerUse(stats.prefill_worker, stats.prefill_cached_tokens),
             decode=WorkerUse(stats.decode_worker, stats.decode_cached_tokens),
-            migration=Migration(
-                stats.migrated_blocks, stats.migrated_bytes, stats.migration_s, stats.transport
-            ),
+            migration=Migration(stats.migrated_blocks, stats.migrated_bytes, stats.migration_s, stats.transport),
             timing=Timing(end.ttft_s, end.itl_mean_s, end.itl_p99_s, end.e2e_s, stats.stages),
             stop_matched=end.stop_matched,
         )
@@ -201,7 +199,5 @@ def error_reply(error: ApiError) -> ErrorReply:
     return ErrorReply(status, envelope(message, kind, field or None, code), headers)
 
 
-def envelope(
-    message: str, kind: str, param: str | None, code: str
-) -> dict[str, dict[str, str | None]]:
+def envelope(message: str, kind: str, param: str | None, code: str) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -39,9 +39,7 @@ class Generates(Protocol):
 
     def generate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]: ...
 
-    def resume(
-        self, token: str, positions: Sequence[Position] = ()
-    ) -> AsyncIterator[GenerateEvent]: ...
+    def resume(self, token: str, positions: Sequence[Position] = ()) -> AsyncIterator[GenerateEvent]: ...
 
     def cancel(self, token: str) -> bool: ...
 
@@ -152,9 +150,7 @@ class _Generate:
         asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
         trace = sound(request.headers.get(HEADER, ""))
-        call = msgspec.structs.replace(
-            parsed.call, resumable=resumable, form=form, traceparent=trace
-        )
+        call = msgspec.structs.replace(parsed.call, resumable=resumable, form=form, traceparent=trace)
         events = self._frontend.generate(call)
         answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
         await _attended(answer, scope, receive, send)
@@ -172,9 +168,7 @@ class _Streams:
         token: str = request.path_params["token"]
         if scope["method"] == "DELETE":
             known = self._frontend.cancel(token)
-            gone = (
-                Response(status_code=204) if known else error_response(error_reply(unknown_token()))
-            )
+            gone = (Response(status_code=204) if known else error_response(error_reply(unknown_token())))
             await gone(scope, receive, send)
             return
         if scope["method"] != "GET":  # a HEAD would take the stream over from whoever reads it

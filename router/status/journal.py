@@ -178,10 +178,7 @@ class RouterJournal:
 
 def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for stages in all_stages for name in stages)
-    return {
-        name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages)
-        for name in names
-    }
+    return {name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages) for name in names}
 
 
 def _quantile(values: list[float], percent: int) -> float | None:
