@@ -13,19 +13,12 @@ and gets the rest: written again, behind any event, it is the same to the byte.
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from router.front.api import ApiError, Delta, Finished, HttpForm, Started
-from router.http.openai_reply import (
-    Headrace,
-    ReplyChoice,
-    ReplyText,
-    Usage,
-    Writer,
-    last_choice,
-    usage,
-)
+from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage
 
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
@@ -72,9 +65,8 @@ class StreamWriter:
     """Mutable state: the positions behind what was written, and the accounts of samples that are over."""
 
     def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
-        self._writer = Writer(started, form)
+        self._started = started
         self._form = form
-        self._token = started.resume_token
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
 
@@ -92,15 +84,13 @@ class StreamWriter:
         if not item.text and not (self._form.return_token_ids and item.token_ids):
             return b""
         choice = ReplyChoice(index=item.sample)
-        if not self._form.chat:
-            choice.text = item.text
-        elif is_first:
-            choice.delta = ReplyText(item.text)
+        if self._form.chat:
+            choice.delta = ReplyText(item.text, role="assistant" if is_first else msgspec.UNSET)
         else:
-            choice.delta = ReplyText(item.text, role=msgspec.UNSET)
+            choice.text = item.text
         if self._form.return_token_ids:
             choice.token_ids = item.token_ids
-        return self._event(self._chunk([choice], None, None))
+        return self._event(self._chunk([choice]))
 
     def last(self, end: Finished) -> list[bytes]:
         """The events that close a sample, and behind the last one the answer: the finish reason, the usage if asked
@@ -109,19 +99,19 @@ class StreamWriter:
         Raises `ApiError` for a client that said it had more of them than there are.
         """
         self._ends[end.sample] = end
-        is_single = len(self._at) == 1
         at = self._at[end.sample]
+        # A single sample's figures are in the last chunk of all, where there is one behind its finish reason.
+        is_later = len(self._at) == 1 and self._form.include_usage
         events = []
         if not at.closing:
             self._at[end.sample] = msgspec.structs.replace(at, closing=1)
-            figures = None if is_single and self._form.include_usage else self._writer.headrace(end)
-            events.append(self._event(self._chunk([self._finish(end)], None, figures)))
+            events.append(self._event(self._chunk([self._finish(end)], None if is_later else end)))
         if len(self._ends) < len(self._at):
             return events
         bodies = [DONE]
         if self._form.include_usage:
-            figures = self._writer.headrace(end) if is_single else None
-            bodies.insert(0, self._chunk([], usage(list(self._ends.values())), figures))
+            use = usage(list(self._ends.values()))
+            bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
             raise bad_id("lies behind the end of the stream")
@@ -132,10 +122,10 @@ class StreamWriter:
 
     def _finish(self, end: Finished) -> ReplyChoice:
         choice = last_choice(end)
-        if not self._form.chat:
-            choice.text = ""
-        else:
+        if self._form.chat:
             choice.delta = {} if self._has_output(end.sample) else {"role": "assistant"}
+        else:
+            choice.text = ""
         return choice
 
     def _has_output(self, sample: int) -> bool:
@@ -143,15 +133,15 @@ class StreamWriter:
         at = self._at[sample]
         return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
 
-    def _chunk(self, choices: list[ReplyChoice], use: Usage | None, headrace: Headrace | None) -> bytes:
-        kind = "chat.completion.chunk" if self._form.chat else "text_completion"
+    def _chunk(
+        self, choices: list[ReplyChoice], end: Finished | None = None, use: dict[str, Any] | None = None
+    ) -> bytes:
         shown = use if self._form.include_usage else msgspec.UNSET
-        return msgspec.json.encode(self._writer.reply(kind, choices, shown, headrace))
+        return encoded(self._started, self._form, "chat.completion.chunk", choices, shown, end)
 
     def _event(self, data: bytes) -> bytes:
-        if not self._token:
-            return event(data)
-        return f"id: {event_id(self._token, self._at)}\n".encode() + event(data)
+        token = self._started.resume_token
+        return (f"id: {event_id(token, self._at)}\n".encode() if token else b"") + event(data)
 
 
 def event(data: bytes) -> bytes:
