@@ -113,3 +113,8 @@ class ApiError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+
+
+def invalid(field: str, message: str) -> ApiError:
+    """The caller's fault; `field` is empty where no field is to blame."""
+    return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)

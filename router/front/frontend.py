@@ -18,12 +18,13 @@ import msgspec
 from engine.messages import Orphan
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.front.api import ApiError, Delta, GenerateCall, GenerateEvent, Position, Started
+from router.core.events import Complete
+from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.output import Output, ServedModel
-from router.front.resume import Context, Resumables, unknown_token, unpack
-from router.front.samples import BeamSink, Samples, SamplesReader, of_sample
+from router.front.resume import Resumables, unknown_token, unpack
+from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.hub import Hub
@@ -74,17 +75,8 @@ class Frontend:
         """Hand every sample to the core. A search is one request, whose answers are the samples."""
         record, submitted_s = arrival.record, self._clock()
         deadline_s = received_s + (self._default_timeout_s if call.timeout_s is None else call.timeout_s)
-        samples = Samples(
-            Started(
-                record.request,
-                self.model.name,
-                record.prompt_tokens,
-                arrival.token,
-                call.form,
-                call.n,
-            ),
-            self._rememberer(arrival.chat, record, arrival.prompt),
-        )
+        started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
+        samples = Samples(started, self._rememberer(arrival.chat, record, arrival.prompt))
         for index in range(call.n):
             one, line = record, Timeline(received_s)
             line.submitted(submitted_s)
@@ -116,9 +108,9 @@ class Frontend:
             timeline,
             self._observer,
             samples.changed,
+            self._hub.journal,
             is_adopted=is_adopted,
             deadline_s=deadline_s,
-            journal=self._hub.journal,
         )
 
     async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
@@ -132,13 +124,11 @@ class Frontend:
                     yield event
                     continue
                 at, item = event
-                if isinstance(item, Delta):
-                    yield of_sample(item, at)
-                    continue
                 stream = samples.streams[at]
-                if samples.remember is not None and stream.output.stopped is None:
+                if isinstance(item, Complete) and samples.remember is not None and stream.output.stopped is None:
                     samples.remember(stream.text, stream.ids)
-                yield of_sample(stream.account(item, self._clock()), at)
+                told = stream.account(item, self._clock()) if isinstance(item, Complete) else item
+                yield msgspec.structs.replace(told, sample=at) if at else told
         except ApiError as error:
             if samples.reader is reader and len(samples.streams) > 1:
                 self._abandon(samples, error)
@@ -203,25 +193,16 @@ class Frontend:
             return None
         samples = self._resumables.find(context.token)
         if samples is None:
-            samples = self._revived(context, record)
+            name, tokens = record.group or record.request, record.prompt_tokens
+            started = Started(name, context.model, tokens, context.token, context.form, context.samples)
+            prompt = TokenizedPrompt("", record.tokens[:tokens])
+            samples = Samples(started, self._rememberer(context.chat, record, prompt))
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         stream = self._stream(samples, record, context.stop, timeline, is_adopted=True)
         samples.put(record.sample_index, stream)
         self._give_up(self._resumables.detached(context.token, now))
         return stream
-
-    def _revived(self, context: Context, record: RequestRecord) -> Samples:
-        started = Started(
-            record.group or record.request,
-            context.model,
-            record.prompt_tokens,
-            context.token,
-            context.form,
-            context.samples,
-        )
-        prompt = TokenizedPrompt("", record.tokens[: record.prompt_tokens])
-        return Samples(started, self._rememberer(context.chat, record, prompt))
 
     def tick(self) -> None:
         """Time has passed: end what no client came back for in time."""

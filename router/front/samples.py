@@ -12,7 +12,7 @@ import msgspec
 from engine.messages import Fault
 from engine.types import FinishReason, RequestId
 from router.core.events import Complete
-from router.front.api import ApiError, Delta, Finished, Position, Started
+from router.front.api import ApiError, Delta, Position, Started, invalid
 from router.front.stream import Reader, SampleStream
 
 
@@ -47,12 +47,10 @@ class Samples:
         wanted = self.started.samples
         positions = positions or [Position()] * wanted
         if len(positions) != wanted:
-            message = f"positions: {len(positions)} are given, the answer has {wanted} samples"
-            raise ApiError("INVALID_ARGUMENT", message, "positions")
+            raise invalid("positions", f"{len(positions)} are given, the answer has {wanted} samples")
         if len(self.streams) < wanted:
-            message = "a sample of this request was lost together with the router"
-            raise ApiError("UNAVAILABLE", message)
-        readers = [s.read_on(at) for s, at in zip(self.streams, positions, strict=True)]
+            raise ApiError("UNAVAILABLE", "a sample of this request was lost together with the router")
+        readers = [s.read(at) for s, at in zip(self.streams, positions, strict=True)]
         return self._read(SamplesReader(self, readers, True, True))
 
     def end_all(self, now: float, why: ApiError | None = None) -> list[RequestId]:
@@ -154,7 +152,3 @@ class BeamSink:
     def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         for stream in self._streams:
             stream.failed(fault, outcome, retry_after_s, now)
-
-
-def of_sample(event: Delta | Finished, at: int) -> Delta | Finished:
-    return event if at == event.sample else msgspec.structs.replace(event, sample=at)

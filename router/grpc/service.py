@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
-from router.front.api import ApiError, GenerateCall, GenerateEvent
+from router.front.api import ApiError, GenerateCall, GenerateEvent, invalid
 from router.front.frontend import Frontend
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
 from telemetry.tracing import HEADER, sound
@@ -137,8 +137,7 @@ def _message(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError as error:
         name = kind.DESCRIPTOR.name
-        message = f"request: is not a valid {name} (malformed, or invalid UTF-8): {error}"
-        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+        raise invalid("request", f"is not a valid {name} (malformed, or invalid UTF-8): {error}") from error
 
 
 def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:

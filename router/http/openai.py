@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from engine.types import EarlyStopping, SamplingParams
-from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm
+from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, invalid
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -151,10 +151,6 @@ def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = 
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
     request = _decode(_completion, body)
     return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created, chat=False)
-
-
-def invalid(field: str, message: str) -> ApiError:
-    return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)
 
 
 def timeout_from(value: str, field: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from router.front.api import ApiError, Delta, Finished, HttpForm, Started
+from router.front.api import Delta, Finished, HttpForm, Started, invalid
 from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage
 
 FIELD = "Last-Event-ID"
@@ -50,15 +50,11 @@ def positions(value: str, token: str) -> list[EventPosition]:
         return []
     match = _ID.fullmatch(value)
     if match is None:
-        raise bad_id("is not an event id of this server")
+        raise invalid(FIELD, "is not an event id of this server")
     if match[1] != token:
-        raise bad_id("belongs to another stream")
+        raise invalid(FIELD, "belongs to another stream")
     numbers = [int(part) for part in match[2].split(".")[1:]]
     return [EventPosition(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-
-
-def bad_id(why: str) -> ApiError:
-    return ApiError("INVALID_ARGUMENT", f"{FIELD}: {why}", FIELD)
 
 
 class StreamWriter:
@@ -77,7 +73,7 @@ class StreamWriter:
         """
         at = self._at[item.sample]
         if at.closing:
-            raise bad_id("lies behind the end of the output")
+            raise invalid(FIELD, "lies behind the end of the output")
         is_first = not self._has_output(item.sample)
         next_index = at.next_index + len(item.token_ids)
         self._at[item.sample] = EventPosition(next_index, at.text_bytes + len(item.text.encode()))
@@ -114,7 +110,7 @@ class StreamWriter:
             bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
-            raise bad_id("lies behind the end of the stream")
+            raise invalid(FIELD, "lies behind the end of the stream")
         for closing, body in enumerate(bodies[had:], had + 2):
             self._at[0] = msgspec.structs.replace(self._at[0], closing=closing)
             events.append(self._event(body))
