@@ -86,15 +86,15 @@ class Hub:
         return f"Hub({len(self._sinks)} clients, {self.core!r})"
 
     def connect(self, send: Send, sever: Sever | None = None) -> None:
-        """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
+        """Send records for workers with `send`, and end a worker's stream with `sever`; neither may block."""
         self._send, self._sever = send, sever or self._sever
 
     def adopt_with(self, revive: Revive) -> None:
-        """From now on requests of an earlier router get their sinks from `revive`."""
+        """Get the sinks of an earlier router's requests from `revive`."""
         self._revive = revive
 
     def is_settled(self) -> bool:
-        """Whether requests of an earlier router that are not known by now will not be."""
+        """Return whether no more requests of an earlier router can turn up."""
         return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
@@ -122,7 +122,7 @@ class Hub:
     # ---- from workers
 
     def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
-        """These are all decode workers; and the lives of all workers, as far as they are known."""
+        """Take in the names of all decode workers, and the lives of all workers as far as they are known."""
         self._handle(events.Named(tuple(decode), tuple(lives)))
 
     def expect(self, worker: str, role: str) -> None:
@@ -149,7 +149,7 @@ class Hub:
         self._handle(events.Lost(worker, for_good))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
-        """One frame of a worker."""
+        """Take in one frame of a worker."""
         for record in records:
             if isinstance(record, WorkerInfo):
                 continue

@@ -55,7 +55,7 @@ class Frontend:
         hub.adopt_with(self.revive)
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, Deltas, Finished. Raises ApiError, before Started if no worker took the request.
+        """Yield Started, Deltas and Finished. Raises ApiError, before Started if no worker took the request.
 
         Close the iterator (`aclosing`) to cancel.
         """
@@ -114,7 +114,7 @@ class Frontend:
         )
 
     async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
-        """What `reader` takes, until the end or until the client leaves."""
+        """Yield what `reader` takes, until the end or until the client leaves."""
         token = samples.started.resume_token
         try:
             while (event := await reader.next()) is not None:
@@ -141,14 +141,14 @@ class Frontend:
                     self._give_up(self._resumables.detached(token, self._clock()))
 
     def _abandon(self, samples: Samples, why: ApiError | None = None) -> None:
-        """Nobody will read it any more."""
+        """End an answer that nobody will read any more."""
         for request in samples.end_all(self._clock(), why):
             self._hub.leave(request)
 
     def _rememberer(
         self, chat: Sequence[tuple[str, str]], record: RequestRecord, prompt: TokenizedPrompt
     ) -> Callable[[str, list[int]], None] | None:
-        """What notes a finished answer for the chat's next turn; None for what is no chat."""
+        """Return what keeps a finished answer for the chat's next turn; None for what is no chat."""
         remember = self._intake.conversations.remember
         return partial(remember, chat, record.namespace, prompt) if chat else None
 
@@ -164,7 +164,7 @@ class Frontend:
         samples = self._resumables.find(token)
         if samples is None:
             raise unknown_token()
-        reader = samples.read_on(positions)
+        reader = samples.read(positions)
         self._resumables.attached(token)
         async with aclosing(self._serve(samples, reader)) as events:
             async for event in events:
@@ -205,7 +205,7 @@ class Frontend:
         return stream
 
     def tick(self) -> None:
-        """Time has passed: end what no client came back for in time."""
+        """End what no client came back for in time."""
         if self._hub.is_settled():
             self._settled.set()
             self._unwanted.clear()

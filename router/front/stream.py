@@ -123,7 +123,7 @@ class SampleStream:
         return reader
 
     def is_behind(self, at: Position) -> bool:
-        """Whether a client may have more than has come here, and it may still come."""
+        """Return whether a client may have more than has come here, and it may still come."""
         if not self._is_adopted or self.end is not None:
             return False
         return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
@@ -209,8 +209,8 @@ class Reader:
         self._at = 0
 
     def is_ready(self) -> bool:
-        """Whether the client can be told that its request has begun, or goes on. Raises ApiError for one that failed
-        before, and for a position that there is not."""
+        """Return whether the client can be told that its request has begun, or goes on. Raises ApiError for one that
+        failed before, and for a position that there is not."""
         stream = self._stream
         if self._position is not None and not stream.is_behind(self._position):
             self._backlog = deque(stream.since(self._position))

@@ -52,7 +52,7 @@ class Timeline:
         return line
 
     def submitted(self, now: float) -> None:
-        """Validated, and handed to the core."""
+        """The request was validated, and handed to the core."""
         self._seconds["admit"] = now - self.received_s
         self._in_line_s = now
 

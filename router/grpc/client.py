@@ -160,7 +160,7 @@ class _Reading:
         return event if self.progress.take(event) else None
 
     def pause_s(self, error: grpc.RpcError | ApiError) -> float:
-        """Before the next attempt to come back. Raises the ApiError to tell the caller if there is none."""
+        """Return how long to wait before coming back. Raises the ApiError to tell the caller if there is none."""
         failure, from_server = error, False
         if isinstance(error, grpc.RpcError):
             failure, from_server = _api_error(error), "headrace-ended" in dict(error.trailing_metadata() or ())

@@ -179,7 +179,7 @@ class _EventStream:
 
 
 async def _first(events: AsyncGenerator[GenerateEvent, None]) -> Started:
-    """Raises `ApiError`."""
+    """Return the first event, which must be Started. Raises `ApiError`."""
     item = await anext(events)
     if not isinstance(item, Started):
         raise _internal("the frontend's first event was not Started")

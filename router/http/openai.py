@@ -144,13 +144,13 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, 
     if limit is not None and other is not None and limit != other:
         raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
-    return _parsed(request, messages, other if limit is None else limit, label, timeout_s, created, chat=True)
+    return _parsed(request, messages, other if limit is None else limit, label, timeout_s, created)
 
 
 def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
     request = _decode(_completion, body)
-    return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created, chat=False)
+    return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
 
 
 def timeout_from(value: str, field: str) -> float:
@@ -192,8 +192,6 @@ def _parsed(
     label: str,
     header_timeout_s: float | None,
     created: int,
-    *,
-    chat: bool,
 ) -> Parsed:
     for name, neutral in UNSUPPORTED.items():
         value: object = getattr(request, name)
@@ -210,7 +208,7 @@ def _parsed(
     stop, options = request.stop, request.stream_options or StreamOptions()
     timeouts_s = [_timeout(one_s, "timeout") for one_s in (header_timeout_s, request.timeout) if one_s is not None]
     form = HttpForm(
-        chat=chat,
+        chat=isinstance(request, ChatRequest),
         include_usage=bool(options.include_usage),
         return_token_ids=bool(request.return_token_ids),
         created=created,

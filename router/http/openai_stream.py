@@ -42,7 +42,7 @@ def event_id(token: str, at: Sequence[EventPosition]) -> str:
 
 
 def positions(value: str, token: str) -> list[EventPosition]:
-    """By sample, what an id of the stream `token` names; an empty one names the beginning, whatever the samples.
+    """Return, by sample, what an id of the stream `token` names; an empty one names the beginning of all samples.
 
     Raises `ApiError` INVALID_ARGUMENT for anything that is no id of this stream.
     """
@@ -58,7 +58,8 @@ def positions(value: str, token: str) -> list[EventPosition]:
 
 
 class StreamWriter:
-    """Mutable state: the positions behind what was written, and the accounts of samples that are over."""
+    """Writes the events of one stream. Mutable state: the positions behind what was written, and the accounts of
+    samples that are over."""
 
     def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
         self._started = started
@@ -125,7 +126,7 @@ class StreamWriter:
         return choice
 
     def _has_output(self, sample: int) -> bool:
-        """Whether some event of its output was written."""
+        """Return whether some event of its output was written."""
         at = self._at[sample]
         return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
 
