@@ -134,9 +134,12 @@ class Frontend:
                 self._abandon(samples, error)
             raise
         finally:
+            # 1. Another reader has taken the answer over: it is no longer ours to end.
             if samples.reader is reader:
+                # 2. Its client cannot come back.
                 if not (token and reader.is_known):
                     self._abandon(samples)
+                # 3. It can, and was not given up meanwhile: the answer waits for it.
                 elif self._resumables.find(token) is samples:
                     self._give_up(self._resumables.detached(token, self._clock()))
 

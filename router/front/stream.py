@@ -100,10 +100,12 @@ class SampleStream:
 
     def left(self, now: float, why: ApiError | None = None) -> None:
         """Its client is gone for good, whether or not it saw the end. A reader that still waits is told `why`."""
+        # 1. It is complete. An adopted one without a reader was read from the earlier router, which has counted it.
         if isinstance(self.end, Complete):
             if self._is_adopted and self.reader is None:
-                return  # its client has read it from the router before this one, which counted it
+                return
             self.account(self.end, now)
+        # 2. It was still running. 3. It has failed, and was counted then.
         elif self.end is None:
             self.end = why or ApiError(LEFT.code, LEFT.message)
             self.changed.set()
@@ -129,7 +131,7 @@ class SampleStream:
         return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
 
     def since(self, at: Position) -> list[Delta]:
-        """What came behind a position. Raises ApiError if there is no such position, or none any more."""
+        """Return what came behind a position. Raises ApiError if there is no such position, or none any more."""
         ids, text = self.ids, self.text.encode()
         next_index, text_bytes = at.next_index, at.text_bytes
         is_beyond = next_index > len(ids) or text_bytes > len(text)
@@ -155,13 +157,12 @@ class SampleStream:
         return behind
 
     def account(self, end: Complete, now: float) -> Finished:
-        """The account of a request that ended well; the same however often it is asked for."""
+        """Return the account of a request that ended well; the same however often it is asked for."""
         if self._finished is None:
             stopped = self.output.stopped
             reason = FinishReason.STOP if stopped is not None else end.reason
             stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
-            matched = stopped.matched if stopped is not None else ""
-            finished = self._timeline.finished(reason, stats, matched, now)
+            finished = self._timeline.finished(reason, stats, stopped.matched if stopped is not None else "", now)
             score = end.beams[0].score if end.beams else None
             self._finished = msgspec.structs.replace(finished, beam_score=score)
             self._count(reason, now, self._finished.stats.stages)
@@ -222,7 +223,7 @@ class Reader:
         return self._position is None
 
     def poll(self) -> Delta | Complete | None:
-        """The next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
+        """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
         stream = self._stream
         if not self.is_ready():
             return None

@@ -154,7 +154,7 @@ def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = 
 
 
 def timeout_from(value: str, field: str) -> float:
-    """Seconds written as text, as in a header. Raises `ApiError` unless they are finite and above zero."""
+    """Read seconds written as text, as in a header. Raises `ApiError` unless they are finite and above zero."""
     try:
         seconds = float(value)
     except ValueError:
