@@ -76,9 +76,7 @@ class RouterApp:
         http = await self._http.start() if self._http is not None else ""
         return RouterAddresses(host_port(config.host, port), http)
 
-    async def set_workers(
-        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
-    ) -> None:
+    async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         await self._links.set_workers(prefill, decode)
 
     def ready(self) -> bool:
@@ -100,7 +98,7 @@ class RouterApp:
         return overview(self.hub, self._model, time.monotonic())
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; raises what ended the router, if it failed."""
+        """Return once `stopping` is set; raises what ended the router, if it failed."""
         assert self._ticking is not None
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, self._ticking}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +117,7 @@ class RouterApp:
         await self._links.close()
 
     async def _tick(self) -> None:
-        """Deadlines, resume windows and health; a broken invariant ends the router."""
+        """Watch deadlines, resume windows and health; a broken invariant ends the router."""
         idle_s = 0.0
         while True:
             asleep_s = time.monotonic()
@@ -136,7 +134,7 @@ class RouterApp:
 
 
 class _Http:
-    """uvicorn inside this event loop."""
+    """Runs uvicorn inside this event loop."""
 
     def __init__(self, config: RouterConfig, app: Any) -> None:
         # Imported here, because a router without the HTTP front needs no HTTP server.
@@ -151,15 +149,10 @@ class _Http:
             where = host_port(config.host, config.http_port)
             raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
         self._address = host_port(config.host, self._socket.getsockname()[1])
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
+        self._settings = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        self._server = uvicorn.Server(settings)
-        self._settings = settings
+        self._server = uvicorn.Server(self._settings)
 
     async def start(self) -> str:
         self._settings.load()

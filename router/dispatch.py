@@ -89,8 +89,8 @@ class Links:
     # much as is known of the fingerprint.
 
     def __init__(self, hub: Hub, incarnation: Incarnation, fingerprint: str = "") -> None:
-        """`fingerprint` of the prepared model whose workers alone are wanted; empty: of any. Where it is that of a
-        model whose weights this host has not read, the first worker that fits says the rest for all others."""
+        """`fingerprint` is that of the prepared model; workers of another one are refused, and none if it is empty.
+        Where this host has not read the model's weights, the first worker that fits says the rest for all others."""
         self._hub = hub
         self._fingerprint = fingerprint
         self._hello = RouterHello(incarnation)
@@ -114,16 +114,11 @@ class Links:
             again = self._keep(role, peer, after_s=PAUSE_S[1])
             self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
 
-    async def set_workers(
-        self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]
-    ) -> None:
+    async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         """Dial new workers, and leave those that are not named any more."""
         lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
-        wanted = {
-            (role, PeerAddress(peer.name, peer.address))
-            for role, peers in (("prefill", prefill), ("decode", decode))
-            for peer in peers
-        }
+        roles = [*(("prefill", peer) for peer in prefill), *(("decode", peer) for peer in decode)]
+        wanted = {(role, PeerAddress(peer.name, peer.address)) for role, peer in roles}
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
             self._hub.lost(key[1].name, for_good=True)
@@ -159,15 +154,16 @@ class Links:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
-    async def _listen(
-        self, role: str, channel: grpc.aio.Channel, peer: PeerAddress
-    ) -> AsyncIterator[None]:
+    async def _listen(self, role: str, channel: grpc.aio.Channel, peer: PeerAddress) -> AsyncIterator[None]:
         """One life of a worker's stream; yields once per frame."""
         call = channel.stream_stream(ATTACH[role])()
         writer: asyncio.Task[None] | None = None
         joined = False
         try:
-            info, rest = self._introduction(await _first(call))
+            first = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
+            if first is grpc.aio.EOF:
+                raise msgspec.ValidationError("the stream ended before its first frame")
+            info, rest = self._introduction(first)
             outbox = Outbox()
             if role == "decode":
                 outbox.put(self._hello)
@@ -189,7 +185,7 @@ class Links:
                 await _end(writer)
 
     def _introduction(self, frame: bytes) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
-        """Who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
+        """Return who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
         records = decode_worker_frame(frame)
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
@@ -205,17 +201,8 @@ class Links:
         return info, records[1:]
 
 
-async def _first(call: grpc.aio.StreamStreamCall) -> bytes:
-    """The first frame. Raises TimeoutError, or what the call ended with."""
-    frame = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
-    if frame is grpc.aio.EOF:
-        raise msgspec.ValidationError("the stream ended before its first frame")
-    data: bytes = frame
-    return data
-
-
 async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
-    """Until the stream ends; its reader is who reports how."""
+    """Write frames until the stream ends; its reader reports how it ended."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
             await call.write(await outbox.frame())

@@ -24,30 +24,8 @@ from engine.messages import (
     WorkerInfo,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
+from router.core import events
 from router.core.core import Router
-from router.core.events import (
-    Adopt,
-    Begin,
-    Command,
-    Complete,
-    Condemn,
-    Connected,
-    DecodeLost,
-    Deliver,
-    Event,
-    Fail,
-    Heard,
-    Ignored,
-    Left,
-    Lost,
-    Moved,
-    Named,
-    Poisonous,
-    StopFound,
-    Submit,
-    TellWorker,
-    Tick,
-)
 from router.core.registry import Life
 from router.roster import Roster
 from router.status.journal import RouterJournal
@@ -72,11 +50,9 @@ class Sink(Protocol):
     def tokens(self, ids: list[int], now: float) -> int | None:
         """Take output; the number of tokens kept if they complete a stop string."""
 
-    def completed(self, end: Complete, now: float) -> None: ...
+    def completed(self, end: events.Complete, now: float) -> None: ...
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None: ...
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None: ...
 
 
 Send = Callable[[str, RouterRecord], None]
@@ -101,24 +77,24 @@ class Hub:
         self._observer = observer
         self.roster = Roster()
         self._sinks: dict[RequestId, Sink] = {}
+        # Until `connect` and `adopt_with`: no streams to workers, and nobody to go on for.
         self._send: Send = _nowhere
-        self._revive: Revive = _nobody
-        self._sever: Sever = _stays
+        self._sever: Sever = lambda worker: None
+        self._revive: Revive = lambda orphan, now: None
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self.core!r})"
 
     def connect(self, send: Send, sever: Sever | None = None) -> None:
-        """From now on records for workers go through `send`, and `sever` ends a worker's stream; neither may block."""
-        self._send = send
-        self._sever = sever or _stays
+        """Send records for workers with `send`, and end a worker's stream with `sever`; neither may block."""
+        self._send, self._sever = send, sever or self._sever
 
     def adopt_with(self, revive: Revive) -> None:
-        """From now on requests of an earlier router get their sinks from `revive`."""
+        """Get the sinks of an earlier router's requests from `revive`."""
         self._revive = revive
 
     def is_settled(self) -> bool:
-        """Whether requests of an earlier router that are not known by now will not be."""
+        """Return whether no more requests of an earlier router can turn up."""
         return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
@@ -133,22 +109,21 @@ class Hub:
         self._sinks[record.request] = sink
         begin_s = self._clock()
         self.journal.submitted(record, begin_s)
-        commands = self.core.handle(Submit(record, deadline_s), begin_s)
+        commands = self.core.handle(events.Submit(record, deadline_s), begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
     def leave(self, request: RequestId) -> None:
         """The client is gone; nothing more reaches its sink."""
-        sink = self._sinks.pop(request, None)
-        if sink is not None:
+        if self._sinks.pop(request, None) is not None:
             self.journal.left(request, self._clock())
-            self._handle(Left(request))
+            self._handle(events.Left(request))
 
     # ---- from workers
 
     def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
-        """These are all decode workers; and the lives of all workers, as far as they are known."""
-        self._handle(Named(tuple(decode), tuple(lives)))
+        """Take in the names of all decode workers, and the lives of all workers as far as they are known."""
+        self._handle(events.Named(tuple(decode), tuple(lives)))
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""
@@ -158,7 +133,7 @@ class Hub:
     def joined(self, peer: PeerAddress, info: WorkerInfo) -> None:
         if self.roster.joined(info):
             self._observer.joined(info.name, info.role)
-        self._handle(Connected(peer, info))
+        self._handle(events.Connected(peer, info))
         for other in self.core.registry.computing_otherwise(info)[:1]:
             log.warning(
                 "worker %s computes with %s, %s with %s: where two tokens are nearly as likely, an answer that goes "
@@ -171,15 +146,15 @@ class Hub:
         self._gone(worker, "left" if known is not None and known.leaving else "lost")
         if for_good:
             self.roster.unnamed(worker)
-        self._handle(Lost(worker, for_good))
+        self._handle(events.Lost(worker, for_good))
 
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
-        """One frame of a worker."""
+        """Take in one frame of a worker."""
         for record in records:
             if isinstance(record, WorkerInfo):
                 continue
             try:
-                self._handle(Heard(worker, record))
+                self._handle(events.Heard(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
@@ -188,7 +163,7 @@ class Hub:
                     self._give_up(record.request)
 
     def tick(self) -> None:
-        self._handle(Tick())
+        self._handle(events.Tick())
 
     # ---- for those who watch
 
@@ -204,10 +179,10 @@ class Hub:
 
     # ---- the core's commands
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         self._apply(self.core.handle(event, self._clock()))
 
-    def _apply(self, commands: list[Command]) -> None:
+    def _apply(self, commands: list[events.Command]) -> None:
         for command in commands:
             try:
                 self._do(command)
@@ -219,106 +194,73 @@ class Hub:
                 if request is not None:
                     self._give_up(request)
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: events.Command) -> None:
         now = self._clock()
         self.journal.command(command, now)
         match command:
-            case TellWorker(worker, record, reason):
+            case events.TellWorker(worker, record, reason):
                 if isinstance(record, Place):
-                    sink = self._sinks.get(record.record.request)
-                    if sink is not None:
+                    if (sink := self._sinks.get(record.record.request)) is not None:
                         sink.offered(now)
                     self._observer.placed(reason)
                 elif isinstance(record, UsePrefill):
                     self._observer.continued("prefill_lost")
                 self._send(worker, record)
-            case Moved(request, worker, stages):
+            case events.Begin(request):
+                if request in self._sinks:
+                    self._sinks[request].accepted(now)
+            case events.Deliver(request, ids):
+                if request in self._sinks and (kept := self._sinks[request].tokens(ids, now)) is not None:
+                    self._handle(events.StopFound(request, kept))
+            case events.Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
                 if request in self._sinks:
                     self._sinks[request].moved(stages, now)
-            case Adopt():
-                self._adopt(command.orphan, now)
-            case DecodeLost():
-                self._interrupted(command, now)
-            case Poisonous():
-                self._observer.poisonous()
-                log.error(
-                    "refused as poisonous: workers %s were lost while they held it",
-                    ", ".join(command.workers),
-                    extra={"request": command.request},
-                )
-            case Begin():
-                if command.request in self._sinks:
-                    self._sinks[command.request].accepted(now)
-            case Deliver():
-                self._deliver(command, now)
-            case Complete():
-                self._complete(command, now)
-            case Fail():
-                sink = self._sinks.pop(command.request, None)
+            case events.DecodeLost(request, worker, emitted):
+                self._observer.continued("decode_lost")
+                told = "lost its decode worker %s after %d tokens and goes on elsewhere"
+                log.warning(told, worker, emitted, extra={"request": request})
+                if request in self._sinks:
+                    self._sinks[request].interrupted(now)
+            case events.Adopt(orphan):
+                self._adopt(orphan, now)
+            case events.Complete(request, stats=stats):
+                sink = self._sinks.pop(request, None)
+                if stats.transport or stats.stages:
+                    self._observer.hits(command.expected_tokens, stats.prefill_cached_tokens)
                 if sink is not None:
-                    sink.failed(command.fault, command.outcome, command.retry_after_s, now)
-            case Ignored():
-                self._observer.dropped(command.kind)
-            case Condemn(verdict):
+                    sink.completed(command, now)
+            case events.Fail(request, fault, outcome, retry_after_s):
+                if (sink := self._sinks.pop(request, None)) is not None:
+                    sink.failed(fault, outcome, retry_after_s, now)
+            case events.Poisonous(request, workers):
+                self._observer.poisonous()
+                told = "refused as poisonous: workers %s were lost while they held it"
+                log.error(told, ", ".join(workers), extra={"request": request})
+            case events.Ignored(kind):
+                self._observer.dropped(kind)
+            case events.Condemn(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request
-        tokens = len(orphan.tokens)
-        about = {"request": request}
-        log.warning("goes on behind %d tokens of an earlier router", tokens, extra=about)
+        log.warning("goes on behind %d tokens of an earlier router", len(orphan.tokens), extra={"request": request})
         sink = self._revive(orphan, now)
         if sink is None:
-            self._handle(Left(request))
+            self._handle(events.Left(request))
         else:
             self._sinks[request] = sink
             self._observer.continued("adopted")
 
-    def _interrupted(self, command: DecodeLost, now: float) -> None:
-        self._observer.continued("decode_lost")
-        log.warning(
-            "lost its decode worker %s after %d tokens and goes on elsewhere",
-            command.worker,
-            command.emitted_tokens,
-            extra={"request": command.request},
-        )
-        if command.request in self._sinks:
-            self._sinks[command.request].interrupted(now)
-
-    def _deliver(self, command: Deliver, now: float) -> None:
-        sink = self._sinks.get(command.request)
-        if sink is None:
-            return
-        kept = sink.tokens(command.ids, now)
-        if kept is not None:
-            self._handle(StopFound(command.request, kept))
-
-    def _complete(self, command: Complete, now: float) -> None:
-        sink = self._sinks.pop(command.request, None)
-        if command.stats.transport or command.stats.stages:
-            self._observer.hits(command.expected_tokens, command.stats.prefill_cached_tokens)
-        if sink is not None:
-            sink.completed(command, now)
-
     def _give_up(self, request: RequestId) -> None:
         """Our own fault with one request: tell its client, and let its worker go."""
-        sink = self._sinks.pop(request, None)
-        if sink is not None:
+        if (sink := self._sinks.pop(request, None)) is not None:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
-        self._handle(Left(request))
-
-
-def _nobody(orphan: Orphan, now: float) -> None:
-    """Without clients' sides there is nobody to go on for."""
-
-
-def _stays(worker: str) -> None:
-    """Without links to workers there is no stream to end."""
+        self._handle(events.Left(request))
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

@@ -75,11 +75,7 @@ class Roster:
 
     def views(self, registry: Registry, index: PrefixIndex, now: float) -> list[WorkerView]:
         """All members; one that is connected and silent counts as lost."""
-        live = {
-            worker.name: worker
-            for role in ("prefill", "decode")
-            for worker in registry.live(role, now)
-        }
+        live = {worker.name: worker for role in ("prefill", "decode") for worker in registry.live(role, now)}
         views = []
         for name, member in self._members.items():
             state = member.state

@@ -77,7 +77,7 @@ class RouterServer:
         return asyncio.run_coroutine_threadsafe(ask(), loop).result(CALL_TIMEOUT_S)
 
     def condemned(self) -> tuple[Verdict, ...]:
-        """Lives of workers that are given up. No answer while the router's thread hangs: who asks shall notice."""
+        """Return the lives of workers that are given up; not while the router's thread hangs: who asks shall notice."""
         app = self._app
         if app is None:
             return ()
@@ -86,12 +86,12 @@ class RouterServer:
         return app.hub.core.condemned
 
     def overview(self, _: str = "") -> Overview:
-        """For operators. Raises TimeoutError while the router's loop hangs."""
+        """Report to operators. Raises TimeoutError while the router's loop hangs."""
         loop, app = self._running()
         return asyncio.run_coroutine_threadsafe(app.overview(), loop).result(OVERVIEW_TIMEOUT_S)
 
     def flights(self, request: str) -> list[Flight]:
-        """What is remembered of a request, or of the latest ones. From any thread."""
+        """Return what is remembered of a request, or of the latest ones. May be called from any thread."""
         return self._journal.recorder.told(request)
 
     def wait(self) -> None:
@@ -136,10 +136,7 @@ class RouterServer:
             text, model = await asyncio.to_thread(_load, self._model_dir)
         config = self._config
         observer = self._observer or RouterMetrics(
-            text.name,
-            policy=config.policy,
-            slo_ttft_s=config.slo_ttft_s,
-            slo_itl_s=config.slo_itl_s,
+            text.name, policy=config.policy, slo_ttft_s=config.slo_ttft_s, slo_itl_s=config.slo_itl_s
         )
         app = self._app = RouterApp(config, text, observer, self._journal, model)
         try:

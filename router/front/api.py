@@ -107,11 +107,14 @@ NOBODY = "nobody answers"
 class ApiError(Exception):
     """Any request that ends badly. `code` names a gRPC status code, `field` the request field at fault."""
 
-    def __init__(
-        self, code: str, message: str, field: str = "", retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, code: str, message: str, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+
+
+def invalid(field: str, message: str) -> ApiError:
+    """The caller's fault; `field` is empty where no field is to blame."""
+    return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)

@@ -18,12 +18,13 @@ import msgspec
 from engine.messages import Orphan
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
-from router.front.api import ApiError, Delta, GenerateCall, GenerateEvent, Position, Started
+from router.core.events import Complete
+from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.output import Output, ServedModel
-from router.front.resume import Context, Resumables, unknown_token, unpack
-from router.front.samples import BeamSink, Samples, SamplesReader, of_sample
+from router.front.resume import Resumables, unknown_token, unpack
+from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.hub import Hub
@@ -54,7 +55,7 @@ class Frontend:
         hub.adopt_with(self.revive)
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, Deltas, Finished. Raises ApiError, before Started if no worker took the request.
+        """Yield Started, Deltas and Finished. Raises ApiError, before Started if no worker took the request.
 
         Close the iterator (`aclosing`) to cancel.
         """
@@ -74,17 +75,8 @@ class Frontend:
         """Hand every sample to the core. A search is one request, whose answers are the samples."""
         record, submitted_s = arrival.record, self._clock()
         deadline_s = received_s + (self._default_timeout_s if call.timeout_s is None else call.timeout_s)
-        samples = Samples(
-            Started(
-                record.request,
-                self.model.name,
-                record.prompt_tokens,
-                arrival.token,
-                call.form,
-                call.n,
-            ),
-            self._rememberer(arrival.chat, record, arrival.prompt),
-        )
+        started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
+        samples = Samples(started, self._rememberer(arrival.chat, record, arrival.prompt))
         for index in range(call.n):
             one, line = record, Timeline(received_s)
             line.submitted(submitted_s)
@@ -116,15 +108,13 @@ class Frontend:
             timeline,
             self._observer,
             samples.changed,
+            self._hub.journal,
             is_adopted=is_adopted,
             deadline_s=deadline_s,
-            journal=self._hub.journal,
         )
 
-    async def _serve(
-        self, samples: Samples, reader: SamplesReader
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        """What `reader` takes, until the end or until the client leaves."""
+    async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
+        """Yield what `reader` takes, until the end or until the client leaves."""
         token = samples.started.resume_token
         try:
             while (event := await reader.next()) is not None:
@@ -134,41 +124,40 @@ class Frontend:
                     yield event
                     continue
                 at, item = event
-                if isinstance(item, Delta):
-                    yield of_sample(item, at)
-                    continue
                 stream = samples.streams[at]
-                if samples.remember is not None and stream.output.stopped is None:
+                if isinstance(item, Complete) and samples.remember is not None and stream.output.stopped is None:
                     samples.remember(stream.text, stream.ids)
-                yield of_sample(stream.account(item, self._clock()), at)
+                told = stream.account(item, self._clock()) if isinstance(item, Complete) else item
+                yield msgspec.structs.replace(told, sample=at) if at else told
         except ApiError as error:
             if samples.reader is reader and len(samples.streams) > 1:
                 self._abandon(samples, error)
             raise
         finally:
+            # 1. Another reader has taken the answer over: it is no longer ours to end.
             if samples.reader is reader:
+                # 2. Its client cannot come back.
                 if not (token and reader.is_known):
                     self._abandon(samples)
+                # 3. It can, and was not given up meanwhile: the answer waits for it.
                 elif self._resumables.find(token) is samples:
                     self._give_up(self._resumables.detached(token, self._clock()))
 
     def _abandon(self, samples: Samples, why: ApiError | None = None) -> None:
-        """Nobody will read it any more."""
+        """End an answer that nobody will read any more."""
         for request in samples.end_all(self._clock(), why):
             self._hub.leave(request)
 
     def _rememberer(
         self, chat: Sequence[tuple[str, str]], record: RequestRecord, prompt: TokenizedPrompt
     ) -> Callable[[str, list[int]], None] | None:
-        """What notes a finished answer for the chat's next turn; None for what is no chat."""
+        """Return what keeps a finished answer for the chat's next turn; None for what is no chat."""
         remember = self._intake.conversations.remember
         return partial(remember, chat, record.namespace, prompt) if chat else None
 
     # ---- resumable requests
 
-    async def resume(
-        self, token: str, positions: Sequence[Position] = ()
-    ) -> AsyncGenerator[GenerateEvent, None]:
+    async def resume(self, token: str, positions: Sequence[Position] = ()) -> AsyncGenerator[GenerateEvent, None]:
         """Go on with a resumable request behind what the client has of each sample; without positions, from the start.
 
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router
@@ -178,7 +167,7 @@ class Frontend:
         samples = self._resumables.find(token)
         if samples is None:
             raise unknown_token()
-        reader = samples.read_on(positions)
+        reader = samples.read(positions)
         self._resumables.attached(token)
         async with aclosing(self._serve(samples, reader)) as events:
             async for event in events:
@@ -207,7 +196,10 @@ class Frontend:
             return None
         samples = self._resumables.find(context.token)
         if samples is None:
-            samples = self._revived(context, record)
+            name, tokens = record.group or record.request, record.prompt_tokens
+            started = Started(name, context.model, tokens, context.token, context.form, context.samples)
+            prompt = TokenizedPrompt("", record.tokens[:tokens])
+            samples = Samples(started, self._rememberer(context.chat, record, prompt))
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         stream = self._stream(samples, record, context.stop, timeline, is_adopted=True)
@@ -215,20 +207,8 @@ class Frontend:
         self._give_up(self._resumables.detached(context.token, now))
         return stream
 
-    def _revived(self, context: Context, record: RequestRecord) -> Samples:
-        started = Started(
-            record.group or record.request,
-            context.model,
-            record.prompt_tokens,
-            context.token,
-            context.form,
-            context.samples,
-        )
-        prompt = TokenizedPrompt("", record.tokens[: record.prompt_tokens])
-        return Samples(started, self._rememberer(context.chat, record, prompt))
-
     def tick(self) -> None:
-        """Time has passed: end what no client came back for in time."""
+        """End what no client came back for in time."""
         if self._hub.is_settled():
             self._settled.set()
             self._unwanted.clear()

@@ -38,12 +38,13 @@ class Intake:
         self.conversations = Conversations(model, config.conversation_tokens)
 
     async def take(self, call: GenerateCall) -> Arrival:
-        """Raises ApiError with the name of the field at fault."""
+        """Check a call and make its record. Raises ApiError with the name of the field at fault."""
         try:
             check_call(call, self._model, self._config)
             chat = _chat(call)
             prompt = await self._tokenize(call, chat)
-            token = secrets.token_urlsafe(16) if call.resumable else ""
+            token, name = secrets.token_urlsafe(16) if call.resumable else "", self._model.name
+            context = Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form, samples=call.n)
             record = to_record(
                 call,
                 prompt.ids,
@@ -51,7 +52,7 @@ class Intake:
                 self._config,
                 request=RequestId(secrets.token_hex(8)),
                 seed=secrets.randbits(64),
-                context=self._context(call, chat, token),
+                context=pack(context) if token else b"",
             )
         except FieldError as error:
             raise _refusal(error) from error
@@ -72,13 +73,6 @@ class Intake:
         if chat:
             return self.conversations.encode(chat, namespace(call.tenant, self._config.namespace_key))
         return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
-
-    def _context(self, call: GenerateCall, chat: tuple[tuple[str, str], ...], token: str) -> bytes:
-        """Nothing, for a request that ends with its connection."""
-        if not token:
-            return b""
-        name = self._model.name
-        return pack(Context(token=token, model=name, stop=call.stop, chat=chat, form=call.form, samples=call.n))
 
 
 def to_record(
@@ -101,20 +95,15 @@ def to_record(
         raise FieldError(field, "must not be empty")
     room = model.context_tokens - len(tokens)
     if room < 1:
+        holds = f"has {len(tokens)} tokens; the context holds {model.context_tokens}"
+        raise TooLongError(field, f"{holds}, and at least one is needed for the answer")
+    max_tokens = min(config.default_max_tokens, room) if call.max_tokens is None else call.max_tokens
+    if max_tokens > room:
         raise TooLongError(
-            field,
-            f"has {len(tokens)} tokens; the context holds {model.context_tokens}, and at least "
-            "one is needed for the answer",
+            "max_tokens",
+            f"{max_tokens} output tokens after {len(tokens)} prompt tokens exceed the context of "
+            f"{model.context_tokens}; at most {room} are possible",
         )
-    max_tokens = min(config.default_max_tokens, room)
-    if call.max_tokens is not None:
-        max_tokens = call.max_tokens
-        if max_tokens > room:
-            raise TooLongError(
-                "max_tokens",
-                f"{max_tokens} output tokens after {len(tokens)} prompt tokens exceed the "
-                f"context of {model.context_tokens}; at most {room} are possible",
-            )
     return RequestRecord(
         request=request,
         tokens=tokens,
@@ -147,10 +136,5 @@ def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:
 
 
 def _refusal(error: FieldError) -> ApiError:
-    if isinstance(error, TooLongError):
-        code = "OUT_OF_RANGE"
-    elif isinstance(error, UnknownModelError):
-        code = "NOT_FOUND"
-    else:
-        code = "INVALID_ARGUMENT"
-    return ApiError(code, str(error), error.field)
+    codes = {TooLongError: "OUT_OF_RANGE", UnknownModelError: "NOT_FOUND"}
+    return ApiError(codes.get(type(error), "INVALID_ARGUMENT"), str(error), error.field)

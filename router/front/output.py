@@ -88,14 +88,11 @@ class Output:
             self.stopped = Stopped(self._tokens, stop)
             shown, self._held = self._held[:at], ""
             return shown
-        keep = self._undecided()
-        cut = len(self._held) - keep
+        cut = len(self._held) - self._undecided()
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 
     def _undecided(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""
-        for length in range(min(self._longest, len(self._held)), 0, -1):
-            if self._held[-length:] in self._beginnings:
-                return length
-        return 0
+        lengths = range(min(self._longest, len(self._held)), 0, -1)
+        return next((length for length in lengths if self._held[-length:] in self._beginnings), 0)

@@ -36,7 +36,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     samples: int = 1
 
     def __repr__(self) -> str:
-        """Without the caller's text, and without what lets others read the answer."""
+        """Leave out the caller's text, and what lets others read the answer."""
         return f"Context({self.model}: {len(self.stop)} stop strings, {len(self.chat)} messages)"
 
 
@@ -48,7 +48,7 @@ def pack(context: Context) -> bytes:
 
 
 def unpack(data: bytes) -> Context | None:
-    """None if these bytes are not of a router like this one."""
+    """Return None if these bytes were not written by a router like this one."""
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError:
@@ -73,7 +73,7 @@ class Resumables:
         return self._kept.get(token)
 
     def keep(self, token: str, kept: Samples) -> None:
-        """From now on `token` is known, and somebody reads."""
+        """Make `token` known; somebody reads its stream."""
         self._kept[token] = kept
 
     def attached(self, token: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from engine.messages import Fault
 from engine.types import FinishReason, RequestId
 from router.core.events import Complete
-from router.front.api import ApiError, Delta, Finished, Position, Started
+from router.front.api import ApiError, Delta, Position, Started, invalid
 from router.front.stream import Reader, SampleStream
 
 
@@ -30,75 +30,63 @@ class Samples:
 
     @property
     def streams(self) -> list[SampleStream]:
-        """Those that there are."""
+        """The streams that exist, in order."""
         return [stream for stream in self._streams if stream is not None]
 
     def put(self, index: int, stream: SampleStream) -> None:
         self._streams[index] = stream
 
-    def read(self) -> "SamplesReader":
-        """From the beginning."""
-        readers = [stream.read() for stream in self.streams]
-        return self._read(SamplesReader(self, readers, bool(self.started.resume_token), False))
-
-    def read_on(self, positions: Sequence[Position]) -> "SamplesReader":
-        """Go on behind what the client has of each sample; of no positions, from the beginning. Raises ApiError for
-        positions that it cannot have reached, and where a sample was lost together with an earlier router."""
+    def read(self, positions: Sequence[Position] | None = None) -> "SamplesReader":
+        """Begin, or go on behind what the client has of each sample, where no positions mean nothing. Raises ApiError
+        for positions that it cannot have reached, and where a sample was lost together with an earlier router."""
         wanted = self.started.samples
-        positions = positions or [Position()] * wanted
-        if len(positions) != wanted:
-            message = f"positions: {len(positions)} are given, the answer has {wanted} samples"
-            raise ApiError("INVALID_ARGUMENT", message, "positions")
+        behind: Sequence[Position | None] = [None] * wanted
+        if positions is not None:
+            behind = positions or [Position()] * wanted
+        if len(behind) != wanted:
+            raise invalid("positions", f"{len(behind)} are given, the answer has {wanted} samples")
         if len(self.streams) < wanted:
-            message = "a sample of this request was lost together with the router"
-            raise ApiError("UNAVAILABLE", message)
-        readers = [s.read_on(at) for s, at in zip(self.streams, positions, strict=True)]
-        return self._read(SamplesReader(self, readers, True, True))
+            raise ApiError("UNAVAILABLE", "a sample of this request was lost together with the router")
+        readers = [stream.read(at) for stream, at in zip(self.streams, behind, strict=True)]
+        self.reader = SamplesReader(self, readers, is_known=positions is not None)
+        self.changed.set()
+        return self.reader
 
     def end_all(self, now: float, why: ApiError | None = None) -> list[RequestId]:
-        """Nobody will read on; `why` is what a reader that comes back is told. Returns the requests to be let go, the
-        last sample first: each of them may wait for one before it."""
+        """End the streams for good; `why` is what a reader that comes back is told. Return the requests to be let go,
+        the last sample first: each of them may wait for one before it."""
         streams = self.streams[::-1]
         for stream in streams:
             stream.left(now, why)
         return [RequestId(stream.started.request_id) for stream in streams]
 
-    def _read(self, reader: "SamplesReader") -> "SamplesReader":
-        self.reader = reader
-        self.changed.set()
-        return reader
-
 
 class SamplesReader:
     """Takes the events of all samples, each sample's in order. Only the newest reader of an answer gets any.
 
-    `is_resumable`: it begins when every sample can be found again, not with the first. `is_known`: its client has what
-    it needs to come back.
+    That of a resumable answer begins when every sample can be found again, not with the first. `is_known`: its client
+    has what it needs to come back.
     """
 
     # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples have ended.
 
-    def __init__(
-        self, samples: Samples, readers: list[Reader], is_resumable: bool, is_known: bool
-    ) -> None:
+    def __init__(self, samples: Samples, readers: list[Reader], *, is_known: bool) -> None:
         self._samples = samples
         self._readers = readers
-        self._is_resumable = is_resumable
         self._turn = 0
         self._ended: set[int] = set()
         self._has_started = False
         self.is_known = is_known
 
     async def next(self) -> Started | tuple[int, Delta | Complete] | None:
-        """`Started`, then events with their sample's index; the last of a sample is Complete, and None is the end.
-
-        Raises ApiError for a request of which a sample failed."""
+        """Return `Started`, then events with their sample's index; the last of a sample is Complete, and None is the
+        end. Raises ApiError for a request of which a sample failed."""
         while True:
             if self._samples.reader is not self:
                 raise ApiError("CANCELLED", "another connection has resumed this stream")
             if not self._has_started:
                 ready = [reader.is_ready() for reader in self._readers]
-                if all(ready) if self._is_resumable else any(ready):
+                if all(ready) if self._samples.started.resume_token else any(ready):
                     self._has_started = self.is_known = True
                     return self._samples.started
             elif len(self._ended) == len(self._readers):
@@ -109,7 +97,7 @@ class SamplesReader:
             await self._samples.changed.wait()
 
     def _poll(self) -> tuple[int, Delta | Complete] | None:
-        """In turns, so that no sample waits for a long one."""
+        """Take from the samples in turns, so that no sample waits for a long one."""
         count = len(self._readers)
         for at in [(self._turn + step) % count for step in range(count)]:
             event = None if at in self._ended else self._readers[at].poll()
@@ -153,12 +141,6 @@ class BeamSink:
             one = msgspec.structs.replace(end, reason=beam.reason, stats=stats, beams=(beam,))
             stream.completed(one, now)
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         for stream in self._streams:
             stream.failed(fault, outcome, retry_after_s, now)
-
-
-def of_sample(event: Delta | Finished, at: int) -> Delta | Finished:
-    return event if at == event.sample else msgspec.structs.replace(event, sample=at)

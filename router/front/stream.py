@@ -7,7 +7,6 @@ has. It gets the rest, once.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -15,7 +14,7 @@ from engine.messages import Fault
 from engine.types import FinishReason
 from router.core.endings import LEFT
 from router.core.events import Complete
-from router.front.api import ApiError, Delta, Finished, Position, Started
+from router.front.api import ApiError, Delta, Finished, Position, Started, invalid
 from router.front.output import Output
 from router.front.timing import Timeline
 from router.status.journal import RequestSummary, RouterJournal
@@ -35,10 +34,10 @@ class SampleStream:
         timeline: Timeline,
         observer: Observer,
         changed: asyncio.Event,
+        journal: RouterJournal,
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
-        journal: RouterJournal | None = None,
     ) -> None:
         self.started = started
         self.output = output
@@ -89,25 +88,24 @@ class SampleStream:
 
     def completed(self, end: Complete, now: float) -> None:
         self._timeline.ended_s = now
-        rest = self.output.flush()
-        if rest:
+        if rest := self.output.flush():
             self._show(rest, [])
         self.end = end
         self.changed.set()
 
-    def failed(
-        self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float
-    ) -> None:
+    def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         self._count(outcome, now, {})
         self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
         self.changed.set()
 
     def left(self, now: float, why: ApiError | None = None) -> None:
         """Its client is gone for good, whether or not it saw the end. A reader that still waits is told `why`."""
+        # 1. It is complete. An adopted one without a reader was read from the earlier router, which has counted it.
         if isinstance(self.end, Complete):
             if self._is_adopted and self.reader is None:
-                return  # its client has read it from the router before this one, which counted it
+                return
             self.account(self.end, now)
+        # 2. It was still running. 3. It has failed, and was counted then.
         elif self.end is None:
             self.end = why or ApiError(LEFT.code, LEFT.message)
             self.changed.set()
@@ -116,63 +114,55 @@ class SampleStream:
 
     # ---- what a reader takes
 
-    def read(self) -> "Reader":
-        """From the beginning."""
-        self.reader = Reader(self, [], 0, is_first=True)
-        return self.reader
-
-    def read_on(self, at: Position) -> "Reader":
-        """Go on behind what the client has. Raises ApiError for a position that it cannot have reached; of an adopted
-        stream, the reader does so at the end, as an earlier router may have given more than has come here yet."""
-        if self.is_behind(at):
-            self.reader = Reader(self, [], 0, is_first=False, position=at)
-        else:
-            self.reader = Reader(self, self.since(at), len(self.deltas), is_first=False)
-        self.changed.set()
-        return self.reader
+    def read(self, at: Position | None = None) -> "Reader":
+        """Begin, or go on behind what the client has. Raises ApiError for a position that it cannot have reached; of
+        an adopted stream, the reader does so at the end, as an earlier router may have given more than has come here
+        yet."""
+        reader = Reader(self, at)
+        if at is not None:
+            reader.is_ready()
+        self.reader = reader
+        return reader
 
     def is_behind(self, at: Position) -> bool:
-        """Whether a client may have more than has come here, and it may still come."""
+        """Return whether a client may have more than has come here, and it may still come."""
         if not self._is_adopted or self.end is not None:
             return False
         return at.next_index > len(self.ids) or at.text_bytes > len(self.text.encode())
 
     def since(self, at: Position) -> list[Delta]:
-        """What came behind a position. Raises ApiError if there is no such position, or none any more."""
+        """Return what came behind a position. Raises ApiError if there is no such position, or none any more."""
         ids, text = self.ids, self.text.encode()
         next_index, text_bytes = at.next_index, at.text_bytes
         is_beyond = next_index > len(ids) or text_bytes > len(text)
         if self._is_adopted and is_beyond and isinstance(self.end, ApiError):
             raise self.end
         if not 0 <= next_index <= len(ids):
-            raise _bad("next_index", f"must lie in 0 to {len(ids)}")
+            raise invalid("next_index", f"must lie in 0 to {len(ids)}")
         if not 0 <= text_bytes <= len(text):
-            raise _bad("text_bytes", f"must lie in 0 to {len(text)}")
+            raise invalid("text_bytes", f"must lie in 0 to {len(text)}")
         try:
             text[text_bytes:].decode()
         except UnicodeDecodeError as error:
-            raise _bad("text_bytes", "lies inside a character") from error
-        return list(self._behind(next_index, text_bytes))
-
-    def _behind(self, next_index: int, text_bytes: int) -> Iterator[Delta]:
-        """What was given behind a position, delta by delta as it was given, so that a front which makes one event of
-        each makes the same events again."""
+            raise invalid("text_bytes", "lies inside a character") from error
+        # Delta by delta as it was given: a front that makes one event of each makes the same events again.
+        behind = []
         for delta in self.deltas:
             data = delta.text.encode()
             rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
             text_bytes = max(text_bytes - len(data), 0)
             next_index = max(next_index - len(delta.token_ids), 0)
             if rest.text or rest.token_ids:
-                yield rest
+                behind.append(rest)
+        return behind
 
     def account(self, end: Complete, now: float) -> Finished:
-        """The account of a request that ended well; the same however often it is asked for."""
+        """Return the account of a request that ended well; the same however often it is asked for."""
         if self._finished is None:
             stopped = self.output.stopped
             reason = FinishReason.STOP if stopped is not None else end.reason
             stats = msgspec.structs.replace(end.stats, prompt_tokens=self.started.prompt_tokens)
-            matched = stopped.matched if stopped is not None else ""
-            finished = self._timeline.finished(reason, stats, matched, now)
+            finished = self._timeline.finished(reason, stats, stopped.matched if stopped is not None else "", now)
             score = end.beams[0].score if end.beams else None
             self._finished = msgspec.structs.replace(finished, beam_score=score)
             self._count(reason, now, self._finished.stats.stages)
@@ -191,45 +181,37 @@ class SampleStream:
         ttft_s = None if first_s is None else first_s - line.received_s
         e2e_s = now - line.received_s
         self._observer.request(outcome.value, ttft_s, line.gaps_s, e2e_s, stages)
-        if self._journal is not None:
-            self._journal.ended(
-                RequestSummary(
-                    request=self.started.request_id,
-                    outcome=outcome,
-                    at_s=now,
-                    e2e_s=e2e_s,
-                    ttft_s=ttft_s,
-                    gaps_s=line.gaps_s,
-                    stages=stages,
-                    stats=self._finished.stats if self._finished is not None else None,
-                )
-            )
+        summary = RequestSummary(
+            request=self.started.request_id,
+            outcome=outcome,
+            at_s=now,
+            e2e_s=e2e_s,
+            ttft_s=ttft_s,
+            gaps_s=line.gaps_s,
+            stages=stages,
+            stats=self._finished.stats if self._finished is not None else None,
+        )
+        self._journal.ended(summary)
 
 
 class Reader:
     """Takes a stream's events in order. Only the newest reader of a stream gets any.
 
-    `position` is what its client has; nothing is given before the stream is there.
+    `position` is what its client has, and nothing is given before the stream is there; None where it is the first.
     """
 
-    def __init__(
-        self,
-        stream: SampleStream,
-        backlog: Sequence[Delta],
-        at: int,
-        *,
-        is_first: bool,
-        position: Position | None = None,
-    ) -> None:
+    # Mutable state: the position that is still to be reached, what is given again, and how many deltas were passed.
+
+    def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream
-        self._backlog = deque(backlog)
-        self._at = at
-        self._is_first = is_first
+        self._is_first = position is None
         self._position = position
+        self._backlog: deque[Delta] = deque()
+        self._at = 0
 
     def is_ready(self) -> bool:
-        """Whether the client can be told that its request has begun, or goes on. Raises ApiError for one that failed
-        before, and for a position that there is not."""
+        """Return whether the client can be told that its request has begun, or goes on. Raises ApiError for one that
+        failed before, and for a position that there is not."""
         stream = self._stream
         if self._position is not None and not stream.is_behind(self._position):
             self._backlog = deque(stream.since(self._position))
@@ -241,7 +223,7 @@ class Reader:
         return self._position is None
 
     def poll(self) -> Delta | Complete | None:
-        """The next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
+        """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
         stream = self._stream
         if not self.is_ready():
             return None
@@ -253,7 +235,3 @@ class Reader:
         if isinstance(stream.end, ApiError):
             raise stream.end
         return stream.end
-
-
-def _bad(field: str, message: str) -> ApiError:
-    return ApiError("INVALID_ARGUMENT", f"{field}: {message}", field)

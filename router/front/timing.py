@@ -52,7 +52,7 @@ class Timeline:
         return line
 
     def submitted(self, now: float) -> None:
-        """Validated, and handed to the core."""
+        """The request was validated, and handed to the core."""
         self._seconds["admit"] = now - self.received_s
         self._in_line_s = now
 
@@ -106,9 +106,7 @@ class Timeline:
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages
 
-    def finished(
-        self, reason: FinishReason, stats: RequestStats, stop_matched: str, now: float
-    ) -> Finished:
+    def finished(self, reason: FinishReason, stats: RequestStats, stop_matched: str, now: float) -> Finished:
         """The account of a request that ended well, closed at `now`."""
         gaps = sorted(self.gaps_s)
         first_s = self.first_token_s

@@ -8,12 +8,7 @@ import math
 from collections.abc import Sequence
 
 from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
-from engine.types import (
-    BeamParams,
-    FieldError,
-    SamplingParams,
-    TooLongError,
-)
+from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
 from router.front.api import GenerateCall
 from router.front.output import ServedModel
@@ -35,19 +30,19 @@ class UnknownModelError(FieldError):
 def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> None:
     """Everything that can be said of a call before its prompt is tokenized."""
     if call.model is not None and call.model != model.name:
-        raise UnknownModelError(
-            "model", f"{_shown(call.model)} is not served here, {model.name!r} is"
-        )
+        raise UnknownModelError("model", f"{_shown(call.model)} is not served here, {model.name!r} is")
     _check_prompt(call.prompt, model, config)
     _count("n", call.n, 1, config.max_samples)
-    check_sampling(call.sampling)
-    if call.max_tokens is not None:
-        _count("max_tokens", call.max_tokens, 1, MAX_COUNT)
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = getattr(call.sampling, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise FieldError(name, f"is {value}, must be at least {low:g} and at most {high:g}")
+    _count("top_k", call.sampling.top_k, 0, MAX_COUNT)
+    _count("max_tokens", call.max_tokens, 1, MAX_COUNT)
     _count("min_tokens", call.min_tokens, 0, MAX_COUNT)
     if call.max_tokens is not None and call.min_tokens > call.max_tokens:
         raise FieldError("min_tokens", f"must not exceed max_tokens, which is {call.max_tokens}")
-    if call.seed is not None:
-        _count("seed", call.seed, 0, 2**64 - 1)
+    _count("seed", call.seed, 0, 2**64 - 1)
     _check_stop(call.stop)
     if len(call.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise FieldError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
@@ -90,13 +85,6 @@ def beam_params(call: GenerateCall) -> BeamParams | None:
     )
 
 
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raise FieldError unless every sampling value is finite and within its range."""
-    for name, (low, high) in SAMPLING_RANGES.items():
-        _number(name, getattr(sampling, name), low, high)
-    _count("top_k", sampling.top_k, 0, MAX_COUNT)
-
-
 def prompt_field(prompt: object) -> str:
     """The name by which callers know this kind of prompt."""
     if isinstance(prompt, str):
@@ -125,16 +113,12 @@ def _check_prompt(prompt: object, model: ServedModel, config: RouterConfig) -> N
     else:
         assert isinstance(prompt, list)
         if len(prompt) >= model.context_tokens:
-            raise TooLongError(
-                field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}"
-            )
+            raise TooLongError(field, f"has {len(prompt)} tokens; the context holds {model.context_tokens}")
         _check_ids(field, prompt, model.vocab_size)
         return
     size = sum(_check_text(name, text) for name, text in texts)
     if size > config.max_prompt_bytes:
-        raise TooLongError(
-            field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted"
-        )
+        raise TooLongError(field, f"has {size} bytes of text, at most {config.max_prompt_bytes} are accepted")
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -161,13 +145,8 @@ def _check_text(field: str, text: str) -> int:
         raise FieldError(field, f"is not valid Unicode at character {error.start}") from error
 
 
-def _number(field: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise FieldError(field, f"is {value}, must be at least {low:g} and at most {high:g}")
-
-
-def _count(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
+def _count(field: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
         raise FieldError(field, f"is {value}, must lie in {low} to {high}")
 
 

@@ -51,60 +51,45 @@ class Client:
 
     def generate(self, call: GenerateCall, resume: bool = False) -> Generator[GenerateEvent, None, None]:
         """Events of one request, ending with Finished of its last sample. Raises ApiError."""
-        call, progress = _resumable(call, resume), Progress()
-        began_s = time.monotonic()
-        channel = self._sync()
-        stream = channel.unary_stream(_GENERATE)(
-            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
-        )
+        reading = _Reading(self._sync(), call, resume)
         try:
-            while not progress.is_over:
+            while True:
                 try:
-                    for data in stream:
-                        event = event_from_proto(pb.GenerateResponse.FromString(data))
-                        if progress.take(event):
+                    for data in reading.stream:
+                        if (event := reading.taken(data)) is not None:
                             yield event
-                        if progress.is_over:
+                        if reading.progress.is_over:
                             return
                     raise _ended_early()
                 except (grpc.RpcError, ApiError) as error:
-                    time.sleep(_pause_s(error, progress))
-                    stream = _again(channel, progress, _left_s(call, began_s))
+                    time.sleep(reading.pause_s(error))
+                    reading.go_on()
         finally:
-            stream.cancel()
-            if call.resumable and not progress.is_over and progress.token:
+            reading.stream.cancel()
+            if reading.is_left_running():
                 with suppress(grpc.RpcError, ValueError):
-                    channel.unary_unary(_CANCEL)(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
+                    reading.cancel()
 
-    async def agenerate(
-        self, call: GenerateCall, resume: bool = False
-    ) -> AsyncIterator[GenerateEvent]:
+    async def agenerate(self, call: GenerateCall, resume: bool = False) -> AsyncIterator[GenerateEvent]:
         """Like `generate`, on the running event loop; close it with `aclosing` to cancel."""
-        call, progress = _resumable(call, resume), Progress()
-        began_s = time.monotonic()
-        channel = self._aio()
-        stream = channel.unary_stream(_GENERATE)(
-            _encoded(call), timeout=call.timeout_s, metadata=_metadata(call)
-        )
+        reading = _Reading(self._aio(), call, resume)
         try:
-            while not progress.is_over:
+            while True:
                 try:
-                    async for data in stream:
-                        event = event_from_proto(pb.GenerateResponse.FromString(data))
-                        if progress.take(event):
+                    async for data in reading.stream:
+                        if (event := reading.taken(data)) is not None:
                             yield event
-                        if progress.is_over:
+                        if reading.progress.is_over:
                             return
                     raise _ended_early()
                 except (grpc.RpcError, ApiError) as error:
-                    await asyncio.sleep(_pause_s(error, progress))
-                    stream = _again(channel, progress, _left_s(call, began_s))
+                    await asyncio.sleep(reading.pause_s(error))
+                    reading.go_on()
         finally:
-            stream.cancel()
-            if call.resumable and not progress.is_over and progress.token:
+            reading.stream.cancel()
+            if reading.is_left_running():
                 with suppress(grpc.RpcError, grpc.aio.UsageError):
-                    cancel = channel.unary_unary(_CANCEL)
-                    await cancel(_cancel(progress), timeout=_CANCEL_TIMEOUT_S)
+                    await reading.cancel()
 
     def models(self, timeout_s: float = 10.0) -> dict[str, int]:
         """Context length in tokens by model name. Raises ApiError."""
@@ -150,51 +135,56 @@ class Client:
         return self._aio_channel
 
 
-def _again(channel: Any, progress: Progress, timeout_s: float | None) -> Any:
-    """The stream from where it was on. Raises ApiError if the client was closed meanwhile."""
-    request = resume_to_proto(progress.token, progress.positions).SerializeToString()
-    try:
-        return channel.unary_stream(_RESUME)(request, timeout=timeout_s)
-    except (ValueError, grpc.aio.UsageError) as error:
-        raise ApiError("CANCELLED", "the client was closed") from error
+class _Reading:
+    """One answer, over as many streams of a channel, of either kind, as it takes."""
 
+    # Mutable state: the present stream, and what has come so far.
 
-def _encoded(call: GenerateCall) -> bytes:
-    try:
-        return call_to_proto(call).SerializeToString()
-    except (TypeError, ValueError) as error:
-        raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+    def __init__(self, channel: Any, call: GenerateCall, resume: bool) -> None:
+        """Raises ApiError for a call that cannot be encoded."""
+        self.progress = Progress()
+        self._channel = channel
+        self._is_resumable = call.resumable or resume
+        self._ends_s = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        call = msgspec.structs.replace(call, resumable=self._is_resumable)
+        try:
+            request = call_to_proto(call).SerializeToString()
+        except (TypeError, ValueError) as error:
+            raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
+        metadata = (("traceparent", call.traceparent),) if call.traceparent else ()
+        self.stream = channel.unary_stream(_GENERATE)(request, timeout=call.timeout_s, metadata=metadata)
 
+    def taken(self, data: bytes) -> GenerateEvent | None:
+        """The event, unless the caller has seen it already."""
+        event = event_from_proto(pb.GenerateResponse.FromString(data))
+        return event if self.progress.take(event) else None
 
-def _metadata(call: GenerateCall) -> tuple[tuple[str, str], ...]:
-    return (("traceparent", call.traceparent),) if call.traceparent else ()
+    def pause_s(self, error: grpc.RpcError | ApiError) -> float:
+        """Return how long to wait before coming back. Raises the ApiError to tell the caller if there is none."""
+        failure, from_server = error, False
+        if isinstance(error, grpc.RpcError):
+            failure, from_server = _api_error(error), "headrace-ended" in dict(error.trailing_metadata() or ())
+        try:
+            return self.progress.pause_s(failure, from_server, time.monotonic())
+        except ApiError as told:
+            raise told from error
 
+    def go_on(self) -> None:
+        """Read on, from where the last stream broke. Raises ApiError if the client was closed meanwhile."""
+        request = resume_to_proto(self.progress.token, self.progress.positions).SerializeToString()
+        left_s = None if self._ends_s is None else max(self._ends_s - time.monotonic(), 1e-3)
+        try:
+            self.stream = self._channel.unary_stream(_RESUME)(request, timeout=left_s)
+        except (ValueError, grpc.aio.UsageError) as error:
+            raise ApiError("CANCELLED", "the client was closed") from error
 
-def _resumable(call: GenerateCall, resume: bool) -> GenerateCall:
-    return msgspec.structs.replace(call, resumable=True) if resume else call
+    def is_left_running(self) -> bool:
+        """Whether the server goes on with the request although nobody reads it."""
+        return self._is_resumable and not self.progress.is_over and bool(self.progress.token)
 
-
-def _pause_s(error: grpc.RpcError | ApiError, progress: Progress) -> float:
-    """Before the next attempt to come back. Raises the ApiError to tell the caller if there is none."""
-    from_server = False
-    failure = error
-    if isinstance(error, grpc.RpcError):
-        failure = _api_error(error)
-        from_server = "headrace-ended" in dict(error.trailing_metadata() or ())
-    try:
-        return progress.pause_s(failure, from_server, time.monotonic())
-    except ApiError as told:
-        raise told from error
-
-
-def _cancel(progress: Progress) -> bytes:
-    return pb.CancelRequest(resume_token=progress.token).SerializeToString()
-
-
-def _left_s(call: GenerateCall, began_s: float) -> float | None:
-    if call.timeout_s is None:
-        return None
-    return max(call.timeout_s - (time.monotonic() - began_s), 1e-3)
+    def cancel(self) -> Any:
+        request = pb.CancelRequest(resume_token=self.progress.token).SerializeToString()
+        return self._channel.unary_unary(_CANCEL)(request, timeout=_CANCEL_TIMEOUT_S)
 
 
 def _ended_early() -> ApiError:

@@ -1,6 +1,7 @@
 """Converts between the public protobuf messages and the types of `router.front.api`. Nothing else knows both."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.messages import RequestStats
 from engine.types import EarlyStopping, FieldError, FinishReason, SamplingParams
@@ -15,39 +16,24 @@ from router.front.api import (
     Started,
 )
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_SAMPLING = SamplingParams.__struct_fields__
 _SCALARS = (
-    "model",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-    "ignore_eos",
-    "request_id",
-    "tenant",
-    "timeout_s",
-    "resumable",
-    "n",
-    "priority",
-    "beam_width",
-    "length_penalty",
+    "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
+    "priority", "beam_width", "length_penalty",
 )
+# What our records and the messages have under the same names.
+_STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")
+_USAGE = ("prompt_tokens", "output_tokens", "cached_tokens")
+_TIMINGS = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
+_STATS = ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens")
+_MIGRATED = {"blocks": "migrated_blocks", "bytes": "migrated_bytes", "seconds": "migration_s", "transport": "transport"}
+"""Names in the message `Migration`, and in `RequestStats`."""
 _STOPPING = {
     EarlyStopping.FULL: pb.EARLY_STOPPING_FULL,
     EarlyStopping.HEURISTIC: pb.EARLY_STOPPING_HEURISTIC,
     EarlyStopping.NEVER: pb.EARLY_STOPPING_NEVER,
 }
-_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
@@ -82,9 +68,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
         request.prompt = call.prompt
     elif call.prompt and isinstance(call.prompt[0], ChatMessage):
         messages = [m for m in call.prompt if isinstance(m, ChatMessage)]
-        request.chat.messages.extend(
-            pb.ChatMessage(role=m.role, content=m.content) for m in messages
-        )
+        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
     else:
         request.token_ids.ids.extend(i for i in call.prompt if isinstance(i, int))
         request.token_ids.SetInParent()
@@ -103,45 +87,19 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
         delta = pb.Delta(text=event.text, token_ids=event.token_ids, sample=event.sample)
         return pb.GenerateResponse(delta=delta)
     if isinstance(event, Started):
-        started = pb.Started(
-            request_id=event.request_id,
-            model=event.model,
-            prompt_tokens=event.prompt_tokens,
-            resume_token=event.resume_token,
-            samples=event.samples,
-        )
-        return pb.GenerateResponse(started=started)
+        return pb.GenerateResponse(started=pb.Started(**_taken(event, _STARTED)))
     stats = event.stats
-    return pb.GenerateResponse(
-        finished=pb.Finished(
-            reason=_REASONS[event.reason],
-            usage=pb.Usage(
-                prompt_tokens=event.prompt_tokens,
-                output_tokens=event.output_tokens,
-                cached_tokens=event.cached_tokens,
-            ),
-            timings=pb.Timings(
-                ttft_s=event.ttft_s,
-                itl_mean_s=event.itl_mean_s,
-                itl_p99_s=event.itl_p99_s,
-                e2e_s=event.e2e_s,
-                stages_s=stats.stages,
-            ),
-            migration=pb.Migration(
-                blocks=stats.migrated_blocks,
-                bytes=stats.migrated_bytes,
-                seconds=stats.migration_s,
-                transport=stats.transport,
-            ),
-            prefill_worker=stats.prefill_worker,
-            decode_worker=stats.decode_worker,
-            prefill_cached_tokens=stats.prefill_cached_tokens,
-            decode_cached_tokens=stats.decode_cached_tokens,
-            stop_matched=event.stop_matched,
-            sample=event.sample,
-            beam_score=event.beam_score,
-        )
+    finished = pb.Finished(
+        reason=_REASONS[event.reason],
+        usage=pb.Usage(**_taken(event, _USAGE)),
+        timings=pb.Timings(stages_s=stats.stages, **_taken(event, _TIMINGS)),
+        migration=pb.Migration(**{name: getattr(stats, own) for name, own in _MIGRATED.items()}),
+        stop_matched=event.stop_matched,
+        sample=event.sample,
+        beam_score=event.beam_score,
+        **_taken(stats, _STATS),
     )
+    return pb.GenerateResponse(finished=finished)
 
 
 def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
@@ -151,41 +109,29 @@ def event_from_proto(response: pb.GenerateResponse) -> GenerateEvent:
         return Delta(delta.text, tuple(delta.token_ids), delta.sample)
     if kind == "started":
         started = response.started
-        return Started(
-            started.request_id,
-            started.model,
-            started.prompt_tokens,
-            started.resume_token,
-            samples=max(1, started.samples),
-        )
+        return Started(**_taken(started, _STARTED) | {"samples": max(1, started.samples)})
     end = response.finished
     reasons = {number: reason for reason, number in _REASONS.items()}
-    return Finished(
-        reason=reasons.get(end.reason, FinishReason.ERROR),
+    stats = RequestStats(
+        stages=dict(end.timings.stages_s),
         prompt_tokens=end.usage.prompt_tokens,
         output_tokens=end.usage.output_tokens,
-        cached_tokens=end.usage.cached_tokens,
-        stats=RequestStats(
-            stages=dict(end.timings.stages_s),
-            prompt_tokens=end.usage.prompt_tokens,
-            output_tokens=end.usage.output_tokens,
-            prefill_cached_tokens=end.prefill_cached_tokens,
-            decode_cached_tokens=end.decode_cached_tokens,
-            migrated_blocks=end.migration.blocks,
-            migrated_bytes=end.migration.bytes,
-            migration_s=end.migration.seconds,
-            transport=end.migration.transport,
-            prefill_worker=end.prefill_worker,
-            decode_worker=end.decode_worker,
-        ),
-        ttft_s=end.timings.ttft_s,
-        itl_mean_s=end.timings.itl_mean_s,
-        itl_p99_s=end.timings.itl_p99_s,
-        e2e_s=end.timings.e2e_s,
+        **{own: getattr(end.migration, name) for name, own in _MIGRATED.items()},
+        **_taken(end, _STATS),
+    )
+    return Finished(
+        reason=reasons.get(end.reason, FinishReason.ERROR),
+        stats=stats,
         stop_matched=end.stop_matched,
         sample=end.sample,
         beam_score=end.beam_score if end.HasField("beam_score") else None,
+        **_taken(end.usage, _USAGE),
+        **_taken(end.timings, _TIMINGS),
     )
+
+
+def _taken(record: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def resume_to_proto(token: str, positions: Sequence[Position]) -> pb.ResumeRequest:

@@ -35,10 +35,8 @@ class Progress:
         if not 0 <= event.sample < len(self.positions):
             raise ApiError("INTERNAL", f"the server sent an event of sample {event.sample}")
         if isinstance(event, Delta):
-            at = self.positions[event.sample]
-            self.positions[event.sample] = Position(
-                at.next_index + len(event.token_ids), at.text_bytes + len(event.text.encode())
-            )
+            at, tokens, text_bytes = self.positions[event.sample], len(event.token_ids), len(event.text.encode())
+            self.positions[event.sample] = Position(at.next_index + tokens, at.text_bytes + text_bytes)
             return True
         is_new = event.sample not in self._finished
         self._finished.add(event.sample)
@@ -46,17 +44,20 @@ class Progress:
         return is_new
 
     def pause_s(self, error: ApiError, from_server: bool, now: float) -> float:
-        """How long to wait before coming back. Raises the error to tell the caller if there is no coming back.
+        """Return how long to wait before coming back. Raises the error to tell the caller if there is no coming back.
 
         `from_server`: the server gave this status. All others come from a broken connection.
         """
+        # 1. The server has ended the request, or has forgotten it while the client was away.
         if from_server:
             self.is_over = True
             if self._lost is not None and error.code == "NOT_FOUND":
                 raise self._lost[0]
             raise error
+        # 2. The connection broke, and there is nothing to come back to, or no time.
         if not self.token or error.code == "DEADLINE_EXCEEDED":
             raise error
+        # 3. It broke, and the client tries again until it has been away for too long.
         self._lost = self._lost or (error, now)
         if now - self._lost[1] > RECONNECT_S:
             raise self._lost[0]

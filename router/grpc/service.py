@@ -5,9 +5,8 @@
 no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,11 +18,10 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
-from router.front.api import ApiError, GenerateCall, GenerateEvent
+from router.front.api import ApiError, GenerateCall, GenerateEvent, invalid
 from router.front.frontend import Frontend
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
-from telemetry import tracing
-from telemetry.tracing import sound
+from telemetry.tracing import HEADER, sound
 
 SERVICE = "headrace.v1.Headrace"
 FIELD_KEY = "headrace-field"
@@ -73,18 +71,10 @@ class Service:
 
     def _register(self, server: grpc.aio.Server) -> None:
         handlers = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.generate, response_serializer=pb.GenerateResponse.SerializeToString
-            ),
-            "Resume": grpc.unary_stream_rpc_method_handler(
-                self.resume, response_serializer=pb.GenerateResponse.SerializeToString
-            ),
-            "Cancel": grpc.unary_unary_rpc_method_handler(
-                self.cancel, response_serializer=pb.CancelResponse.SerializeToString
-            ),
-            "ListModels": grpc.unary_unary_rpc_method_handler(
-                self.list_models, response_serializer=pb.ListModelsResponse.SerializeToString
-            ),
+            "Generate": _streaming(self._generate),
+            "Resume": _streaming(self._resume),
+            "Cancel": grpc.unary_unary_rpc_method_handler(self._cancel),
+            "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -101,60 +91,44 @@ class Service:
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
-    async def generate(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        def events() -> AsyncGenerator[GenerateEvent, None]:
-            call = _parse(data, context.time_remaining())
-            metadata = dict(context.invocation_metadata() or ())
-            trace = sound(str(metadata.get(tracing.HEADER, "")))
-            return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
+    def _generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
+        call = _parse(data, context.time_remaining())
+        metadata = dict(context.invocation_metadata() or ())
+        trace = sound(str(metadata.get(HEADER, "")))
+        return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
 
-        async with aclosing(_answer(events, context)) as responses:
-            async for response in responses:
-                yield response
+    def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
+        request = _message(pb.ResumeRequest, data)
+        return self._frontend.resume(request.resume_token, positions_from_proto(request))
 
-    async def resume(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        def events() -> AsyncGenerator[GenerateEvent, None]:
-            request = _message(pb.ResumeRequest, data)
-            return self._frontend.resume(request.resume_token, positions_from_proto(request))
-
-        async with aclosing(_answer(events, context)) as responses:
-            async for response in responses:
-                yield response
-
-    async def cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.CancelResponse:
+    async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             self._frontend.cancel(_message(pb.CancelRequest, data).resume_token)
         except ApiError as error:
             await _abort(context, error)
-        return pb.CancelResponse()
+        return b""
 
-    async def list_models(
-        self, data: bytes, context: grpc.aio.ServicerContext
-    ) -> pb.ListModelsResponse:
+    async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         model = self._frontend.model
         listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
-        return pb.ListModelsResponse(models=[listed])
+        return pb.ListModelsResponse(models=[listed]).SerializeToString()
 
 
-async def _answer(
-    events: Callable[[], AsyncGenerator[GenerateEvent, None]], context: grpc.aio.ServicerContext
-) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """What `events()` yields, as messages; what it raises, as a status."""
-    try:
-        async with aclosing(events()) as stream:
-            async for event in stream:
-                yield event_to_proto(event)
-    except ApiError as error:
-        await _abort(context, error)
-    except (asyncio.CancelledError, GeneratorExit):
-        raise
-    except Exception:
-        log.exception("a request failed")
-        await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[GenerateEvent, None]]) -> Any:
+    """A handler that sends what `events` yields as messages, and what it raises as a status."""
+
+    async def answer(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(events(data, context)) as stream:
+                async for event in stream:
+                    yield event_to_proto(event).SerializeToString()
+        except ApiError as error:
+            await _abort(context, error)
+        except Exception:
+            log.exception("a request failed")
+            await _abort(context, ApiError("INTERNAL", "the router failed on this request"))
+
+    return grpc.unary_stream_rpc_method_handler(answer)
 
 
 def _message(kind: Any, data: bytes) -> Any:
@@ -163,8 +137,7 @@ def _message(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError as error:
         name = kind.DESCRIPTOR.name
-        message = f"request: is not a valid {name} (malformed, or invalid UTF-8): {error}"
-        raise ApiError("INVALID_ARGUMENT", message, "request") from error
+        raise invalid("request", f"is not a valid {name} (malformed, or invalid UTF-8): {error}") from error
 
 
 def _parse(data: bytes, remaining_s: float | None) -> GenerateCall:

@@ -8,7 +8,7 @@ client takes a part for the whole.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
 from router.front.resume import unknown_token
-from router.http.openai_reply import ErrorReply, Writer, error_reply
+from router.http.openai_reply import error_reply, whole
 from router.http.openai_stream import (
     KEEP_ALIVE,
     KEEP_ALIVE_BETWEEN_IDS,
@@ -35,7 +35,7 @@ log = logging.getLogger("headrace.router.http")
 class WholeAnswer:
     """An ASGI application: all of an answer at once."""
 
-    def __init__(self, events: AsyncIterator[GenerateEvent], form: HttpForm) -> None:
+    def __init__(self, events: AsyncGenerator[GenerateEvent, None], form: HttpForm) -> None:
         self._events = events
         self._form = form
 
@@ -53,11 +53,11 @@ class WholeAnswer:
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
-                body = Writer(started, self._form).whole(answers, ends)
+                body = whole(started, self._form, answers, ends)
                 headers = {"content-type": "application/json", "x-request-id": label}
                 response = Response(body, headers=headers)
         except ApiError as error:
-            response = error_response(error_reply(error), label)
+            response = error_response(error, label)
         await response(scope, receive, send)
 
 
@@ -67,19 +67,17 @@ class StreamedAnswer:
 
     def __init__(
         self,
-        events: AsyncIterator[GenerateEvent],
+        events: AsyncGenerator[GenerateEvent, None],
         form: HttpForm | None,
-        label: str,
         at: Sequence[EventPosition] = (),
     ) -> None:
         self._events = events
         self._form = form
-        self._label = label
         self._at = at
         self._had_the_end = bool(at) and all(one.closing for one in at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = _EventStream(send, self._label)
+        out = _EventStream(send, self._form.label if self._form is not None else "")
         pulse = asyncio.ensure_future(out.keep_alive())
         try:
             async with aclosing(_checked(self._events)) as events:
@@ -95,11 +93,10 @@ class StreamedAnswer:
             else:
                 await out.end()
         except ApiError as error:
-            reply = error_reply(error)
             if await out.withdraw():
-                await error_response(reply, out.label)(scope, receive, send)
+                await error_response(error, out.label)(scope, receive, send)
             else:
-                await out.write(event(msgspec.json.encode(reply.envelope)))
+                await out.write(event(msgspec.json.encode(error_reply(error).envelope)))
                 await out.end()
         finally:
             pulse.cancel()
@@ -182,35 +179,33 @@ class _EventStream:
 
 
 async def _first(events: AsyncGenerator[GenerateEvent, None]) -> Started:
-    """Raises `ApiError`."""
+    """Return the first event, which must be Started. Raises `ApiError`."""
     item = await anext(events)
     if not isinstance(item, Started):
         raise _internal("the frontend's first event was not Started")
     return item
 
 
-async def _checked(events: AsyncIterator[GenerateEvent]) -> AsyncGenerator[GenerateEvent, None]:
+async def _checked(events: AsyncGenerator[GenerateEvent, None]) -> AsyncGenerator[GenerateEvent, None]:
     """The frontend's events up to the last sample's `Finished`, which is always the last.
 
     Any failure leaves as `ApiError`, and leaving early closes the frontend's iterator.
     """
     left = 1
     try:
-        async for item in events:
-            yield item
-            if isinstance(item, Started):
-                left = item.samples
-            left -= isinstance(item, Finished)
-            if not left:
-                return
+        async with aclosing(events):
+            async for item in events:
+                yield item
+                if isinstance(item, Started):
+                    left = item.samples
+                left -= isinstance(item, Finished)
+                if not left:
+                    return
         raise _internal("the frontend's events ended without Finished")
     except ApiError:
         raise
     except Exception as error:
         raise _internal("the frontend failed on a request") from error
-    finally:
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
 
 
 def _internal(what: str) -> ApiError:
@@ -219,12 +214,11 @@ def _internal(what: str) -> ApiError:
     return ApiError("INTERNAL", "the server failed on this request")
 
 
-def json_response(
-    body: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(reply: ErrorReply, label: str = "") -> Response:
+def error_response(error: ApiError, label: str = "") -> Response:
+    reply = error_reply(error)
     headers = reply.headers | ({"x-request-id": label} if label else {})
     return json_response(reply.envelope, reply.status, headers)

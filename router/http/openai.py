@@ -13,31 +13,29 @@ A duplicate key counts once, with its last value, as in every common JSON reader
 
 import math
 import re
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from engine.types import EarlyStopping, SamplingParams
-from router.front.api import ApiError, ChatMessage, GenerateCall
+from router.front.api import ApiError, ChatMessage, GenerateCall, HttpForm, invalid
 
 # Integers wider than this cannot travel in a record; JSON itself has no limit.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-_DEFAULTS = SamplingParams()
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _STOPPING = {
     None: EarlyStopping.HEURISTIC,
     False: EarlyStopping.HEURISTIC,
     True: EarlyStopping.FULL,
     "never": EarlyStopping.NEVER,
 }
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_SAME = (
+    "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty"
+)
+"""Fields that a call has under the same name, and with the same values."""
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -53,7 +51,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
 }
-"""Unsupported fields and the values, beside null, with which they ask for nothing."""
+"""These fields and the values, beside null, with which they ask for nothing."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -98,20 +96,6 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     beam_width: Int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    best_of: object = None
-    echo: object = None
-    suffix: object = None
-    logprobs: object = None
-    top_logprobs: object = None
-    prompt_logprobs: object = None
-    logit_bias: object = None
-    response_format: object = None
-    tools: object = None
-    tool_choice: object = None
-    functions: object = None
-    function_call: object = None
-    modalities: object = None
-    audio: object = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -123,24 +107,33 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]]
 
 
-class Parsed(msgspec.Struct, frozen=True, kw_only=True):
-    """A request ready to run, and how its answer is to be written."""
+class Parsed(msgspec.Struct, frozen=True):
+    """A request ready to run, and how its answer is to be written; `call.form` is `form`."""
 
     call: GenerateCall
-    chat: bool
+    form: HttpForm
     stream: bool
-    include_usage: bool
-    return_token_ids: bool
 
 
-_chat = msgspec.json.Decoder(ChatRequest)
-_completion = msgspec.json.Decoder(CompletionRequest)
+R = TypeVar("R", bound=OpenAIRequest)
+
+
+def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
+    """Reads `kind` and every unsupported field, whatever that holds."""
+    unsupported = [(name, object, None) for name in UNSUPPORTED]
+    whole: Any = msgspec.defstruct(kind.__name__, unsupported, bases=(kind,), kw_only=True)
+    return msgspec.json.Decoder(whole)
+
+
+_chat = _decoder(ChatRequest)
+_completion = _decoder(CompletionRequest)
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 
 
-def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None) -> Parsed:
-    """Read a `/v1/chat/completions` body. `label` and `timeout_s` come from headers; the shorter timeout counts.
+def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
+    """Read a `/v1/chat/completions` body that came at `created`, in seconds since the epoch. `label` and `timeout_s`
+    come from headers; the shorter timeout counts.
 
     Raises `ApiError` INVALID_ARGUMENT with the path of the field at fault.
     """
@@ -151,33 +144,22 @@ def parse_chat(body: bytes, *, label: str = "", timeout_s: float | None = None) 
     if limit is not None and other is not None and limit != other:
         raise invalid("max_tokens", "disagrees with max_completion_tokens; send one of them")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
-    return _parsed(
-        request, messages, other if limit is None else limit, label, timeout_s, chat=True
-    )
+    return _parsed(request, messages, other if limit is None else limit, label, timeout_s, created)
 
 
-def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None) -> Parsed:
+def parse_completion(body: bytes, *, label: str = "", timeout_s: float | None = None, created: int = 0) -> Parsed:
     """Read a `/v1/completions` body: text, a list of one text, token ids, or a list of one list of token ids."""
     request = _decode(_completion, body)
-    return _parsed(
-        request, _prompt(request.prompt), request.max_tokens, label, timeout_s, chat=False
-    )
-
-
-def invalid(field: str, message: str) -> ApiError:
-    return ApiError("INVALID_ARGUMENT", f"{field}: {message}" if field else message, field)
+    return _parsed(request, _prompt(request.prompt), request.max_tokens, label, timeout_s, created)
 
 
 def timeout_from(value: str, field: str) -> float:
-    """Seconds written as text, as in a header. Raises `ApiError` unless they are finite and above zero."""
+    """Read seconds written as text, as in a header. Raises `ApiError` unless they are finite and above zero."""
     try:
         seconds = float(value)
     except ValueError:
         raise invalid(field, "must be a number of seconds") from None
     return _timeout(seconds, field)
-
-
-R = TypeVar("R", bound=OpenAIRequest)
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -188,9 +170,7 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     except msgspec.DecodeError as error:
         raise invalid("", f"the body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
-        raise invalid(
-            "", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string"
-        ) from error
+        raise invalid("", f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a string") from error
     except RecursionError as error:
         raise invalid("", "the body is nested too deeply") from error
 
@@ -211,15 +191,13 @@ def _parsed(
     max_tokens: int | None,
     label: str,
     header_timeout_s: float | None,
-    *,
-    chat: bool,
+    created: int,
 ) -> Parsed:
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in UNSUPPORTED.items():
         value: object = getattr(request, name)
         # `==` alone would let 1 pass for true and 0 for false.
         if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
-            reason = "only 1 is supported" if name == "best_of" else "is not supported"
-            raise invalid(name, reason)
+            raise invalid(name, "only 1 is supported" if name == "best_of" else "is not supported")
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
         raise invalid("stream_options", "is allowed only with stream: true")
@@ -227,47 +205,33 @@ def _parsed(
         raise invalid("resumable", "is allowed only with stream: true")
     if request.seed is not None and request.seed.bit_length() > 64:
         raise invalid("seed", "must fit in 64 bits")
-    stop = request.stop
-    timeouts = [t for t in (header_timeout_s,) if t is not None]
-    if request.timeout is not None:
-        timeouts.append(_timeout(request.timeout, "timeout"))
+    stop, options = request.stop, request.stream_options or StreamOptions()
+    timeouts_s = [_timeout(one_s, "timeout") for one_s in (header_timeout_s, request.timeout) if one_s is not None]
+    form = HttpForm(
+        chat=isinstance(request, ChatRequest),
+        include_usage=bool(options.include_usage),
+        return_token_ids=bool(request.return_token_ids),
+        created=created,
+        label=label,
+    )
     call = GenerateCall(
         prompt=prompt,
-        n=1 if request.n is None else request.n,
-        model=request.model,
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens or 0,
-        sampling=_sampling(request),
-        seed=request.seed,
+        sampling=SamplingParams(**_given(request, SamplingParams.__struct_fields__)),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
         request_id=label,
-        timeout_s=min(timeouts, default=None),
-        resumable=bool(request.resumable),
-        priority=request.priority or 0,
-        tenant=request.tenant or "",
-        beam_width=request.beam_width,
-        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        timeout_s=min(timeouts_s, default=None),
         early_stopping=_STOPPING[request.early_stopping],
+        form=form,
+        **_given(request, _SAME),
     )
-    return Parsed(
-        call=call,
-        chat=chat,
-        stream=stream,
-        include_usage=request.stream_options is not None
-        and bool(request.stream_options.include_usage),
-        return_token_ids=bool(request.return_token_ids),
-    )
+    return Parsed(call, form, stream)
 
 
-def _sampling(request: OpenAIRequest) -> SamplingParams:
-    given = {
-        name: value
-        for name in SamplingParams.__struct_fields__
-        if (value := getattr(request, name)) is not None
-    }
-    return msgspec.structs.replace(_DEFAULTS, **given)
+def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the fields that the client sent; what it left out keeps its default."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
 def _message(message: Message, path: str) -> ChatMessage:

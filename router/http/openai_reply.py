@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,50 +30,7 @@ _FIELDS = {
     "positions": "Last-Event-ID",
 }
 """What this front calls fields that have another name behind the frontend."""
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class WorkerUse(msgspec.Struct):
-    worker: str
-    cached_tokens: int
-
-
-class Migration(msgspec.Struct):
-    blocks: int
-    bytes: int
-    seconds: float
-    transport: str
-
-
-class Timing(msgspec.Struct):
-    """Seconds. `stages` are those of docs/architecture.md, with what none of them covers as `unattributed`."""
-
-    ttft_s: float
-    itl_mean_s: float
-    itl_p99_s: float
-    e2e_s: float
-    stages: dict[str, float]
-
-
-class Headrace(msgspec.Struct):
-    """What this server adds to OpenAI's answer: where the request ran, what moved, and where its time went."""
-
-    request_id: str
-    prefill: WorkerUse
-    decode: WorkerUse
-    migration: Migration
-    timing: Timing
-    stop_matched: str
+_TIMES = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
 
 
 class ReplyText(msgspec.Struct):
@@ -93,7 +50,7 @@ class ReplyChoice(msgspec.Struct, kw_only=True):
     beam_score: float | msgspec.UnsetType = msgspec.UNSET
 
 
-class Reply(msgspec.Struct, kw_only=True):
+class Reply(msgspec.Struct):
     """A whole answer, or one chunk of a streamed one."""
 
     id: str
@@ -101,65 +58,57 @@ class Reply(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ReplyChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    headrace: Headrace | msgspec.UnsetType = msgspec.UNSET
+    usage: dict[str, Any] | msgspec.UnsetType | None
+    headrace: dict[str, Any] | msgspec.UnsetType
 
 
-class Writer:
-    """Writes the answer to one request. Holds what every part of it repeats."""
-
-    def __init__(self, started: Started, form: HttpForm) -> None:
-        self._request_id = started.request_id
-        self._id = f"{'chatcmpl' if form.chat else 'cmpl'}-{started.request_id}"
-        self._model = started.model
-        self._form = form
-
-    def whole(self, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]) -> bytes:
-        """All output and the account of every sample, in order. The figures are those of sample 0."""
-        choices = [self._choice(*answer) for answer in zip(answers, ends, strict=True)]
-        kind = "chat.completion" if self._form.chat else "text_completion"
-        return msgspec.json.encode(self.reply(kind, choices, usage(ends), self.headrace(ends[0])))
-
-    def _choice(self, deltas: Sequence[Delta], end: Finished) -> ReplyChoice:
-        choice = last_choice(end)
-        text = "".join(delta.text for delta in deltas)
-        if self._form.chat:
+def whole(started: Started, form: HttpForm, answers: Sequence[Sequence[Delta]], ends: Sequence[Finished]) -> bytes:
+    """An answer at once: all output and the account of every sample, in order. The figures are those of sample 0."""
+    choices = []
+    for deltas, end in zip(answers, ends, strict=True):
+        choice, text = last_choice(end), "".join(delta.text for delta in deltas)
+        if form.chat:
             choice.message = ReplyText(text, refusal=None)
         else:
             choice.text = text
-        if self._form.return_token_ids:
+        if form.return_token_ids:
             choice.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-        return choice
+        choices.append(choice)
+    return encoded(started, form, "chat.completion", choices, usage(ends), ends[0])
 
-    def reply(
-        self,
-        kind: str,
-        choices: list[ReplyChoice],
-        use: Usage | msgspec.UnsetType | None,
-        headrace: Headrace | None,
-    ) -> Reply:
-        return Reply(
-            id=self._id,
-            object=kind,
-            created=self._form.created,
-            model=self._model,
-            choices=choices,
-            usage=use,
-            headrace=msgspec.UNSET if headrace is None else headrace,
-        )
 
-    def headrace(self, end: Finished) -> Headrace:
-        stats = end.stats
-        return Headrace(
-            request_id=self._request_id,
-            prefill=WorkerUse(stats.prefill_worker, stats.prefill_cached_tokens),
-            decode=WorkerUse(stats.decode_worker, stats.decode_cached_tokens),
-            migration=Migration(
-                stats.migrated_blocks, stats.migrated_bytes, stats.migration_s, stats.transport
-            ),
-            timing=Timing(end.ttft_s, end.itl_mean_s, end.itl_p99_s, end.e2e_s, stats.stages),
-            stop_matched=end.stop_matched,
-        )
+def encoded(
+    started: Started,
+    form: HttpForm,
+    chat_kind: str,
+    choices: list[ReplyChoice],
+    use: dict[str, Any] | msgspec.UnsetType | None,
+    end: Finished | None,
+) -> bytes:
+    """One JSON body of an answer, with the figures of `end` where it is given."""
+    name = f"{'chatcmpl' if form.chat else 'cmpl'}-{started.request_id}"
+    kind = chat_kind if form.chat else "text_completion"
+    figures = msgspec.UNSET if end is None else _headrace(started, end)
+    return msgspec.json.encode(Reply(name, kind, form.created, started.model, choices, use, figures))
+
+
+def _headrace(started: Started, end: Finished) -> dict[str, Any]:
+    """What this server adds to OpenAI's answer: where the request ran, what moved, and where its time went, in the
+    stages of docs/architecture.md."""
+    stats = end.stats
+    return {
+        "request_id": started.request_id,
+        "prefill": {"worker": stats.prefill_worker, "cached_tokens": stats.prefill_cached_tokens},
+        "decode": {"worker": stats.decode_worker, "cached_tokens": stats.decode_cached_tokens},
+        "migration": {
+            "blocks": stats.migrated_blocks,
+            "bytes": stats.migrated_bytes,
+            "seconds": stats.migration_s,
+            "transport": stats.transport,
+        },
+        "timing": {name: getattr(end, name) for name in _TIMES} | {"stages": stats.stages},
+        "stop_matched": end.stop_matched,
+    }
 
 
 def last_choice(end: Finished) -> ReplyChoice:
@@ -170,12 +119,15 @@ def last_choice(end: Finished) -> ReplyChoice:
     return choice
 
 
-def usage(ends: Sequence[Finished]) -> Usage:
+def usage(ends: Sequence[Finished]) -> dict[str, Any]:
     """Sums up all samples: they share one prompt."""
-    prompt = ends[0].prompt_tokens
-    completion = sum(end.output_tokens for end in ends)
-    cached = min(end.cached_tokens for end in ends)
-    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+    prompt, completion = ends[0].prompt_tokens, sum(end.output_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": min(end.cached_tokens for end in ends)},
+    }
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -201,7 +153,5 @@ def error_reply(error: ApiError) -> ErrorReply:
     return ErrorReply(status, envelope(message, kind, field or None, code), headers)
 
 
-def envelope(
-    message: str, kind: str, param: str | None, code: str
-) -> dict[str, dict[str, str | None]]:
+def envelope(message: str, kind: str, param: str | None, code: str) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -13,19 +13,12 @@ and gets the rest: written again, behind any event, it is the same to the byte.
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from router.front.api import ApiError, Delta, Finished, HttpForm, Started
-from router.http.openai_reply import (
-    Headrace,
-    ReplyChoice,
-    ReplyText,
-    Usage,
-    Writer,
-    last_choice,
-    usage,
-)
+from router.front.api import Delta, Finished, HttpForm, Started, invalid
+from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choice, usage
 
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
@@ -49,7 +42,7 @@ def event_id(token: str, at: Sequence[EventPosition]) -> str:
 
 
 def positions(value: str, token: str) -> list[EventPosition]:
-    """By sample, what an id of the stream `token` names; an empty one names the beginning, whatever the samples.
+    """Return, by sample, what an id of the stream `token` names; an empty one names the beginning of all samples.
 
     Raises `ApiError` INVALID_ARGUMENT for anything that is no id of this stream.
     """
@@ -57,24 +50,20 @@ def positions(value: str, token: str) -> list[EventPosition]:
         return []
     match = _ID.fullmatch(value)
     if match is None:
-        raise bad_id("is not an event id of this server")
+        raise invalid(FIELD, "is not an event id of this server")
     if match[1] != token:
-        raise bad_id("belongs to another stream")
+        raise invalid(FIELD, "belongs to another stream")
     numbers = [int(part) for part in match[2].split(".")[1:]]
     return [EventPosition(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
 
 
-def bad_id(why: str) -> ApiError:
-    return ApiError("INVALID_ARGUMENT", f"{FIELD}: {why}", FIELD)
-
-
 class StreamWriter:
-    """Mutable state: the positions behind what was written, and the accounts of samples that are over."""
+    """Writes the events of one stream. Mutable state: the positions behind what was written, and the accounts of
+    samples that are over."""
 
     def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
-        self._writer = Writer(started, form)
+        self._started = started
         self._form = form
-        self._token = started.resume_token
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
 
@@ -85,22 +74,20 @@ class StreamWriter:
         """
         at = self._at[item.sample]
         if at.closing:
-            raise bad_id("lies behind the end of the output")
+            raise invalid(FIELD, "lies behind the end of the output")
         is_first = not self._has_output(item.sample)
         next_index = at.next_index + len(item.token_ids)
         self._at[item.sample] = EventPosition(next_index, at.text_bytes + len(item.text.encode()))
         if not item.text and not (self._form.return_token_ids and item.token_ids):
             return b""
         choice = ReplyChoice(index=item.sample)
-        if not self._form.chat:
-            choice.text = item.text
-        elif is_first:
-            choice.delta = ReplyText(item.text)
+        if self._form.chat:
+            choice.delta = ReplyText(item.text, role="assistant" if is_first else msgspec.UNSET)
         else:
-            choice.delta = ReplyText(item.text, role=msgspec.UNSET)
+            choice.text = item.text
         if self._form.return_token_ids:
             choice.token_ids = item.token_ids
-        return self._event(self._chunk([choice], None, None))
+        return self._event(self._chunk([choice]))
 
     def last(self, end: Finished) -> list[bytes]:
         """The events that close a sample, and behind the last one the answer: the finish reason, the usage if asked
@@ -109,22 +96,22 @@ class StreamWriter:
         Raises `ApiError` for a client that said it had more of them than there are.
         """
         self._ends[end.sample] = end
-        is_single = len(self._at) == 1
         at = self._at[end.sample]
+        # A single sample's figures are in the last chunk of all, where there is one behind its finish reason.
+        is_later = len(self._at) == 1 and self._form.include_usage
         events = []
         if not at.closing:
             self._at[end.sample] = msgspec.structs.replace(at, closing=1)
-            figures = None if is_single and self._form.include_usage else self._writer.headrace(end)
-            events.append(self._event(self._chunk([self._finish(end)], None, figures)))
+            events.append(self._event(self._chunk([self._finish(end)], None if is_later else end)))
         if len(self._ends) < len(self._at):
             return events
         bodies = [DONE]
         if self._form.include_usage:
-            figures = self._writer.headrace(end) if is_single else None
-            bodies.insert(0, self._chunk([], usage(list(self._ends.values())), figures))
+            use = usage(list(self._ends.values()))
+            bodies.insert(0, self._chunk([], end if is_later else None, use))
         had = self._at[0].closing - 1
         if had > len(bodies) or any(one.closing != 1 for one in self._at[1:]):
-            raise bad_id("lies behind the end of the stream")
+            raise invalid(FIELD, "lies behind the end of the stream")
         for closing, body in enumerate(bodies[had:], had + 2):
             self._at[0] = msgspec.structs.replace(self._at[0], closing=closing)
             events.append(self._event(body))
@@ -132,26 +119,26 @@ class StreamWriter:
 
     def _finish(self, end: Finished) -> ReplyChoice:
         choice = last_choice(end)
-        if not self._form.chat:
-            choice.text = ""
-        else:
+        if self._form.chat:
             choice.delta = {} if self._has_output(end.sample) else {"role": "assistant"}
+        else:
+            choice.text = ""
         return choice
 
     def _has_output(self, sample: int) -> bool:
-        """Whether some event of its output was written."""
+        """Return whether some event of its output was written."""
         at = self._at[sample]
         return bool(at.text_bytes or (self._form.return_token_ids and at.next_index))
 
-    def _chunk(self, choices: list[ReplyChoice], use: Usage | None, headrace: Headrace | None) -> bytes:
-        kind = "chat.completion.chunk" if self._form.chat else "text_completion"
+    def _chunk(
+        self, choices: list[ReplyChoice], end: Finished | None = None, use: dict[str, Any] | None = None
+    ) -> bytes:
         shown = use if self._form.include_usage else msgspec.UNSET
-        return msgspec.json.encode(self._writer.reply(kind, choices, shown, headrace))
+        return encoded(self._started, self._form, "chat.completion.chunk", choices, shown, end)
 
     def _event(self, data: bytes) -> bytes:
-        if not self._token:
-            return event(data)
-        return f"id: {event_id(self._token, self._at)}\n".encode() + event(data)
+        token = self._started.resume_token
+        return (f"id: {event_id(token, self._at)}\n".encode() if token else b"") + event(data)
 
 
 def event(data: bytes) -> bytes:

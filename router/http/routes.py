@@ -7,7 +7,7 @@ generation goes on in `router/front/frontend.py`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -20,11 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.front.api import ApiError, GenerateCall, GenerateEvent, HttpForm, Position
+from router.front.api import ApiError, Position
+from router.front.frontend import Frontend
 from router.front.resume import unknown_token
 from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
-from router.http.openai_reply import envelope, error_reply
+from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
@@ -34,37 +35,21 @@ LABEL_LIMIT_CHARS = 128
 RESUMABLE_HEADER = "x-headrace-resumable"
 
 
-class Generates(Protocol):
-    """What this front needs of the frontend; an iterator may raise `ApiError` at any step."""
-
-    def generate(self, call: GenerateCall) -> AsyncIterator[GenerateEvent]: ...
-
-    def resume(
-        self, token: str, positions: Sequence[Position] = ()
-    ) -> AsyncIterator[GenerateEvent]: ...
-
-    def cancel(self, token: str) -> bool: ...
-
-
 class ServerState(Protocol):
-    """What the routes beside generation report."""
+    """What the routes beside generation report (`router.app.RouterApp`): whether at least one prefill and one decode
+    worker can take requests, the models, all metric families in Prometheus' text format, and what Prometheus is to
+    scrape, with the router itself at `router_address`, host:port."""
 
-    def ready(self) -> bool:
-        """Whether at least one prefill and one decode worker can take requests."""
-        ...
+    def ready(self) -> bool: ...
 
     def models(self) -> list[str]: ...
 
-    async def metrics_text(self) -> bytes:
-        """All metric families in Prometheus' text format."""
-        ...
+    async def metrics_text(self) -> bytes: ...
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]:
-        """What Prometheus is to scrape; the router itself at `router_address`, host:port."""
-        ...
+    def targets(self, router_address: str) -> list[ScrapeTarget]: ...
 
 
-def build_app(frontend: Generates, state: ServerState) -> Starlette:
+def build_app(frontend: Frontend, state: ServerState) -> Starlette:
     """The ASGI application. `frontend` and `state` must live on the event loop that serves it."""
     started = int(time.time())
 
@@ -78,8 +63,7 @@ def build_app(frontend: Generates, state: ServerState) -> Starlette:
         name: str = request.path_params["name"]
         if name in state.models():
             return json_response(card(name))
-        unknown = ApiError("NOT_FOUND", f"the model {name!r} is not served here", "model")
-        return error_response(error_reply(unknown))
+        return error_response(ApiError("NOT_FOUND", f"the model {name!r} is not served here", "model"))
 
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -121,7 +105,7 @@ class _Generate:
     A plain ASGI callable, because a Starlette function endpoint cannot watch for the client's disconnect.
     """
 
-    def __init__(self, frontend: Generates, parse: Callable[..., Parsed]) -> None:
+    def __init__(self, frontend: Frontend, parse: Callable[..., Parsed]) -> None:
         self._frontend = frontend
         self._parse = parse
 
@@ -138,25 +122,16 @@ class _Generate:
         try:
             header = request.headers.get("x-request-timeout-s")
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
-            parsed = self._parse(body, label=label, timeout_s=timeout_s)
+            parsed = self._parse(body, label=label, timeout_s=timeout_s, created=int(time.time()))
         except ApiError as error:
-            await error_response(error_reply(error), label)(scope, receive, send)
+            await error_response(error, label)(scope, receive, send)
             return
-        form = HttpForm(
-            chat=parsed.chat,
-            include_usage=parsed.include_usage,
-            return_token_ids=parsed.return_token_ids,
-            created=int(time.time()),
-            label=label,
-        )
         asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
         trace = sound(request.headers.get(HEADER, ""))
-        call = msgspec.structs.replace(
-            parsed.call, resumable=resumable, form=form, traceparent=trace
-        )
+        call = msgspec.structs.replace(parsed.call, resumable=resumable, traceparent=trace)
         events = self._frontend.generate(call)
-        answer = StreamedAnswer(events, form, label) if parsed.stream else WholeAnswer(events, form)
+        answer = StreamedAnswer(events, parsed.form) if parsed.stream else WholeAnswer(events, parsed.form)
         await _attended(answer, scope, receive, send)
 
 
@@ -164,7 +139,7 @@ class _Streams:
     """The endpoint `/v1/streams/TOKEN`: GET goes on with a resumable stream behind the event that `Last-Event-ID`
     names, or the query's `last_event_id`, as a browser's `EventSource` cannot set the header itself; DELETE ends it."""
 
-    def __init__(self, frontend: Generates) -> None:
+    def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,9 +147,7 @@ class _Streams:
         token: str = request.path_params["token"]
         if scope["method"] == "DELETE":
             known = self._frontend.cancel(token)
-            gone = (
-                Response(status_code=204) if known else error_response(error_reply(unknown_token()))
-            )
+            gone = Response(status_code=204) if known else error_response(unknown_token())
             await gone(scope, receive, send)
             return
         if scope["method"] != "GET":  # a HEAD would take the stream over from whoever reads it
@@ -183,11 +156,11 @@ class _Streams:
         try:
             at = positions(named, token)
         except ApiError as error:
-            await error_response(error_reply(error))(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         had = [Position(one.next_index, one.text_bytes) for one in at]
         events = self._frontend.resume(token, had)
-        await _attended(StreamedAnswer(events, None, "", at), scope, receive, send)
+        await _attended(StreamedAnswer(events, None, at), scope, receive, send)
 
 
 async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

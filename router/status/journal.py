@@ -4,24 +4,13 @@ Told of everything by the hub (commands of the core) and by the streams (how a r
 """
 
 import logging
-from collections import deque
-from typing import ClassVar
+from collections import Counter, deque
 
 import msgspec
 
 from engine.messages import Cancel, Finish, Place, RequestStats, RouterRecord, UsePrefill, Yield
 from engine.types import FinishReason, RequestId, RequestRecord
-from router.core.events import (
-    Adopt,
-    Begin,
-    Command,
-    DecodeLost,
-    Deliver,
-    Fail,
-    Moved,
-    Poisonous,
-    TellWorker,
-)
+from router.core import events
 from telemetry.flight import Fact, FlightRecorder
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
 
@@ -66,8 +55,6 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True):
 class RouterJournal:
     # Mutable state: the recorder, the endings of late, who has been given a token, and the trace of each open request.
 
-    ENDS: ClassVar = frozenset({"ended", "failed"})
-
     def __init__(self, tracing: Tracing | None = None, worker: str = "router") -> None:
         self.recorder = FlightRecorder(worker)
         self._tracing = tracing
@@ -81,41 +68,35 @@ class RouterJournal:
         return self._tracing.open(request, "headrace.request", traceparent, at_s + unix_offset_s())
 
     def submitted(self, record: RequestRecord, now: float) -> None:
-        self.recorder.note(
-            record.request,
-            "submitted",
-            now,
-            prompt_tokens=record.prompt_tokens,
-            max_tokens=record.max_tokens,
-        )
+        facts: dict[str, Fact] = {"prompt_tokens": record.prompt_tokens, "max_tokens": record.max_tokens}
+        self.recorder.note(record.request, "submitted", now, **facts)
 
     def left(self, request: RequestId, now: float) -> None:
         self.recorder.note(request, "left by its client", now)
 
-    def command(self, command: Command, now: float) -> None:
+    def command(self, command: events.Command, now: float) -> None:
         """The core has decided this."""
         note = self.recorder.note
         match command:
-            case Deliver(request):
+            case events.Deliver(request):
                 if request not in self._begun:
                     self._begun[request] = None
                     if len(self._begun) > KEPT:
                         del self._begun[next(iter(self._begun))]
                     note(request, "first token", now)
-            case TellWorker(worker, record, reason):
+            case events.TellWorker(worker, record, reason):
                 self._told(worker, record, reason, now)
-            case Begin(request):
+            case events.Begin(request):
                 note(request, "accepted", now)
-            case DecodeLost(request, worker, emitted):
+            case events.DecodeLost(request, worker, emitted):
                 note(request, "decode worker lost", now, worker=worker, emitted_tokens=emitted)
-            case Moved(request, worker):
+            case events.Moved(request, worker):
                 note(request, "yielded", now, worker=worker)
-            case Poisonous(request, workers):
+            case events.Poisonous(request, workers):
                 note(request, "poisonous", now, workers=", ".join(workers))
-            case Adopt(orphan):
-                tokens = len(orphan.tokens)
-                note(orphan.record.request, "adopted", now, emitted_tokens=tokens)
-            case Fail(request, fault, outcome):
+            case events.Adopt(orphan):
+                note(orphan.record.request, "adopted", now, emitted_tokens=len(orphan.tokens))
+            case events.Fail(request, fault, outcome):
                 facts: dict[str, Fact] = {"outcome": outcome.value, "code": fault.code, "message": fault.message}
                 note(request, "failed", now, **facts)
                 if outcome is FinishReason.ERROR:
@@ -156,13 +137,10 @@ class RouterJournal:
         last = [end for end in self._endings if end.at_s >= now - RECENT_S]
         stats = [end.stats for end in last if end.stats is not None]
         moved = [one for one in stats if one.migrated_blocks]
-        outcomes: dict[str, int] = {}
-        for end in last:
-            outcomes[end.outcome.value] = outcomes.get(end.outcome.value, 0) + 1
         ttfts = sorted(end.ttft_s for end in last if end.ttft_s is not None)
         itls = sorted(sum(end.gaps_s) / len(end.gaps_s) for end in last if end.gaps_s)
         return Recent(
-            outcomes=outcomes,
+            outcomes=dict(Counter(end.outcome.value for end in last)),
             stages=_means([end.stages for end in last if end.stages]),
             output_tokens=sum(one.output_tokens for one in stats),
             ttft_p50_s=_quantile(ttfts, 50),
@@ -178,10 +156,7 @@ class RouterJournal:
 
 def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for stages in all_stages for name in stages)
-    return {
-        name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages)
-        for name in names
-    }
+    return {name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages) for name in names}
 
 
 def _quantile(values: list[float], percent: int) -> float | None:

@@ -6,6 +6,9 @@ from engine.messages import Load
 from router.hub import Hub
 from router.status.journal import Recent
 
+_SAME = ("role", "address", "host", "pid", "metrics_address", "block_size", "blocks")
+"""What a worker says of itself, and an operator is told unchanged."""
+
 
 class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     """A connected worker. `age_s`: since its last report, which is `load`."""
@@ -35,18 +38,12 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overview(hub: Hub, model: str, now: float) -> Overview:
-    """To be called on the hub's event loop."""
+    """Make the report, on the hub's event loop."""
     workers = [
         WorkerOverview(
             name=worker.name,
-            role=worker.info.role,
-            address=worker.info.address,
             incarnation=f"{worker.info.incarnation:016x}",
-            host=worker.info.host,
-            pid=worker.info.pid,
-            metrics_address=worker.info.metrics_address,
-            block_size=worker.info.block_size,
-            blocks=worker.info.blocks,
+            **{name: getattr(worker.info, name) for name in _SAME},
             age_s=now - worker.seen_s,
             # Identities of evicted blocks are for the router alone.
             load=worker.load and msgspec.structs.replace(worker.load, evicted=[]),

@@ -25,6 +25,7 @@ from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
 from router.grpc.progress import RECONNECT_S, Progress
+from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
@@ -218,6 +219,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             Timeline(0.0),
             NullObserver(),
             asyncio.Event(),
+            RouterJournal(),
         )
         stream.accepted(0.0)
         had: list[tuple[int, int]] = [(0, 0)]
@@ -228,7 +230,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
         had.append((len(stream.ids), len(stream.text.encode())))
         ids, text = stream.ids, stream.text
         for next_index, text_bytes in had:
-            reader = stream.read_on(Position(next_index, text_bytes))
+            reader = stream.read(Position(next_index, text_bytes))
             got_ids, got_text = ids[:next_index], text.encode()[:text_bytes].decode()
             while not isinstance(event := reader.poll(), Complete):
                 if event is not None:
@@ -243,7 +245,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             (0, 2, "text_bytes"),
         ):
             with pytest.raises(ApiError) as raised:
-                stream.read_on(Position(next_index, text_bytes))
+                stream.read(Position(next_index, text_bytes))
             assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
 
     asyncio.run(body())

@@ -8,6 +8,7 @@ from router.front.api import Started
 from router.front.output import Output
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
+from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteDetokenizer
 
@@ -39,6 +40,7 @@ def test_whoever_is_too_late_did_not_cancel(left_s: float, outcome: str) -> None
         Timeline(0.0),
         counting,
         asyncio.Event(),
+        RouterJournal(),
         deadline_s=10.0,
     )
     stream.left(left_s)

@@ -22,7 +22,7 @@ from router.front.api import (
     Started,
 )
 from router.front.resume import unknown_token
-from router.http.routes import Generates, build_app
+from router.http.routes import build_app
 from router.roster import ScrapeTarget
 
 STARTED = Started("r1", "tiny", 5)
@@ -132,7 +132,7 @@ def refusal(code: str, **more: object) -> ApiError:
 
 
 @contextmanager
-def serving(frontend: Generates) -> Iterator[int]:
+def serving(frontend: FakeFrontend) -> Iterator[int]:
     """The port of a server that runs in a thread of this process for the length of the block."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

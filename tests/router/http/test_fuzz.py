@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall, GenerateEvent
 from router.front.intake import to_record
 from router.front.validate import UnknownModelError, check_call
-from router.http.openai import ChatRequest, CompletionRequest
+from router.http.openai import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.router.http.fakes import ANSWER, ask
 
 ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
@@ -93,7 +93,7 @@ messages = st.lists(
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, object]]:
     """A request that would be served, with some of its fields replaced by anything."""
     path = draw(st.sampled_from(sorted(ROUTES)))
-    names = ROUTES[path].__struct_fields__
+    names = (*ROUTES[path].__struct_fields__, *UNSUPPORTED)
     body: dict[str, object] = {
         "messages": [{"role": "user", "content": "hi"}],
         "prompt": "hi",

@@ -51,7 +51,8 @@ def test_every_supported_field_reaches_the_call() -> None:
     assert (call.model, call.max_tokens, call.min_tokens, call.seed) == ("tiny", 9, 2, -7)
     assert (call.stop, call.stop_token_ids, call.ignore_eos) == (("a", "b"), (4,), True)
     assert (call.request_id, call.timeout_s, call.tenant) == ("mine", 2.5, "")
-    assert (parsed.stream, parsed.include_usage, parsed.return_token_ids) == (True, True, True)
+    assert (parsed.stream, call.form, parsed.form.include_usage) == (True, parsed.form, True)
+    assert (parsed.form.return_token_ids, parsed.form.label) == (True, "mine")
 
 
 def test_absent_and_null_both_mean_the_servers_default() -> None:
