@@ -10,8 +10,8 @@ from engine import identity
 from engine.messages import Accepted, Orphan, PeerAddress, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
-from router.core.placement import LOCAL
-from router.core.policy import PrefillView
+from router.core.placement import LOCAL, demand
+from router.core.policy import Choice, PrefillView
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Registry
 
@@ -25,7 +25,17 @@ class ClusterView:
         self.registry = Registry(silent_s)
         self.index = PrefixIndex()
 
-    def use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
+    def offered(self, call: Call, choice: Choice) -> PeerAddress:
+        """Note the decode worker that `call` is offered to, and who prefills it, whose address this returns."""
+        decode = self.registry.get(choice.decode.name)
+        assert decode is not None
+        call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
+        call.believed_decode_blocks = choice.decode.cached_blocks
+        new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
+        self.registry.dispatched(decode.name, call.record.request, 0, new_blocks)
+        return self._use_prefill(call, choice.prefill)
+
+    def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
         """Note who prefills `call`, and what is believed of it."""
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
         prefill = self.registry.get(choice.name)
@@ -43,7 +53,7 @@ class ClusterView:
         if choice is None:
             call.prefill, call.prefill_life, call.believed_prefill_tokens = "", None, 0
             return None
-        peer = self.use_prefill(call, choice)
+        peer = self._use_prefill(call, choice)
         self.registry.accepted(call.prefill, call.record.request)
         self.index.insert(call.prefill, call.chain(call.prefill_key))
         return peer

@@ -252,12 +252,7 @@ class Router:
             out.append(poisonous(call))
             self._answer(call, fault, FinishReason.ERROR, out)
             return
-        decode = self.registry.get(call.decode)
-        assert decode is not None
-        view = self._placer.choose_prefill(
-            call.record, call.chain, decode, call.failed_prefills, now
-        )
-        peer = self._view.replace_prefill(call, view)
+        peer = self._view.replace_prefill(call, self._placer.choose_prefill(call, now))
         out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:

@@ -33,7 +33,7 @@ def due_moves(
             if not _is_worth_moving(call, worker):
                 continue
             promised = sum(demand(other.record, worker.info).blocks for other in pending)
-            if placer.has_room_elsewhere(call.record, call.chain, worker, promised, now):
+            if placer.has_room_elsewhere(call, worker, promised, now):
                 due.append(call)
                 pending.append(call)
                 free -= 1
