@@ -7,7 +7,7 @@ from engine.messages import Release
 from engine.types import RequestId, RequestRecord
 from router.core.call import Call, State
 from router.core.cluster_view import ClusterView
-from router.core.events import Command, TellWorker
+from router.core.events import Command, Ending, TellWorker
 
 
 class CallTable:
@@ -23,20 +23,10 @@ class CallTable:
         self._deadlines: list[tuple[float, RequestId]] = []
         self._turns = 0
 
-    @property
-    def waiting(self) -> int:
-        return sum(call.state is State.WAITING for call in self.calls.values())
-
-    def open(
-        self,
-        record: RequestRecord,
-        deadline_s: float | None,
-        state: State = State.WAITING,
-        placement: int = 0,
-    ) -> Call:
+    def open(self, record: RequestRecord, deadline_s: float | None, state: State = State.WAITING) -> Call:
         """Note a request that was not known. Its turn is behind all others'."""
         self._turns += 1
-        call = Call(record, self._turns, deadline_s, state, placement)
+        call = Call(record, self._turns, deadline_s, state)
         self.calls[record.request] = call
         if record.group:
             self._groups.setdefault(record.group, {})[record.sample_index] = call
@@ -61,8 +51,8 @@ class CallTable:
             out.append(TellWorker(call.source[0], Release(call.record.request, call.source_placement)))
             call.source = None
 
-    def forget(self, call: Call, out: list[Command]) -> None:
-        """No worker holds it, and nobody waits for it."""
+    def forget(self, call: Call, out: list[Command], end: Ending | None = None) -> None:
+        """Drop `call`, which no worker holds, and tell its client `end`, if it still waits."""
         record = call.record
         del self.calls[record.request]
         group = self._groups.get(record.group, {})
@@ -72,6 +62,8 @@ class CallTable:
                 del self._groups[record.group]
         self._view.release(call)
         self.release(call, out)
+        if end is not None:
+            out.append(end)
 
     def overdue(self, now: float) -> Iterator[RequestId]:
         """Names whose deadline has passed, each once; some may be forgotten."""

@@ -63,8 +63,7 @@ class WaitingQueue:
                 fault = self._placer.impossible(call.record)
                 if fault is None:
                     return
-                self._table.forget(call, out)
-                out.append(Fail(request, fault, FinishReason.REJECTED))
+                self._table.forget(call, out, Fail(request, fault, FinishReason.REJECTED))
             heapq.heappop(self._queue)
 
     def check(self) -> None:

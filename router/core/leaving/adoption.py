@@ -94,8 +94,8 @@ class Adoptions:
                 out.append(TellWorker(known.decode, cancel))
             self._table.forget(known, out)
         deadline_s = None if orphan.remaining_s is None else now + orphan.remaining_s
-        call = self._table.open(orphan.record, deadline_s, State.RUNNING, orphan.placement)
-        call.losses, call.highest = orphan.losses, highest
+        call = self._table.open(orphan.record, deadline_s, State.RUNNING)
+        call.losses, call.placement, call.highest = orphan.losses, orphan.placement, highest
         call.decode, call.decode_life, call.key = worker, home.life, home.key
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0
