@@ -1,6 +1,5 @@
-"""The requests that the router knows: by name, in groups of samples, by their deadlines. Pure."""
+"""The requests that the router knows: by name, and in groups of samples. Pure."""
 
-import heapq
 from collections.abc import Iterator
 
 from engine.messages import Release
@@ -13,14 +12,12 @@ from router.core.events import Command, Ending, TellWorker
 class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request, those of each group by sample index, and deadlines, whose stale entries are
-    # skipped.
+    # Mutable state: the calls by request, those of each group by sample index, and the last turn given.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
         self._view = view
         self._groups: dict[str, dict[int, Call]] = {}
-        self._deadlines: list[tuple[float, RequestId]] = []
         self._turns = 0
 
     def open(self, record: RequestRecord, deadline_s: float | None, state: State = State.WAITING) -> Call:
@@ -30,16 +27,12 @@ class CallTable:
         self.calls[record.request] = call
         if record.group:
             self._groups.setdefault(record.group, {})[record.sample_index] = call
-        if deadline_s is not None:
-            heapq.heappush(self._deadlines, (deadline_s, record.request))
         return call
 
     def hosts(self, call: Call) -> Iterator[Call]:
         """Other samples of its prompt that a decode worker has, or is offered: the first one of each worker."""
         seen: set[str] = set()
-        group = self._groups.get(call.record.group, {})
-        for index in sorted(group):
-            other = group[index]
+        for _, other in sorted(self._groups.get(call.record.group, {}).items()):
             here = other.state in (State.OFFERED, State.RUNNING) and not other.yielding
             if other is not call and here and other.decode not in seen:
                 seen.add(other.decode)
@@ -64,11 +57,6 @@ class CallTable:
         self.release(call, out)
         if end is not None:
             out.append(end)
-
-    def overdue(self, now: float) -> Iterator[RequestId]:
-        """Names whose deadline has passed, each once; some may be forgotten."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            yield heapq.heappop(self._deadlines)[1]
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""

@@ -72,11 +72,7 @@ class Router:
     # has been no decode worker.
 
     def __init__(
-        self,
-        config: RouterConfig,
-        policy: RoutingPolicy,
-        stop_ids: frozenset[int] = frozenset(),
-        life: int = 0,
+        self, config: RouterConfig, policy: RoutingPolicy, stop_ids: frozenset[int] = frozenset(), life: int = 0
     ) -> None:
         """`life` is above that of every router before this one: a request that it adopts is placed as `life` + 1 and
         on, so that no two routers give two placements the same name."""
@@ -247,7 +243,7 @@ class Router:
         fault = poisoned(call)
         if fault is not None:
             out.append(poisonous(call))
-            self._answer(call, fault, FinishReason.ERROR, out)
+            self._answer(call, fault, FinishReason.ERROR, now, out)
             return
         peer = self._view.replace_prefill(call, self._placer.choose_prefill(call, now))
         out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
@@ -319,17 +315,15 @@ class Router:
         if call is None or call.state is State.CLOSING:
             return
         self._adoptions.close(request)
-        was_waiting = call.state is State.WAITING
-        self._answer(call, DEADLINE if reason is FinishReason.DEADLINE else LEFT, reason, out)
-        if was_waiting:
-            self._queue.advance(now, out)
+        self._answer(call, DEADLINE if reason is FinishReason.DEADLINE else LEFT, reason, now, out)
 
-    def _answer(self, call: Call, fault: Fault, reason: FinishReason, out: list[Command]) -> None:
+    def _answer(self, call: Call, fault: Fault, reason: FinishReason, now: float, out: list[Command]) -> None:
         """Tell the client that its request is over, and the worker, if there is one."""
         request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
             self._table.forget(call, out)
+            self._queue.advance(now, out)
             return
         call.move(State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
@@ -339,7 +333,8 @@ class Router:
 
     def _tick(self, now: float, out: list[Command]) -> None:
         self._losses.give_up(self._detector.look(now), now, out)
-        for request in self._table.overdue(now):
+        overdue = [r for r, c in self._calls.items() if c.deadline_s is not None and c.deadline_s <= now]
+        for request in overdue:
             self._close(request, FinishReason.DEADLINE, now, out)
         if self.registry.live("decode", now):
             self._no_decode_since_s = None

@@ -68,7 +68,6 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
-"""What happened."""
 
 
 class TellWorker(msgspec.Struct, frozen=True):
@@ -158,4 +157,3 @@ class Condemn(msgspec.Struct, frozen=True):
 Ending = Complete | Fail
 """How a request ends for its client: one of them, once."""
 Command = TellWorker | Begin | Adopt | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn
-"""What is to be done."""

@@ -1,8 +1,7 @@
-"""Handles the loss of a worker, for every request that it held, and gives up workers for silence.
+"""Handles the loss of a worker for every request that it held.
 
-A request is not blamed for a worker that had not accepted it: a router that was itself frozen hears of all its broken
-streams one by one, and offers the same request to each in turn. `router.core.recovery` decides what becomes of a
-request, `router.core.escalation` who is given up. Pure: time is an argument.
+A request is not blamed for a worker that had not accepted it. `router.core.recovery` decides what becomes of a request,
+`router.core.escalation` who is given up. Pure: time is an argument.
 """
 
 from engine.types import FinishReason
@@ -21,12 +20,7 @@ class Losses:
     """Mutable state: the retry budget. The router core owns it."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        table: CallTable,
-        queue: WaitingQueue,
-        registry: Registry,
-        stop_ids: frozenset[int],
+        self, config: RouterConfig, table: CallTable, queue: WaitingQueue, registry: Registry, stop_ids: frozenset[int]
     ) -> None:
         self._config = config
         self._table = table
@@ -38,16 +32,15 @@ class Losses:
     def lost(self, name: str, now: float, out: list[Command], back: Life | None = None) -> None:
         """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
         worker = self._registry.get(name)
+        if worker is None:
+            return
         self._registry.leave(name)
-        announced = worker is not None and self._registry.was_leaving(worker.life)
+        life, announced = worker.life, self._registry.was_leaving(worker.life)
         for call in list(self._table.calls.values()):
-            if call.source is not None and call.source[0] == name:
+            if call.source == life:
                 call.source = None
             took = call.decode == name and call.state is not State.OFFERED
-            life = call.decode_life if took else None
-            if worker is not None and worker.life in call.failed_prefills:
-                life = worker.life
-            if life is not None and life != back and not announced:
+            if (took or life in call.failed_prefills) and life != back and not announced:
                 call.victims.add(life)
             if call.decode == name:
                 self._recover(call, announced, now, out)
@@ -89,4 +82,5 @@ class Losses:
 
 
 def poisonous(call: Call) -> Poisonous:
+    """Name the workers that `call` is refused for."""
     return Poisonous(call.record.request, sorted(name for name, _ in call.victims))

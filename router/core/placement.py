@@ -5,6 +5,8 @@ Where no prefill worker is left that could read a prompt, its decode worker read
 goes on.
 """
 
+from collections.abc import Container
+
 import msgspec
 
 from engine.messages import Fault, PeerAddress, WorkerInfo
@@ -12,7 +14,7 @@ from engine.types import RequestRecord
 from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Registry, WorkerEntry
+from router.core.registry import Life, Registry, WorkerEntry
 
 LOCAL = PeerAddress("", "")
 """In the place of a prefill worker: the decode worker prefills by itself."""
@@ -51,7 +53,6 @@ class Placer:
         """The best pair for `call` now, or None if no decode worker may have room."""
         record = call.record
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
-        prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
         source = None if call.source is None else self._registry.get(call.source[0])
         best: Choice | None = None
         # Decode workers with the same model and block size are compared at once, then the best of each kind.
@@ -63,8 +64,7 @@ class Placer:
             if source is not None and source.info.fingerprint == key[0]:
                 views = [_whole_view(source.name, wanted)]
             else:
-                readers = [w for w in prefills if w.info.fingerprint == key[0]]
-                views = [self._prefill_view(w, call, wanted) for w in readers] or [_LOCAL_VIEW]
+                views = self._prefill_views(call, key[0], wanted, (), now) or [_LOCAL_VIEW]
             roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, call))]
             choice = self._policy.choose(wanted, views, roomy)
             if choice is not None and (best is None or _rank(choice) < _rank(best)):
@@ -88,8 +88,7 @@ class Placer:
         return self._policy.choose(wanted, [reader], [view])
 
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
-        """Whether another decode worker than `home` could take `call`, which runs there, beside `promised` more
-        blocks."""
+        """Whether another decode worker than `home`, where it runs, could take `call` beside `promised` more blocks."""
         return any(
             _fits(demand(call.record, worker.info), self._decode_view(worker, call), promised)
             for worker in self._registry.takers("decode", now)
@@ -97,30 +96,29 @@ class Placer:
         )
 
     def choose_prefill(self, call: Call, now: float) -> PrefillView | None:
-        """The best prefill worker for `call`, which a decode worker holds; None if none is live that has not failed
-        it."""
+        """The best live prefill worker for `call`, which runs, without those that failed it; None if there is none."""
         decode = self._registry.get(call.decode)
         assert decode is not None
         wanted = demand(call.record, decode.info)
-        views = [
-            self._prefill_view(w, call, wanted)
-            for w in self._registry.takers("prefill", now)
-            if w.info.fingerprint == decode.info.fingerprint
-            and w.life not in call.failed_prefills
-            and _holds(w, call.record)
-        ]
+        views = self._prefill_views(call, decode.info.fingerprint, wanted, call.failed_prefills, now)
         choice = self._policy.choose(wanted, views, [self._decode_view(decode, call)])
         return None if choice is None else choice.prefill
 
-    def _prefill_view(self, worker: WorkerEntry, call: Call, wanted: Demand) -> PrefillView:
-        cached = self._index.match(worker.name, call.chain(worker.key)) * worker.info.block_size
-        return PrefillView(
-            worker.name,
-            min(cached, wanted.prompt_tokens - 1),
-            worker.queue_tokens,
-            worker.load.s_per_token if worker.load else 0.0,
-            len(worker.own),
-        )
+    def _prefill_views(
+        self, call: Call, fingerprint: str, wanted: Demand, failed: Container[Life], now: float
+    ) -> list[PrefillView]:
+        """The prefill workers of a model that could read the prompt of `call`, without those that `failed`."""
+        return [
+            PrefillView(
+                w.name,
+                min(self._index.match(w.name, call.chain(w.key)) * w.info.block_size, wanted.prompt_tokens - 1),
+                w.queue_tokens,
+                w.load.s_per_token if w.load else 0.0,
+                len(w.own),
+            )
+            for w in self._registry.takers("prefill", now)
+            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, call.record)
+        ]
 
     def _decode_view(self, worker: WorkerEntry, call: Call) -> DecodeView:
         load = worker.load
@@ -146,8 +144,7 @@ def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
-    """Whether the worker's pool, if it were empty, had room for the prompt with its history, and where it is a decode
-    worker for the whole answer."""
+    """Whether its whole pool is enough for the prompt, history included, and on a decode worker for the answer too."""
     needs = demand(record, worker.info)
     return (needs.most_blocks if worker.info.role == "decode" else needs.prompt_blocks) <= worker.info.blocks
 
