@@ -171,7 +171,7 @@ class Router:
     def _heard(self, event: Heard, now: float, out: list[Command]) -> None:
         worker, record = event.worker, event.record
         if isinstance(record, WorkerInfo):
-            return
+            return  # `Connected` has told it
         if isinstance(record, Load):
             self.registry.report(worker, record, now)
             self.index.evict(worker, record.evicted)
@@ -229,7 +229,7 @@ class Router:
         self._queue.advance(now, out)
 
     def _need_prefill(self, call: Call, record: NeedPrefill, now: float, out: list[Command]) -> None:
-        """Its prefill worker is lost to it: name another, or none. What a dead one had cached died with it."""
+        """Name another prefill worker to a decode worker that cannot go on with its own; or none."""
         if call.state is not State.RUNNING or call.prefill != record.failed:
             out.append(Ignored("stale", 0))
             return
@@ -286,18 +286,21 @@ class Router:
 
     def _yielded(self, call: Call, record: Yielded, now: float, out: list[Command]) -> None:
         worker, life = call.decode, call.decode_life
+        # 1. It was not even accepted.
         if call.state is State.OFFERED:
             out.append(Ignored("early", 0))
             return
+        # 2. It goes on elsewhere, with the KV that the worker keeps until then.
         if call.state is State.RUNNING:
             call.moved(together(call.earlier, record.stats))
             self._queue.rejoin(call)
             call.source, call.source_placement = life, record.placement
             out.append(Moved(record.request, worker, record.stats.stages))
-        else:  # its end has crossed the yield
-            found_stop = call.state is State.FINISHING
+        # 3. Its end has crossed the yield: nothing is left to do, and its client hears of it if it has not yet.
+        else:
+            end = complete(call, FinishReason.STOP, record.stats) if call.state is State.FINISHING else None
             out.append(TellWorker(worker, Release(record.request, record.placement)))
-            self._table.forget(call, out, complete(call, FinishReason.STOP, record.stats) if found_stop else None)
+            self._table.forget(call, out, end)
         self._queue.advance(now, out)
 
     # ---- endings that are not a worker's word
