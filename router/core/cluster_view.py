@@ -69,14 +69,15 @@ class ClusterView:
 
     def adopted(self, call: Call, home: WorkerEntry, prefill: str) -> None:
         """Note that `home` holds `call` since before this router knew either; its prompt was prefilled by `prefill`."""
-        request, chain = call.record.request, call.chain(home.key)
+        request = call.record.request
         call.decode, call.decode_life, call.key = home.name, home.life, home.key
         self.registry.dispatched(home.name, request, 0, 0)
         self.registry.accepted(home.name, request)
-        self.index.insert(home.name, chain)
-        reader = self.registry.get(prefill)
-        call.prefill, call.prefill_life = prefill, reader.life if reader else None
-        self.index.insert(prefill, chain)
+        self.index.insert(home.name, call.chain(home.key))
+        call.prefill, reader = prefill, self.registry.get(prefill)
+        if reader is not None:
+            call.prefill_life, call.prefill_key = reader.life, reader.key
+            self.index.insert(prefill, call.chain(reader.key))
 
     def ended(self, call: Call, stats: RequestStats) -> None:
         """Note that both workers have committed their blocks: correct the trees, then extend them."""
