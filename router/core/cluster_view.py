@@ -40,7 +40,6 @@ class ClusterView:
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
         prefill = self.registry.get(choice.name)
         if prefill is None:
-            call.prefill_life = None
             return LOCAL
         call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
@@ -69,10 +68,8 @@ class ClusterView:
 
     def adopted(self, call: Call, home: WorkerEntry, prefill: str) -> None:
         """Note that `home` holds `call` since before this router knew either; its prompt was prefilled by `prefill`."""
-        request = call.record.request
         call.decode, call.decode_life, call.key = home.name, home.life, home.key
-        self.registry.dispatched(home.name, request, 0, 0)
-        self.registry.accepted(home.name, request)
+        self.registry.dispatched(home.name, call.record.request, 0, 0)
         self.index.insert(home.name, call.chain(home.key))
         call.prefill, reader = prefill, self.registry.get(prefill)
         if reader is not None:

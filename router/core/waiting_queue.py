@@ -79,7 +79,7 @@ class WaitingQueue:
         while self._queue:
             turn, request = self._queue[0]
             call = self._table.calls.get(request)
-            if call is not None and call.state is State.WAITING and call.turn == turn:
+            if call is not None and call.turn == turn:
                 return call
             heapq.heappop(self._queue)
         return None

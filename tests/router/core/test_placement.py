@@ -27,7 +27,7 @@ def pair(choice: Choice | None) -> tuple[str, str] | None:
 def test_demand_in_blocks(growth: int | None, blocks: int) -> None:
     """Guards the rounding, and the room that a worker promises: never more than the whole answer needs."""
     info = msgspec.structs.replace(worker_info("d0", "decode"), growth_tokens=growth)
-    assert demand(request_record(tokens=40, max_tokens=24), info) == Demand(40, 3, blocks, 4)
+    assert demand(request_record(tokens=40, max_tokens=23), info) == Demand(40, 3, blocks, 4)
 
 
 def test_what_fits_into_no_worker_is_impossible() -> None:

@@ -90,7 +90,7 @@ def test_lives_connected_and_only_named() -> None:
     first, second = ("d0", Incarnation(11)), ("d1", Incarnation(12))
     assert sorted(registry.lives()) == [first, second]
     assert registry.is_connected(first) and not registry.is_connected(("d0", Incarnation(10)))
-    assert registry.has_met(first) and not registry.has_met(second)
+    assert registry.has_met(first) and not registry.has_met(second) and not registry.has_met(("d0", Incarnation(10)))
     registry.leave("d0")
     assert registry.has_met(first) and not registry.is_connected(first)
     registry.forget("d0")

@@ -150,6 +150,7 @@ def test_an_adopted_request_waits_aside_until_all_is_known() -> None:
     assert advance(parts) == ["b"]
     assert advance(parts, 4.9) == []
     assert advance(parts, 5.0) == ["a"]
+    assert advance(parts, 5.0) == []
 
 
 def test_the_check_finds_who_waits_outside() -> None:
