@@ -151,15 +151,13 @@ class Hub:
     def heard(self, worker: str, records: Sequence[DecodeRecord]) -> None:
         """Take in one frame of a worker."""
         for record in records:
-            if isinstance(record, WorkerInfo):
-                continue
             try:
                 self._handle(events.Heard(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
                     self._give_up(record.record.request)
-                elif not isinstance(record, Load | OrphansTold):
+                elif not isinstance(record, WorkerInfo | Load | OrphansTold):
                     self._give_up(record.request)
 
     def tick(self) -> None:

@@ -1,55 +1,38 @@
-"""The requests that the router knows: by name, in groups of samples, by their deadlines. Pure."""
+"""The requests that the router knows: by name, and in groups of samples. Pure."""
 
-import heapq
 from collections.abc import Iterator
 
 from engine.messages import Release
 from engine.types import RequestId, RequestRecord
 from router.core.call import Call, State
 from router.core.cluster_view import ClusterView
-from router.core.events import Command, TellWorker
+from router.core.events import Command, Ending, TellWorker
 
 
 class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request, those of each group by sample index, and deadlines, whose stale entries are
-    # skipped.
+    # Mutable state: the calls by request, those of each group by sample index, and the last turn given.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
         self._view = view
         self._groups: dict[str, dict[int, Call]] = {}
-        self._deadlines: list[tuple[float, RequestId]] = []
         self._turns = 0
 
-    @property
-    def waiting(self) -> int:
-        return sum(call.state is State.WAITING for call in self.calls.values())
-
-    def open(
-        self,
-        record: RequestRecord,
-        deadline_s: float | None,
-        state: State = State.WAITING,
-        placement: int = 0,
-    ) -> Call:
+    def open(self, record: RequestRecord, deadline_s: float | None, state: State = State.WAITING) -> Call:
         """Note a request that was not known. Its turn is behind all others'."""
         self._turns += 1
-        call = Call(record, self._turns, deadline_s, state, placement)
+        call = Call(record, self._turns, deadline_s, state)
         self.calls[record.request] = call
         if record.group:
             self._groups.setdefault(record.group, {})[record.sample_index] = call
-        if deadline_s is not None:
-            heapq.heappush(self._deadlines, (deadline_s, record.request))
         return call
 
     def hosts(self, call: Call) -> Iterator[Call]:
         """Other samples of its prompt that a decode worker has, or is offered: the first one of each worker."""
         seen: set[str] = set()
-        group = self._groups.get(call.record.group, {})
-        for index in sorted(group):
-            other = group[index]
+        for _, other in sorted(self._groups.get(call.record.group, {}).items()):
             here = other.state in (State.OFFERED, State.RUNNING) and not other.yielding
             if other is not call and here and other.decode not in seen:
                 seen.add(other.decode)
@@ -61,8 +44,8 @@ class CallTable:
             out.append(TellWorker(call.source[0], Release(call.record.request, call.source_placement)))
             call.source = None
 
-    def forget(self, call: Call, out: list[Command]) -> None:
-        """No worker holds it, and nobody waits for it."""
+    def forget(self, call: Call, out: list[Command], end: Ending | None = None) -> None:
+        """Drop `call`, which no worker holds, and tell its client `end`, if it still waits."""
         record = call.record
         del self.calls[record.request]
         group = self._groups.get(record.group, {})
@@ -72,11 +55,8 @@ class CallTable:
                 del self._groups[record.group]
         self._view.release(call)
         self.release(call, out)
-
-    def overdue(self, now: float) -> Iterator[RequestId]:
-        """Names whose deadline has passed, each once; some may be forgotten."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            yield heapq.heappop(self._deadlines)[1]
+        if end is not None:
+            out.append(end)
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""

@@ -7,13 +7,13 @@ what is believed to be cached.
 from collections.abc import Mapping
 
 from engine import identity
-from engine.messages import Accepted, Orphan, PeerAddress, RequestStats
+from engine.messages import Accepted, PeerAddress, RequestStats
 from engine.types import RequestId
 from router.core.call import Call, State
-from router.core.placement import LOCAL
-from router.core.policy import PrefillView
+from router.core.placement import LOCAL, demand
+from router.core.policy import Choice, PrefillView
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Registry
+from router.core.registry import Registry, WorkerEntry
 
 
 class ClusterView:
@@ -25,12 +25,21 @@ class ClusterView:
         self.registry = Registry(silent_s)
         self.index = PrefixIndex()
 
-    def use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
+    def offered(self, call: Call, choice: Choice) -> PeerAddress:
+        """Note the decode worker that `call` is offered to, and who prefills it, whose address this returns."""
+        decode = self.registry.get(choice.decode.name)
+        assert decode is not None
+        call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
+        call.believed_decode_blocks = choice.decode.cached_blocks
+        new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
+        self.registry.dispatched(decode.name, call.record.request, 0, new_blocks)
+        return self._use_prefill(call, choice.prefill)
+
+    def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
         """Note who prefills `call`, and what is believed of it."""
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
         prefill = self.registry.get(choice.name)
         if prefill is None:
-            call.prefill_life = None
             return LOCAL
         call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens
@@ -38,18 +47,18 @@ class ClusterView:
         return prefill.peer
 
     def replace_prefill(self, call: Call, choice: PrefillView | None) -> PeerAddress | None:
-        """A request that runs already has another prefill worker, or none."""
+        """Note that another worker prefills `call`, which runs, or none does; return the address of the former."""
         self.registry.released(call.prefill, call.record.request)
         if choice is None:
             call.prefill, call.prefill_life, call.believed_prefill_tokens = "", None, 0
             return None
-        peer = self.use_prefill(call, choice)
+        peer = self._use_prefill(call, choice)
         self.registry.accepted(call.prefill, call.record.request)
         self.index.insert(call.prefill, call.chain(call.prefill_key))
         return peer
 
     def accepted(self, call: Call, record: Accepted) -> None:
-        """Both workers are about to hold the blocks of `call`; the decode worker says how many it has already."""
+        """Note that both workers are about to hold the blocks of `call`; the decode worker says how many it has."""
         chain = call.chain(call.key)
         actual_blocks = record.cached_tokens // call.key[1]
         if actual_blocks < call.believed_decode_blocks:
@@ -57,20 +66,19 @@ class ClusterView:
         self.index.insert(call.decode, chain)
         self.index.insert(call.prefill, call.chain(call.prefill_key))
 
-    def adopted(self, call: Call, orphan: Orphan) -> None:
-        """A worker holds `call` since before this router knew either."""
-        prefill = self.registry.get(orphan.prefill)
-        call.prefill, call.prefill_life = orphan.prefill, prefill.life if prefill else None
-        self.registry.dispatched(call.decode, orphan.record.request, 0, 0)
-        self.registry.accepted(call.decode, orphan.record.request)
-        chain = call.chain(call.key)
-        self.index.insert(call.decode, chain)
-        self.index.insert(call.prefill, chain)
+    def adopted(self, call: Call, home: WorkerEntry, prefill: str) -> None:
+        """Note that `home` holds `call` since before this router knew either; its prompt was prefilled by `prefill`."""
+        call.decode, call.decode_life, call.key = home.name, home.life, home.key
+        self.registry.dispatched(home.name, call.record.request, 0, 0)
+        self.index.insert(home.name, call.chain(home.key))
+        call.prefill, reader = prefill, self.registry.get(prefill)
+        if reader is not None:
+            call.prefill_life, call.prefill_key = reader.life, reader.key
+            self.index.insert(prefill, call.chain(reader.key))
 
     def ended(self, call: Call, stats: RequestStats) -> None:
-        """Both workers have committed their blocks: correct the trees, then extend them."""
-        chain = call.chain(call.key)
-        size = call.key[1]
+        """Note that both workers have committed their blocks: correct the trees, then extend them."""
+        chain, size = call.chain(call.key), call.key[1]
         if stats.prefill_cached_tokens < call.believed_prefill_tokens:
             theirs = call.chain(call.prefill_key)
             actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
@@ -81,7 +89,7 @@ class ClusterView:
         self.index.insert(call.decode, chain + identity.chain(parent, written, size))
 
     def release(self, call: Call) -> None:
-        """Its workers no longer hold `call`, for all the router knows."""
+        """Note that no worker holds `call` any more, for all the router knows."""
         self.registry.released(call.prefill, call.record.request)
         self.registry.released(call.decode, call.record.request)
 
@@ -90,9 +98,8 @@ class ClusterView:
         self.index.check()
         for request, call in calls.items():
             if call.state is not State.WAITING:
-                worker = self.registry.get(call.decode)
-                assert worker is not None and request in worker.own, f"{request} is nowhere"
+                decode = self.registry.get(call.decode)
+                assert decode is not None and request in decode.own, f"{request} is nowhere"
         for worker in self.registry:
             for request in worker.own:
-                held = calls[request]
-                assert worker.name in (held.prefill, held.decode), f"{request} is misfiled"
+                assert worker.name in (calls[request].prefill, calls[request].decode), f"{request} is misfiled"

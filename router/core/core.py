@@ -25,6 +25,7 @@ from engine.messages import (
     Release,
     Tokens,
     UsePrefill,
+    WorkerInfo,
     Yield,
     Yielded,
 )
@@ -34,7 +35,7 @@ from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.endings import DEADLINE, LEFT, complete, ending
-from router.core.escalation import Verdict
+from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
     Begin,
     Command,
@@ -67,15 +68,11 @@ from router.core.waiting_queue import WaitingQueue
 class Router:
     """Only `handle` changes it; the router's event loop owns it."""
 
-    # Mutable state: the calls, the queue, what is believed of the workers, losses, adoptions, and since when there has
-    # been no decode worker.
+    # Mutable state: the calls, the queue, the view of the workers, losses, verdicts, adoptions, and since when there
+    # has been no decode worker.
 
     def __init__(
-        self,
-        config: RouterConfig,
-        policy: RoutingPolicy,
-        stop_ids: frozenset[int] = frozenset(),
-        life: int = 0,
+        self, config: RouterConfig, policy: RoutingPolicy, stop_ids: frozenset[int] = frozenset(), life: int = 0
     ) -> None:
         """`life` is above that of every router before this one: a request that it adopts is placed as `life` + 1 and
         on, so that no two routers give two placements the same name."""
@@ -89,6 +86,7 @@ class Router:
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
+        self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{r}={c.state.value}@{c.placement}" for r, c in self._calls.items())
@@ -96,7 +94,7 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        return self._table.waiting
+        return sum(call.state is State.WAITING for call in self._calls.values())
 
     @property
     def open(self) -> int:
@@ -110,7 +108,7 @@ class Router:
     @property
     def condemned(self) -> tuple[Verdict, ...]:
         """Lives of workers that the supervisor shall end. May be read from any thread."""
-        return self._losses.detector.verdicts
+        return self._detector.verdicts
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
@@ -128,71 +126,70 @@ class Router:
                 self._adoptions.named(decode)
                 self.registry.named(lives)
             case Connected():
-                life = (event.peer.name, event.info.incarnation)
-                if self._losses.detector.is_condemned(life):
-                    out.append(Condemn(Verdict(*life, "it is back after it was given up")))
-                    return out
-                self._losses.lost(event.peer.name, now, out, back=life)
-                for call in self._calls.values():
-                    call.victims.discard(life)
-                if self.registry.join(event.peer, event.info, now):
-                    self.index.add(event.peer.name, event.info.blocks)
-                self._queue.advance(now, out)
-            case Lost():
-                self._losses.lost(event.worker, now, out)
-                if event.for_good:
-                    self.registry.forget(event.worker)
-                    self._losses.detector.forget(event.worker)
-                    self.index.forget(event.worker)
+                self._connected(event, now, out)
+            case Lost(name, for_good):
+                self._losses.lost(name, now, out)
+                if for_good:
+                    self.registry.forget(name)
+                    self._detector.forget(name)
+                    self.index.forget(name)
                 self._queue.advance(now, out)
             case Tick():
                 self._tick(now, out)
         return out
 
-    # ---- arrivals and the line
+    def _connected(self, event: Connected, now: float, out: list[Command]) -> None:
+        name, info = event.peer.name, event.info
+        life = (name, info.incarnation)
+        if self._detector.is_condemned(life):
+            out.append(Condemn(Verdict(*life, "it is back after it was given up")))
+            return
+        # Its last stream is broken, whether that was told or not; and it was no victim of any request: it lives.
+        self._losses.lost(name, now, out, back=life)
+        for call in self._calls.values():
+            call.victims.discard(life)
+        if self.registry.join(event.peer, info, now):
+            self.index.add(name, info.blocks)
+        self._queue.advance(now, out)
 
     def _submit(self, event: Submit, now: float, out: list[Command]) -> None:
-        record = event.record
-        fault = self._placer.impossible(record)
+        request = event.record.request
+        fault = self._placer.impossible(event.record)
         if fault is not None:
-            out.append(Fail(record.request, fault, FinishReason.REJECTED))
+            out.append(Fail(request, fault, FinishReason.REJECTED))
             return
         self._losses.budget.arrived()
-        call = self._table.open(record, event.deadline_s)
+        call = self._table.open(event.record, event.deadline_s)
         self._queue.join(call)
         self._queue.advance(now, out)
         if call.state is State.WAITING and self.waiting > self._config.max_waiting:
-            self._table.forget(call, out)
-            full = Fault(
-                "RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later"
-            )
-            out.append(
-                Fail(record.request, full, FinishReason.REJECTED, self._config.retry_after_s)
-            )
+            full = Fault("RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later")
+            self._table.forget(call, out, Fail(request, full, FinishReason.REJECTED, self._config.retry_after_s))
 
     # ---- what workers say
 
     def _heard(self, event: Heard, now: float, out: list[Command]) -> None:
-        record = event.record
+        worker, record = event.worker, event.record
+        if isinstance(record, WorkerInfo):
+            return  # `Connected` has told it
         if isinstance(record, Load):
-            self.registry.report(event.worker, record, now)
-            self.index.evict(event.worker, record.evicted)
-            self._losses.accused(event.worker, record.silent, now, out)
+            self.registry.report(worker, record, now)
+            self.index.evict(worker, record.evicted)
+            self._losses.give_up(self._detector.accused(worker, record.silent, now), now, out)
             self._queue.advance(now, out)
             self._move(now, out)
             return
         if isinstance(record, OrphansTold):
-            self._adoptions.told(event.worker)
+            self._adoptions.told(worker)
             self._queue.advance(now, out)
             return
         if isinstance(record, Orphan):
-            self._adoptions.adopt(event.worker, record, now, out)
+            self._adoptions.adopt(worker, record, now, out)
             return
         call = self._calls.get(record.request)
-        if call is None or call.placement != record.placement or call.decode != event.worker:
+        if call is None or call.placement != record.placement or call.decode != worker:
             if isinstance(record, Yielded):
-                release = Release(record.request, record.placement)
-                out.append(TellWorker(event.worker, release))
+                out.append(TellWorker(worker, Release(record.request, record.placement)))
             out.append(Ignored("stale", len(record.ids) if isinstance(record, Tokens) else 0))
             return
         match record:
@@ -207,19 +204,17 @@ class Router:
             case Yielded():
                 self._yielded(call, record, now, out)
             case Ended():
-                self._ended(call, record, out)
-                self._queue.advance(now, out)
+                self._ended(call, record, now, out)
 
     def _accepted(self, call: Call, record: Accepted, out: list[Command]) -> None:
         self.registry.accepted(call.decode, record.request)
         self.registry.accepted(call.prefill, record.request)
-        if call.state is not State.OFFERED:
-            if call.state is not State.CLOSING:
-                out.append(Ignored("duplicate", 0))
-            return
-        call.move(State.RUNNING)
-        self._view.accepted(call, record)
-        out.append(Begin(record.request))
+        if call.state is State.OFFERED:
+            call.move(State.RUNNING)
+            self._view.accepted(call, record)
+            out.append(Begin(record.request))
+        elif call.state is not State.CLOSING:
+            out.append(Ignored("duplicate", 0))
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
         worker = self.registry.get(call.decode)
@@ -233,10 +228,8 @@ class Router:
             out.append(Ignored("duplicate", 0))
         self._queue.advance(now, out)
 
-    def _need_prefill(
-        self, call: Call, record: NeedPrefill, now: float, out: list[Command]
-    ) -> None:
-        """Its prefill worker is lost to it: name another, or none. What a dead one had cached died with it."""
+    def _need_prefill(self, call: Call, record: NeedPrefill, now: float, out: list[Command]) -> None:
+        """Name another prefill worker to a decode worker that cannot go on with its own; or none."""
         if call.state is not State.RUNNING or call.prefill != record.failed:
             out.append(Ignored("stale", 0))
             return
@@ -250,14 +243,9 @@ class Router:
         fault = poisoned(call)
         if fault is not None:
             out.append(poisonous(call))
-            self._answer(call, fault, FinishReason.ERROR, out)
+            self._answer(call, fault, FinishReason.ERROR, now, out)
             return
-        decode = self.registry.get(call.decode)
-        assert decode is not None
-        view = self._placer.choose_prefill(
-            call.record, call.chain, decode, call.failed_prefills, now
-        )
-        peer = self._view.replace_prefill(call, view)
+        peer = self._view.replace_prefill(call, self._placer.choose_prefill(call, now))
         out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
@@ -279,44 +267,40 @@ class Router:
                 self._table.release(call, out)
                 self._move(now, out)
 
-    def _ended(self, call: Call, record: Ended, out: list[Command]) -> None:
-        self._table.forget(call, out)
-        if call.state is State.CLOSING:
-            return
-        end = ending(call, record)
+    def _ended(self, call: Call, record: Ended, now: float, out: list[Command]) -> None:
+        end = None if call.state is State.CLOSING else ending(call, record)
+        self._table.forget(call, out, end)
         if isinstance(end, Complete):
             self._view.ended(call, record.stats)
-        out.append(end)
+        self._queue.advance(now, out)
 
     # ---- workers that leave
 
     def _move(self, now: float, out: list[Command]) -> None:
         """Ask leaving decode workers for requests that others could go on with."""
         leaving = [worker for worker in self.registry.role("decode") if worker.leaving]
-        at_once = self._config.moves_at_once
-        for call in due_moves(self._calls.values(), leaving, self._placer, at_once, now):
-            if self._adoptions.is_unsure(call.record.request, now):
-                continue
-            call.yielding = True
-            order = Yield(call.record.request, call.placement)
-            out.append(TellWorker(call.decode, order))
+        for call in due_moves(self._calls.values(), leaving, self._placer, self._config.moves_at_once, now):
+            if not self._adoptions.is_unsure(call.record.request, now):
+                call.yielding = True
+                out.append(TellWorker(call.decode, Yield(call.record.request, call.placement)))
 
     def _yielded(self, call: Call, record: Yielded, now: float, out: list[Command]) -> None:
-        request, worker, life = record.request, call.decode, call.decode_life
+        worker, life = call.decode, call.decode_life
+        # 1. It was not even accepted.
         if call.state is State.OFFERED:
             out.append(Ignored("early", 0))
             return
-        if call.state is not State.RUNNING:
-            self._table.forget(call, out)
-            out.append(TellWorker(worker, Release(request, record.placement)))
-            if call.state is State.FINISHING:
-                out.append(complete(call, FinishReason.STOP, record.stats))
-            self._queue.advance(now, out)
-            return
-        call.moved(together(call.earlier, record.stats))
-        self._queue.rejoin(call)
-        call.source, call.source_placement = life, record.placement
-        out.append(Moved(request, worker, record.stats.stages))
+        # 2. It goes on elsewhere, with the KV that the worker keeps until then.
+        if call.state is State.RUNNING:
+            call.moved(together(call.earlier, record.stats))
+            self._queue.rejoin(call)
+            call.source, call.source_placement = life, record.placement
+            out.append(Moved(record.request, worker, record.stats.stages))
+        # 3. Its end has crossed the yield: nothing is left to do, and its client hears of it if it has not yet.
+        else:
+            end = complete(call, FinishReason.STOP, record.stats) if call.state is State.FINISHING else None
+            out.append(TellWorker(worker, Release(record.request, record.placement)))
+            self._table.forget(call, out, end)
         self._queue.advance(now, out)
 
     # ---- endings that are not a worker's word
@@ -327,28 +311,22 @@ class Router:
             return
         call.move(State.FINISHING)
         del call.emitted[event.tokens_kept :]
-        finish = Finish(event.request, call.placement, event.tokens_kept)
-        out.append(TellWorker(call.decode, finish))
+        out.append(TellWorker(call.decode, Finish(event.request, call.placement, event.tokens_kept)))
 
-    def _close(
-        self, request: RequestId, reason: FinishReason, now: float, out: list[Command]
-    ) -> None:
+    def _close(self, request: RequestId, reason: FinishReason, now: float, out: list[Command]) -> None:
         call = self._calls.get(request)
         if call is None or call.state is State.CLOSING:
             return
         self._adoptions.close(request)
-        was_waiting = call.state is State.WAITING
-        fault = DEADLINE if reason is FinishReason.DEADLINE else LEFT
-        self._answer(call, fault, reason, out)
-        if was_waiting:
-            self._queue.advance(now, out)
+        self._answer(call, DEADLINE if reason is FinishReason.DEADLINE else LEFT, reason, now, out)
 
-    def _answer(self, call: Call, fault: Fault, reason: FinishReason, out: list[Command]) -> None:
-        """The client is told that it is over; so is the worker, if there is one."""
+    def _answer(self, call: Call, fault: Fault, reason: FinishReason, now: float, out: list[Command]) -> None:
+        """Tell the client that its request is over, and the worker, if there is one."""
         request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
             self._table.forget(call, out)
+            self._queue.advance(now, out)
             return
         call.move(State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
@@ -357,8 +335,9 @@ class Router:
     # ---- time
 
     def _tick(self, now: float, out: list[Command]) -> None:
-        self._losses.look(now, out)
-        for request in self._table.overdue(now):
+        self._losses.give_up(self._detector.look(now), now, out)
+        overdue = [r for r, c in self._calls.items() if c.deadline_s is not None and c.deadline_s <= now]
+        for request in overdue:
             self._close(request, FinishReason.DEADLINE, now, out)
         if self.registry.live("decode", now):
             self._no_decode_since_s = None
@@ -370,10 +349,8 @@ class Router:
             return
         fault = Fault("UNAVAILABLE", "no live decode worker")
         for call in [c for c in self._calls.values() if c.state is State.WAITING]:
-            self._table.forget(call, out)
-            out.append(
-                Fail(call.record.request, fault, FinishReason.ERROR, self._config.retry_after_s)
-            )
+            request = call.record.request
+            self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR, self._config.retry_after_s))
 
     def check(self) -> None:
         """Raise AssertionError if what is kept twice disagrees."""

@@ -1,35 +1,38 @@
-"""Decides how a request ends for its client: from its worker's last word, or from what is known without one. Pure."""
+"""Decides how a request ends for its client: by its worker's last word, or by what is known without one. Pure."""
 
 import msgspec
 
 from engine.messages import Ended, Fault, RequestStats
-from engine.types import FinishReason
+from engine.types import Beam, FinishReason
 from router.core.call import Call, State
-from router.core.events import Complete, Fail
+from router.core.events import Complete, Ending, Fail
 from router.core.leaving.moves import together
 
 DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
 LEFT = Fault("CANCELLED", "the client left before the request ended")
 
 
-def ending(call: Call, record: Ended) -> Complete | Fail:
+def ending(call: Call, record: Ended) -> Ending:
     """What a worker's `Ended` means to the client, who has not been answered yet."""
     request, reason, stats = record.request, record.reason, record.stats
+    ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    # 1. The router itself has found the end: the worker's reason comes too late.
     if call.state is State.FINISHING:
         return complete(call, reason, stats)
-    if record.fault is None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+    # 2. It ended well, which is believed if it agrees with what has arrived.
+    if record.fault is None and ended_well:
         problem = _contradiction(call, record)
-        if not problem:
-            end = complete(call, reason, stats)
-            return msgspec.structs.replace(end, beams=tuple(record.beams))
-        return Fail(request, Fault("INTERNAL", problem), FinishReason.ERROR)
+        if problem:
+            return Fail(request, Fault("INTERNAL", problem), FinishReason.ERROR)
+        return complete(call, reason, stats, tuple(record.beams))
+    # 3. It failed. A fault contradicts a reason that is a good end.
     if reason is FinishReason.DEADLINE:
         return Fail(request, DEADLINE, reason)
-    unexplained = Fault("INTERNAL", f"worker {call.decode} ended it with {reason.value!r}")
-    return Fail(request, record.fault or unexplained, _outcome(reason))
+    fault = record.fault or Fault("INTERNAL", f"worker {call.decode} ended it with {reason.value!r}")
+    return Fail(request, fault, FinishReason.ERROR if ended_well else reason)
 
 
-def complete(call: Call, reason: FinishReason, stats: RequestStats) -> Complete:
+def complete(call: Call, reason: FinishReason, stats: RequestStats, beams: tuple[Beam, ...] = ()) -> Complete:
     """The account of a request that ended well. After a loss its figures are those of the last placement, but what an
     earlier one computed is not called cached."""
     stats = together(call.earlier, stats)
@@ -41,7 +44,7 @@ def complete(call: Call, reason: FinishReason, stats: RequestStats) -> Complete:
         expected = min(expected, bound)
         cached = min(stats.prefill_cached_tokens, bound)
         stats = msgspec.structs.replace(stats, prefill_cached_tokens=cached)
-    return Complete(call.record.request, reason, stats, expected)
+    return Complete(call.record.request, reason, stats, expected, beams)
 
 
 def unreported(call: Call) -> RequestStats:
@@ -62,14 +65,6 @@ def _contradiction(call: Call, record: Ended) -> str:
     if len(record.beams) != wanted:
         return f"worker {call.decode} found {len(record.beams)} answers of {wanted}"
     if not wanted and record.stats.output_tokens != len(call.emitted):
-        return (
-            f"worker {call.decode} counts {record.stats.output_tokens} output tokens, "
-            f"{len(call.emitted)} arrived"
-        )
+        counted, arrived = record.stats.output_tokens, len(call.emitted)
+        return f"worker {call.decode} counts {counted} output tokens, {arrived} arrived"
     return ""
-
-
-def _outcome(reason: FinishReason) -> FinishReason:
-    """Stop and length are no outcomes of a request that failed."""
-    ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return FinishReason.ERROR if ended_well else reason

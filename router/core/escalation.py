@@ -43,7 +43,7 @@ class FailureDetector:
         self._missing_since: dict[Life, float] = {}
         self._last_look_s: float | None = None
         self.verdicts: tuple[Verdict, ...] = ()
-        """All condemned and missing lives. Replaced, never changed: any thread may read it."""
+        """All condemned and missing lives. It is replaced, never changed: any thread may read it."""
 
     def __repr__(self) -> str:
         return f"FailureDetector({', '.join(v.name for v in self.verdicts) or 'nobody'})"
@@ -52,28 +52,30 @@ class FailureDetector:
         return life in self._condemned
 
     def accused(self, accuser: str, silent: list[Incarnation], now: float) -> list[Verdict]:
-        """`accuser` keeps blocks for these lives and does not reach them; returns whom that condemns."""
+        """Return whom it condemns that `accuser` keeps blocks for these lives and does not reach them."""
         if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
             return []  # what we have not heard meanwhile is our own fault; the next report says it again
         found = []
-        for incarnation in silent:
-            life = self._registry.life(incarnation)
-            if life is None or life in self._condemned:
+        for life in self._registry.lives():
+            if life[1] not in silent or life in self._condemned:
                 continue
             worker = self._registry.get(life[0])
-            if worker is None:
-                tried_s = now - self._missing_since.get(life, now)
-                if not self._registry.has_met(life) and tried_s < self._escalate_s:
-                    continue
-                found.append(self._condemn(life, f"{accuser} and the router cannot reach it"))
-            elif now - worker.seen_s >= self._escalate_s:
+            if worker is not None:
+                # 1. The router has a stream to it, but nothing comes over it either.
                 quiet_s = now - worker.seen_s
                 why = f"{accuser} cannot reach it, and it has not reported for {quiet_s:.1f} s"
+                is_over = quiet_s >= self._escalate_s
+            else:
+                # 2. The router does not reach it either: it did once, or has tried for long enough.
+                why = f"{accuser} and the router cannot reach it"
+                tried_s = now - self._missing_since.get(life, now)
+                is_over = self._registry.has_met(life) or tried_s >= self._escalate_s
+            if is_over:
                 found.append(self._condemn(life, why))
         return found
 
     def look(self, now: float) -> list[Verdict]:
-        """Time has passed; returns whom that condemns."""
+        """Return whom the time that has passed condemns."""
         if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
             self._registry.forgive(now)
             self._missing_since.clear()
@@ -87,33 +89,22 @@ class FailureDetector:
         return found
 
     def forget(self, name: str) -> None:
-        """This worker was taken away."""
+        """Drop what was judged of a worker that was taken away."""
         self._condemned = {life: v for life, v in self._condemned.items() if life[0] != name}
-        self._publish([])
+        self.verdicts = tuple(self._condemned.values())
 
     def _miss(self, now: float) -> None:
         """Note who has no stream, and who has had none for too long."""
-        absent = [
-            life
+        self._missing_since = {
+            life: self._missing_since.get(life, now)
             for life in self._registry.lives()
             if not self._registry.is_connected(life) and life not in self._condemned
-        ]
-        self._missing_since = {life: self._missing_since.get(life, now) for life in absent}
+        }
         why = f"the router has not reached it for {self._hung_s:.1f} s"
-        self._publish(
-            [
-                Verdict(*life, why)
-                for life, since in self._missing_since.items()
-                if now - since >= self._hung_s
-            ]
-        )
+        missing = [life for life, since_s in self._missing_since.items() if now - since_s >= self._hung_s]
+        self.verdicts = (*self._condemned.values(), *(Verdict(*life, why) for life in missing))
 
     def _condemn(self, life: Life, why: str) -> Verdict:
         verdict = self._condemned[life] = Verdict(*life, why)
-        self._publish([])
+        self.verdicts = tuple(self._condemned.values())
         return verdict
-
-    def _publish(self, missing: list[Verdict]) -> None:
-        found = (*self._condemned.values(), *missing)
-        if found != self.verdicts:
-            self.verdicts = found

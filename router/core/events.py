@@ -3,25 +3,13 @@
 import msgspec
 
 from engine.messages import (
-    Accepted,
-    Cancel,
-    Ended,
+    DecodeRecord,
     Fault,
-    Finish,
-    Load,
-    NeedPrefill,
     Orphan,
-    OrphansTold,
     PeerAddress,
-    Place,
-    Refused,
-    Release,
     RequestStats,
-    Tokens,
-    UsePrefill,
+    RouterRecord,
     WorkerInfo,
-    Yield,
-    Yielded,
 )
 from engine.types import Beam, FinishReason, Incarnation, RequestId, RequestRecord
 from router.core.escalation import Verdict
@@ -49,10 +37,10 @@ class Connected(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A connected worker sent a record."""
+    """A connected worker sent a record; who it is has been said by `Connected`."""
 
     worker: str
-    record: Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load
+    record: DecodeRecord
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -80,20 +68,18 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
-"""What happened."""
 
 
 class TellWorker(msgspec.Struct, frozen=True):
     """Send a record to a decode worker. `reason` says why a `Place` went there."""
 
     worker: str
-    record: Place | Cancel | Finish | UsePrefill | Yield | Release
+    record: RouterRecord
     reason: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """A worker accepted the request; from here on its client may see output. Said once more after `DecodeLost`
-    and `Moved`."""
+    """A worker accepted the request, for the first time, or again after `DecodeLost` or `Moved`: output may follow."""
 
     request: RequestId
 
@@ -168,17 +154,6 @@ class Condemn(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-Command = (
-    TellWorker
-    | Begin
-    | Adopt
-    | DecodeLost
-    | Moved
-    | Poisonous
-    | Deliver
-    | Complete
-    | Fail
-    | Ignored
-    | Condemn
-)
-"""What is to be done."""
+Ending = Complete | Fail
+"""How a request ends for its client: one of them, once."""
+Command = TellWorker | Begin | Adopt | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn

@@ -1,16 +1,15 @@
-"""Handles the loss of a worker, for every request that it held, and gives up workers for silence.
+"""Handles the loss of a worker for every request that it held.
 
-A request is not blamed for a worker that had not accepted it: a router that was itself frozen hears of all its broken
-streams one by one, and offers the same request to each in turn. `router.core.recovery` decides what becomes of a
-request, `router.core.escalation` who is given up. Pure: time is an argument.
+A request is not blamed for a worker that had not accepted it. `router.core.recovery` decides what becomes of a request,
+`router.core.escalation` who is given up. Pure: time is an argument.
 """
 
-from engine.types import FinishReason, Incarnation
+from engine.types import FinishReason
 from router.config import RouterConfig
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.endings import complete, unreported
-from router.core.escalation import FailureDetector, Verdict
+from router.core.escalation import Verdict
 from router.core.events import Command, Condemn, DecodeLost, Fail, Poisonous
 from router.core.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
 from router.core.registry import Life, Registry
@@ -18,15 +17,10 @@ from router.core.waiting_queue import WaitingQueue
 
 
 class Losses:
-    """Mutable state: the retry budget, and the failure detector's verdicts. The router core owns it."""
+    """Mutable state: the retry budget. The router core owns it."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        table: CallTable,
-        queue: WaitingQueue,
-        registry: Registry,
-        stop_ids: frozenset[int],
+        self, config: RouterConfig, table: CallTable, queue: WaitingQueue, registry: Registry, stop_ids: frozenset[int]
     ) -> None:
         self._config = config
         self._table = table
@@ -34,34 +28,25 @@ class Losses:
         self._registry = registry
         self._stop_ids = stop_ids
         self.budget = RetryBudget(config.retry_reserve, config.retry_fraction)
-        self.detector = FailureDetector(self._registry, config.escalate_s, config.worker_hung_s)
 
     def lost(self, name: str, now: float, out: list[Command], back: Life | None = None) -> None:
         """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
         worker = self._registry.get(name)
+        if worker is None:
+            return
         self._registry.leave(name)
-        announced = worker is not None and self._registry.was_leaving(worker.life)
+        life, announced = worker.life, self._registry.was_leaving(worker.life)
         for call in list(self._table.calls.values()):
-            if call.source is not None and call.source[0] == name:
+            if call.source == life:
                 call.source = None
             took = call.decode == name and call.state is not State.OFFERED
-            life = call.decode_life if took else None
-            if worker is not None and worker.life in call.failed_prefills:
-                life = worker.life
-            if life is not None and life != back and not announced:
+            if (took or life in call.failed_prefills) and life != back and not announced:
                 call.victims.add(life)
             if call.decode == name:
                 self._recover(call, announced, now, out)
 
-    def accused(self, name: str, silent: list[Incarnation], now: float, out: list[Command]) -> None:
-        """A worker calls these readers silent."""
-        self._give_up(self.detector.accused(name, silent, now), now, out)
-
-    def look(self, now: float, out: list[Command]) -> None:
-        """Time has passed: whoever is silent for too long is given up."""
-        self._give_up(self.detector.look(now), now, out)
-
-    def _give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
+    def give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
+        """These lives were condemned: each is lost at once, whatever becomes of its stream."""
         for verdict in verdicts:
             self.lost(verdict.name, now, out)
             out.append(Condemn(verdict))
@@ -69,13 +54,15 @@ class Losses:
     def _recover(self, call: Call, announced: bool, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
         request, state = call.record.request, call.state
+        # 1. Its client has been answered.
         if state is State.CLOSING:
             self._table.forget(call, out)
             return
+        # 2. The router has found a stop string: its client has all of the answer.
         if state is State.FINISHING:
-            self._table.forget(call, out)
-            out.append(complete(call, FinishReason.STOP, unreported(call)))
+            self._table.forget(call, out, complete(call, FinishReason.STOP, unreported(call)))
             return
+        # 3. It was offered and not accepted, or runs: it may go on, or has had all its tokens, or is given up.
         if state is State.OFFERED:
             call.unheard += not announced
         else:
@@ -87,14 +74,13 @@ class Losses:
                     out.append(DecodeLost(request, call.decode, len(call.emitted)))
                 self._queue.rejoin(call)
             case Done(reason):
-                self._table.forget(call, out)
-                out.append(complete(call, reason, unreported(call)))
+                self._table.forget(call, out, complete(call, reason, unreported(call)))
             case Hopeless(fault):
-                self._table.forget(call, out)
                 if poisoned(call):
                     out.append(poisonous(call))
-                out.append(Fail(request, fault, FinishReason.ERROR))
+                self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR))
 
 
 def poisonous(call: Call) -> Poisonous:
+    """Name the workers that `call` is refused for."""
     return Poisonous(call.record.request, sorted(name for name, _ in call.victims))

@@ -5,17 +5,16 @@ Where no prefill worker is left that could read a prompt, its decode worker read
 goes on.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 import msgspec
 
 from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
+from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Life, ModelKey, Registry, WorkerEntry
-
-ChainOf = Callable[[ModelKey], list[bytes]]
+from router.core.registry import Life, Registry, WorkerEntry
 
 LOCAL = PeerAddress("", "")
 """In the place of a prefill worker: the decode worker prefills by itself."""
@@ -31,7 +30,7 @@ def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
 
 
 class Placer:
-    """Asks the policy with the registry's and the index's present beliefs; changes neither."""
+    """Asks the policy about the workers as the registry and the index know them now; changes neither."""
 
     def __init__(self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex) -> None:
         self._policy = policy
@@ -40,124 +39,92 @@ class Placer:
 
     def impossible(self, record: RequestRecord) -> Fault | None:
         """Why no known worker could ever take `record`, however long it waited; None if one may."""
-        decodes = self._registry.role("decode")
-        prefills = self._registry.role("prefill")
-        if decodes and not any(demand(record, w.info).most_blocks <= w.info.blocks for w in decodes):
-            room = max(w.info.blocks * w.info.block_size for w in decodes)
-            message = (
-                f"max_tokens: {record.prompt_tokens} prompt tokens and {record.max_tokens} output "
-                f"tokens do not fit into the largest decode worker's {room} tokens of KV memory"
-            )
-            return Fault("OUT_OF_RANGE", message, "max_tokens")
-        if prefills and not any(_holds(w, record) for w in prefills):
-            room = max(w.info.blocks * w.info.block_size for w in prefills)
-            message = (
-                f"prompt: {record.prompt_tokens} tokens do not fit into the largest prefill "
-                f"worker's {room} tokens of KV memory"
-            )
-            return Fault("OUT_OF_RANGE", message, "prompt")
+        whole = f"{record.prompt_tokens} prompt tokens and {record.max_tokens} output tokens"
+        prompt = f"{record.prompt_tokens} tokens"
+        for role, field, what in (("decode", "max_tokens", whole), ("prefill", "prompt", prompt)):
+            workers = self._registry.role(role)
+            if workers and not any(_holds(w, record) for w in workers):
+                room = max(w.info.blocks * w.info.block_size for w in workers)
+                most = f"the largest {role} worker's {room} tokens of KV memory"
+                return Fault("OUT_OF_RANGE", f"{field}: {what} do not fit into {most}", field)
         return None
 
-    def choose(
-        self, record: RequestRecord, chain_of: ChainOf, now: float, source: WorkerEntry | None = None
-    ) -> tuple[Choice, Demand, ModelKey] | None:
-        """The best pair now, or None if nobody may have room. `source`: a decode worker that has the KV of all of
-        `record` and takes the place of any prefill worker."""
+    def choose(self, call: Call, now: float) -> Choice | None:
+        """The best pair for `call` now, or None if no decode worker may have room."""
+        record = call.record
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
-        if not decodes:
-            return None
-        prefills = [w for w in self._registry.takers("prefill", now) if _holds(w, record)]
-        best: tuple[Choice, Demand, ModelKey] | None = None
+        source = None if call.source is None else self._registry.get(call.source[0])
+        best: Choice | None = None
+        # Decode workers with the same model and block size are compared at once, then the best of each kind.
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
             wanted = demand(record, alike[0].info)
-            chain = chain_of(key)
-            views = [
-                self._prefill_view(w, chain_of(w.key), wanted)
-                for w in prefills
-                if w.info.fingerprint == key[0]
-            ]
+            # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
+            # 2. a prefill worker of the same model; 3. where there is none, the decode worker alone.
             if source is not None and source.info.fingerprint == key[0]:
-                views = [PrefillView(source.name, wanted.prompt_tokens - 1, 0, 0.0, 0)]
-            choice = self._policy.choose(
-                wanted,
-                views or [_LOCAL_VIEW],
-                [
-                    view
-                    for w in alike
-                    for view in [self._decode_view(w, chain)]
-                    if _fits(demand(record, w.info), view)
-                ],
-            )
-            if choice is not None and (best is None or _rank(choice) < _rank(best[0])):
-                best = (choice, wanted, key)
+                views = [_whole_view(source.name, wanted)]
+            else:
+                views = self._prefill_views(call, key[0], wanted, (), now) or [_LOCAL_VIEW]
+            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, call))]
+            choice = self._policy.choose(wanted, views, roomy)
+            if choice is not None and (best is None or _rank(choice) < _rank(best)):
+                best = choice
         return best
 
-    def beside(
-        self, record: RequestRecord, home: WorkerEntry, prefill: str, now: float
-    ) -> tuple[Choice, Demand, ModelKey] | None:
-        """The place next to a request with the same prompt, which shares its blocks, prefilled by `prefill`; None if
-        its worker has no room for what is not shared."""
+    def beside(self, call: Call, host: Call, now: float) -> Choice | None:
+        """The place next to `host`, a request with the same prompt: `call` shares its blocks, and the worker that
+        prefills them. None if the decode worker of `host` has no room for what is not shared."""
+        record, home = call.record, self._registry.get(host.decode)
+        assert home is not None
         if home.refused or home not in self._registry.takers("decode", now):
             return None
         wanted = demand(record, home.info)
         shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
-        view = msgspec.structs.replace(self._decode_view(home, []), cached_blocks=shared)
+        view = msgspec.structs.replace(self._decode_view(home, call), cached_blocks=shared)
         if not _fits(wanted, view):
             return None
-        reads = _LOCAL_VIEW
-        if self._registry.get(prefill) is not None:
-            reads = PrefillView(prefill, wanted.prompt_tokens - 1, 0, 0.0, 0)
-        choice = self._policy.choose(wanted, [reads], [view])
-        return None if choice is None else (choice, wanted, home.key)
+        prefill = self._registry.get(host.prefill)
+        reader = _LOCAL_VIEW if prefill is None else _whole_view(prefill.name, wanted)
+        return self._policy.choose(wanted, [reader], [view])
 
-    def has_room_elsewhere(
-        self, record: RequestRecord, chain_of: ChainOf, home: WorkerEntry, promised: int, now: float
-    ) -> bool:
-        """Whether another decode worker than `home` could take what runs there, beside `promised` more blocks."""
-        chain = chain_of(home.key)
+    def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
+        """Whether another decode worker than `home`, where it runs, could take `call` beside `promised` more blocks."""
         return any(
-            _fits(demand(record, worker.info), self._decode_view(worker, chain), promised)
+            _fits(demand(call.record, worker.info), self._decode_view(worker, call), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
 
-    def choose_prefill(
-        self,
-        record: RequestRecord,
-        chain_of: ChainOf,
-        decode: WorkerEntry,
-        failed: Container[Life],
-        now: float,
-    ) -> PrefillView | None:
-        """The best prefill worker for a request that `decode` holds, none of `failed`; None if no other is live."""
-        wanted = demand(record, decode.info)
-        views = [
-            self._prefill_view(w, chain_of(w.key), wanted)
-            for w in self._registry.takers("prefill", now)
-            if w.info.fingerprint == decode.info.fingerprint
-            and w.life not in failed
-            and _holds(w, record)
-        ]
-        decodes = [self._decode_view(decode, chain_of(decode.key))]
-        choice = self._policy.choose(wanted, views, decodes)
+    def choose_prefill(self, call: Call, now: float) -> PrefillView | None:
+        """The best live prefill worker for `call`, which runs, without those that failed it; None if there is none."""
+        decode = self._registry.get(call.decode)
+        assert decode is not None
+        wanted = demand(call.record, decode.info)
+        views = self._prefill_views(call, decode.info.fingerprint, wanted, call.failed_prefills, now)
+        choice = self._policy.choose(wanted, views, [self._decode_view(decode, call)])
         return None if choice is None else choice.prefill
 
-    def _prefill_view(self, worker: WorkerEntry, chain: list[bytes], wanted: Demand) -> PrefillView:
-        cached = self._index.match(worker.name, chain) * worker.info.block_size
-        return PrefillView(
-            worker.name,
-            min(cached, wanted.prompt_tokens - 1),
-            worker.queue_tokens,
-            worker.load.s_per_token if worker.load else 0.0,
-            len(worker.own),
-        )
+    def _prefill_views(
+        self, call: Call, fingerprint: str, wanted: Demand, failed: Container[Life], now: float
+    ) -> list[PrefillView]:
+        """The prefill workers of a model that could read the prompt of `call`, without those that `failed`."""
+        return [
+            PrefillView(
+                w.name,
+                min(self._index.match(w.name, call.chain(w.key)) * w.info.block_size, wanted.prompt_tokens - 1),
+                w.queue_tokens,
+                w.load.s_per_token if w.load else 0.0,
+                len(w.own),
+            )
+            for w in self._registry.takers("prefill", now)
+            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, call.record)
+        ]
 
-    def _decode_view(self, worker: WorkerEntry, chain: list[bytes]) -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, call: Call) -> DecodeView:
         load = worker.load
         return DecodeView(
             worker.name,
-            self._index.match(worker.name, chain),
+            self._index.match(worker.name, call.chain(worker.key)),
             worker.used_blocks,
             worker.info.blocks,
             load.s_per_token if load else 0.0,
@@ -166,14 +133,20 @@ class Placer:
         )
 
 
+def _whole_view(name: str, wanted: Demand) -> PrefillView:
+    """A worker that has the KV of the whole prompt; the last token is computed wherever it goes on."""
+    return PrefillView(name, wanted.prompt_tokens - 1, 0, 0.0, 0)
+
+
 def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
     missing = wanted.blocks + promised - view.cached_blocks
     return missing <= view.blocks - view.used_blocks and wanted.most_blocks <= view.blocks
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
-    """Whether the whole prompt, history included, fits into the worker's pool."""
-    return demand(record, worker.info).prompt_blocks <= worker.info.blocks
+    """Whether its whole pool is enough for the prompt, history included, and on a decode worker for the answer too."""
+    needs = demand(record, worker.info)
+    return (needs.most_blocks if worker.info.role == "decode" else needs.prompt_blocks) <= worker.info.blocks
 
 
 def _rank(choice: Choice) -> tuple[bool, float]:

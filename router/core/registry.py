@@ -1,8 +1,7 @@
 """The workers that the router knows, and their load as far as it knows.
 
-A report is a moment old when it arrives, and several requests may be sent before the next one. So
-each worker carries the router's own dispatches that no report can have counted yet on top of its
-last report. Time is an argument.
+A report is a moment old when it arrives, and several requests may be sent before the next one. So each worker carries,
+on top of its last report, the router's own dispatches that this cannot have counted. Time is an argument.
 """
 
 from collections.abc import Iterable, Iterator
@@ -89,10 +88,6 @@ class Registry:
     def get(self, name: str) -> WorkerEntry | None:
         return self._workers.get(name)
 
-    def life(self, incarnation: Incarnation) -> Life | None:
-        """The worker whose last life is this, connected or not."""
-        return next((life for life in self.lives() if life[1] == incarnation), None)
-
     def lives(self) -> list[Life]:
         """The last life of every worker, connected or not, or never reached and only named."""
         return list({**self._named, **self._lives}.items())
@@ -115,34 +110,33 @@ class Registry:
 
     def live(self, role: str, now: float) -> list[WorkerEntry]:
         """Workers of a role that reported within `silent_s`."""
-        oldest = now - self._silent_s
-        return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= oldest]
+        return [w for w in self.role(role) if w.seen_s >= now - self._silent_s]
 
     def takers(self, role: str, now: float) -> list[WorkerEntry]:
         """Live workers of a role that take new requests."""
         return [w for w in self.live(role, now) if not w.leaving]
 
     def was_leaving(self, life: Life) -> bool:
-        """Its end was announced: nobody is to blame for it."""
+        """Whether this life had announced its end, for which nobody is to blame then."""
         return self._left.get(life[0]) == life[1]
 
     def named(self, lives: Iterable[Life]) -> None:
-        """These are all workers that the supervisor knows. One that was frozen before we began never says so itself."""
+        """Note all workers that the supervisor knows. One that was frozen before we began never says so itself."""
         self._named = dict(lives)
 
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
-        """A worker is connected; True if this is a new life of it, with an empty cache."""
+        """Note that a worker is connected; True if this is a new life of it, with an empty cache."""
         self._workers[peer.name] = WorkerEntry(peer, info, now)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         return fresh
 
     def leave(self, name: str) -> None:
-        """A worker is not connected any more; it may come back with its cache."""
+        """Note that a worker is not connected any more; it may come back with its cache."""
         self._workers.pop(name, None)
 
     def forget(self, name: str) -> None:
-        self._workers.pop(name, None)
+        """Drop what is known of a worker that was taken away, and is not connected any more."""
         self._lives.pop(name, None)
         self._named.pop(name, None)
 
@@ -155,18 +149,19 @@ class Registry:
         if load.leaving:
             self._left[name] = worker.info.incarnation
         for dispatch in worker.own.values():
-            if dispatch.accepted:
-                dispatch.counted = True
+            dispatch.counted = dispatch.accepted
 
     def forgive(self, now: float) -> None:
-        """Nobody could have been heard until now: all silence counts from here."""
+        """Count all silence from now: nobody could have been heard until here."""
         for worker in self._workers.values():
             worker.seen_s = now
 
     def dispatched(self, name: str, request: RequestId, tokens: int, blocks: int) -> None:
+        """Note a request that is sent to a worker, and what it adds there: uncached tokens, new blocks."""
         self._workers[name].own[request] = InFlight(tokens, blocks)
 
     def accepted(self, name: str, request: RequestId) -> None:
+        """Note that the worker has said yes: its next report counts the request."""
         worker = self._workers.get(name)
         if worker is not None and request in worker.own:
             worker.own[request].accepted = True

@@ -18,8 +18,7 @@ from router.core.cluster_view import ClusterView
 from router.core.events import Command, Fail, TellWorker
 from router.core.leaving.adoption import Adoptions
 from router.core.placement import Placer
-from router.core.policy import Choice, Demand
-from router.core.registry import ModelKey
+from router.core.policy import Choice
 
 
 class WaitingQueue:
@@ -30,7 +29,6 @@ class WaitingQueue:
     def __init__(self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions) -> None:
         self._table = table
         self._view = view
-        self._registry = view.registry
         self._placer = placer
         self._adoptions = adoptions
         self._queue: list[tuple[int, RequestId]] = []
@@ -65,8 +63,7 @@ class WaitingQueue:
                 fault = self._placer.impossible(call.record)
                 if fault is None:
                     return
-                self._table.forget(call, out)
-                out.append(Fail(request, fault, FinishReason.REJECTED))
+                self._table.forget(call, out, Fail(request, fault, FinishReason.REJECTED))
             heapq.heappop(self._queue)
 
     def check(self) -> None:
@@ -82,58 +79,35 @@ class WaitingQueue:
         while self._queue:
             turn, request = self._queue[0]
             call = self._table.calls.get(request)
-            if call is not None and call.state is State.WAITING and call.turn == turn:
+            if call is not None and call.turn == turn:
                 return call
             heapq.heappop(self._queue)
         return None
 
     def _offer(self, call: Call, now: float, out: list[Command]) -> bool:
-        host, placed = self._beside(call, now)
-        if placed is None:
-            # Who keeps the KV of a request that was yielded to be placed elsewhere.
-            source = None if call.source is None else self._registry.get(call.source[0])
-            placed = self._placer.choose(call.record, call.chain, now, source)
-        if placed is None:
+        """Offer `call` to a worker; False if none may have room for it."""
+        host, choice = self._beside(call, now)
+        choice = choice or self._placer.choose(call, now)
+        if choice is None:
             return False
-        choice, demand, key = placed
-        decode = self._registry.get(choice.decode.name)
-        assert decode is not None
         call.move(State.OFFERED)
         call.placement = max(call.placement, call.highest) + 1
-        call.key = key
-        call.decode, call.decode_life = decode.name, decode.life
-        call.believed_decode_blocks = choice.decode.cached_blocks
+        prefill = self._view.offered(call, choice)
         record = call.record
-        blocks = demand.blocks - choice.decode.cached_blocks
-        self._registry.dispatched(call.decode, record.request, 0, blocks)
         if call.deadline_s is not None:
             record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))
-        place = Place(
-            record=record,
-            placement=call.placement,
-            prefill=self._view.use_prefill(call, choice.prefill),
-            losses=call.losses,
-            fork_of=host,
-        )
-        out.append(TellWorker(call.decode, place, _reason(call, host, choice)))
+        place = Place(record=record, placement=call.placement, prefill=prefill, losses=call.losses, fork_of=host)
+        # It was bound to where its KV is, or has no prefill worker, or the policy says why.
+        bound = host is not None or call.source is not None
+        reason = "pinned" if bound else choice.reason if choice.prefill.name else "fallback"
+        out.append(TellWorker(call.decode, place, reason))
         return True
 
-    def _beside(
-        self, call: Call, now: float
-    ) -> tuple[RequestId | None, tuple[Choice, Demand, ModelKey] | None]:
+    def _beside(self, call: Call, now: float) -> tuple[RequestId | None, Choice | None]:
         """Another sample of its prompt to share blocks with, and the place there."""
         if call.source is None:
             for host in self._table.hosts(call):
-                home = self._registry.get(host.decode)
-                assert home is not None
-                placed = self._placer.beside(call.record, home, host.prefill, now)
-                if placed is not None:
-                    return host.record.request, placed
+                choice = self._placer.beside(call, host, now)
+                if choice is not None:
+                    return host.record.request, choice
         return None, None
-
-
-def _reason(call: Call, host: RequestId | None, choice: Choice) -> str:
-    """Why a placement is what it is: bound to where its KV is, without any prefill worker, or by the policy."""
-    if host is not None or call.source is not None:
-        return "pinned"
-    return choice.reason if choice.prefill.name else "fallback"

@@ -43,11 +43,11 @@ class Adoptions:
         return f"Adoptions({state}, {len(self._placements)} adopted)"
 
     def named(self, decode: Collection[str]) -> None:
-        """These are all decode workers."""
+        """Note the names of all decode workers."""
         self._named = frozenset(decode)
 
     def told(self, worker: str) -> None:
-        """It has reported everything that it kept."""
+        """Note that `worker` has reported everything that it kept."""
         self._told.add(worker)
 
     def is_settled(self, now: float) -> bool:
@@ -68,50 +68,50 @@ class Adoptions:
         return self.knows(request) and not self.is_settled(now)
 
     def close(self, request: RequestId) -> None:
-        """Nobody wants it any more: no report of it is taken."""
+        """Take no report of a request any more: its client has been answered."""
         if request in self._placements:
             self._placements[request] = NEVER
 
     def adopt(self, worker: str, orphan: Orphan, now: float, out: list[Command]) -> None:
-        """A decode worker holds this request for a router that is gone."""
+        """Decide about a request that a decode worker holds for a router that is gone."""
         request, home = orphan.record.request, self._view.registry.get(worker)
         known = self._table.calls.get(request)
         if known is not None:
             known.highest = max(known.highest, orphan.placement)
+        # 1. The worker was condemned, and its stream is not severed yet: what it holds ends with it.
         if home is None:
-            # Its last words before its stream is severed: it was condemned, and what it holds ends with it.
             out.append(Ignored("stale", len(orphan.tokens)))
             return
+        # 2. This router has placed the request itself, or goes on with another placement: the worker drops its own.
         is_mine = known is not None and not self.knows(request)
         if is_mine or not self.takes(orphan, now):
             out.append(TellWorker(worker, Cancel(request, orphan.placement, FinishReason.CANCELLED)))
             return
+        # 3. It goes on here, instead of where a lower placement was adopted.
         highest = self._life
         if known is not None:
             highest = max(highest, known.highest, known.placement)
             if known.state is not State.WAITING:
-                cancel = Cancel(request, known.placement, FinishReason.CANCELLED)
-                out.append(TellWorker(known.decode, cancel))
+                out.append(TellWorker(known.decode, Cancel(request, known.placement, FinishReason.CANCELLED)))
             self._table.forget(known, out)
         deadline_s = None if orphan.remaining_s is None else now + orphan.remaining_s
-        call = self._table.open(orphan.record, deadline_s, State.RUNNING, orphan.placement)
-        call.losses, call.highest = orphan.losses, highest
-        call.decode, call.decode_life, call.key = worker, home.life, home.key
+        call = self._table.open(orphan.record, deadline_s, State.RUNNING)
+        call.losses, call.placement, call.highest = orphan.losses, orphan.placement, highest
         if len(orphan.record.tokens) > orphan.record.prompt_tokens:
             call.cached_tokens_bound = 0
-        self._view.adopted(call, orphan)
+        self._view.adopted(call, home, orphan.prefill)
         out.append(Adopt(orphan))
         call.emitted.extend(orphan.tokens)
         # One by one, as they came: a front that makes an event of each makes the same events again.
         out.extend(Deliver(request, [token]) for token in orphan.tokens)
 
     def takes(self, orphan: Orphan, now: float) -> bool:
-        """Whether this report is the one to go on with; if so it is, from now on."""
-        name = orphan.record.request
-        best = self._placements.get(name)
+        """Whether this report is the one to go on with, which is noted."""
+        request = orphan.record.request
+        best = self._placements.get(request)
         if best is not None and (orphan.placement <= best or self.is_settled(now)):
             return False
-        self._placements[name] = orphan.placement
+        self._placements[request] = orphan.placement
         if len(self._placements) > MAX_KNOWN:
             self._placements.popitem(last=False)
         return True

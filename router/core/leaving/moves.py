@@ -26,22 +26,19 @@ def due_moves(
     pending = [call for call in known if call.yielding or call.state is State.WAITING]
     due: list[Call] = []
     for worker in leaving:
-        free = at_once - sum(_is_moving(call, worker) for call in known)
+        moving = [c for c in known if c.source == worker.life or (c.yielding and c.decode == worker.name)]
+        free = at_once - len(moving)
         for call in known:
             if free <= 0 or (waits is not None and waits < call.turn):
                 break
             if not _is_worth_moving(call, worker):
                 continue
             promised = sum(demand(other.record, worker.info).blocks for other in pending)
-            if placer.has_room_elsewhere(call.record, call.chain, worker, promised, now):
+            if placer.has_room_elsewhere(call, worker, promised, now):
                 due.append(call)
                 pending.append(call)
                 free -= 1
     return due
-
-
-def _is_moving(call: Call, worker: WorkerEntry) -> bool:
-    return call.source == worker.life or (call.yielding and call.decode == worker.name)
 
 
 def _is_worth_moving(call: Call, worker: WorkerEntry) -> bool:

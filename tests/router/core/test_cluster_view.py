@@ -1,0 +1,134 @@
+"""The view of the cluster alone: what a request adds to its two workers, and what they are believed to hold then.
+
+Tried elsewhere too: through the core in test_core.py and test_recovery.py, after every event of test_core_machine.py,
+against what workers really hold in the simulator (tests/sim).
+"""
+
+import pytest
+
+from engine.messages import Accepted, RequestStats
+from router.core.call import Call, State
+from router.core.placement import LOCAL
+from router.core.policy import PrefillView
+from tests.router.core.parts import Parts, request_record
+
+
+def cluster() -> Parts:
+    """A decode worker, and two prefill workers; the second has larger blocks and is busy."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    parts.join("p1", block_size=20)
+    parts.report("p1", waiting_tokens=1000)
+    return parts
+
+
+def accept(parts: Parts, call: Call, cached_tokens: int = 0) -> None:
+    parts.view.accepted(call, Accepted(call.record.request, call.placement, cached_tokens))
+
+
+def held(parts: Parts, *names: str) -> list[int]:
+    """How many blocks each worker is believed to hold."""
+    return [parts.index.held_blocks(name) for name in names]
+
+
+def test_an_offer_loads_both_of_its_workers() -> None:
+    """Guards a burst against one pair: 4 blocks there and 40 tokens here, less what is believed to be cached."""
+    parts = cluster()
+    call = parts.offer("a")
+    decode, prefill = parts.registry.get("d0"), parts.registry.get("p0")
+    assert decode is not None and prefill is not None
+    assert (call.decode, call.decode_life, call.key) == ("d0", decode.life, ("f", 16))
+    assert (call.prefill, call.prefill_life, call.prefill_key) == ("p0", prefill.life, ("f", 16))
+    assert (decode.used_blocks, decode.queue_tokens, prefill.queue_tokens, prefill.used_blocks) == (4, 0, 40, 0)
+    accept(parts, call)
+    again = parts.offer("b")
+    assert (again.believed_decode_blocks, again.believed_prefill_tokens) == (2, 32)
+    assert (decode.used_blocks, prefill.queue_tokens) == (4 + 2, 40 + 8)
+    parts.view.release(again)
+    assert (decode.used_blocks, prefill.queue_tokens) == (4, 40)
+
+
+def test_what_is_accepted_will_be_held() -> None:
+    """Guards against beliefs before a worker has said yes, and against those that it contradicts."""
+    parts = cluster()
+    call = parts.offer("a")
+    assert held(parts, "d0", "p0") == [0, 0]
+    accept(parts, call)
+    assert held(parts, "d0", "p0") == [2, 2]
+    longer = parts.offer("b", tokens=60)
+    assert longer.believed_decode_blocks == 2
+    parts.index.insert("d0", [*call.chain(call.key), b"lower"])
+    accept(parts, longer, cached_tokens=16)
+    assert parts.index.match("d0", [*call.chain(call.key), b"lower"]) == 2, "it has only one, hence nothing below it"
+    assert parts.index.match("d0", longer.chain(longer.key)) == 3
+
+
+def test_another_prefill_worker() -> None:
+    """Guards the load of the one that is left, and the identities of the next one, whose blocks have another size."""
+    parts = cluster()
+    call = parts.run("a")
+    first, second = parts.registry.get("p0"), parts.registry.get("p1")
+    assert first is not None and second is not None
+    assert parts.view.replace_prefill(call, PrefillView("p1", 10, 0, 0.0, 0)) == second.peer
+    assert (first.queue_tokens, second.queue_tokens) == (0, 1000 + 30)
+    assert (call.prefill, call.prefill_life, call.believed_prefill_tokens) == ("p1", second.life, 10)
+    assert parts.index.match("p1", call.chain(("f", 20))) == 2
+    parts.report("p1")
+    assert second.queue_tokens == 0, "the request runs: the next report has counted it"
+    assert parts.view.replace_prefill(call, None) is None
+    assert (call.prefill, call.prefill_life, call.believed_prefill_tokens) == ("", None, 0) and not second.own
+
+
+def test_a_request_without_a_prefill_worker() -> None:
+    parts = Parts()
+    parts.join("d0")
+    call = parts.wait("a")
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None
+    assert parts.view.offered(call, choice) == LOCAL
+    assert (call.prefill, call.prefill_life) == ("", None)
+
+
+@pytest.mark.parametrize(("prefill", "size"), [("p0", 16), ("p1", 20)])
+def test_an_adopted_request_is_held_by_both(prefill: str, size: int) -> None:
+    """Guards the trees after a restart: each worker's blocks by its own size."""
+    parts = cluster()
+    home, reader = parts.registry.get("d0"), parts.registry.get(prefill)
+    assert home is not None and reader is not None
+    call = parts.table.open(request_record("a"), None, State.RUNNING)
+    parts.view.adopted(call, home, prefill)
+    assert (call.decode, call.decode_life, call.key) == ("d0", home.life, home.key)
+    assert (call.prefill, call.prefill_life) == (prefill, reader.life)
+    assert parts.index.match("d0", call.chain(("f", 16))) == 2
+    assert parts.index.match(prefill, call.chain(("f", size))) == 2
+    parts.table.check()
+
+
+def test_an_end_extends_and_corrects() -> None:
+    """Guards affinity of a chat's next turn: the answer is held too, but for its last token, which nobody wrote."""
+    parts = cluster()
+    call = parts.run("a", *range(200, 225))
+    accept(parts, call)
+    call.believed_prefill_tokens = 32
+    parts.index.insert("p0", [*call.chain(call.key), b"below"])
+    parts.view.ended(call, RequestStats(prefill_cached_tokens=16))
+    assert held(parts, "d0") == [4], "64 of 40 + 25 tokens were written"
+    assert parts.index.match("p0", [*call.chain(call.key), b"below"]) == 2, "what was not there has no children"
+    del call.emitted[-1:]
+    parts.index.add("d0", 64)
+    parts.view.ended(call, RequestStats(prefill_cached_tokens=32))
+    assert held(parts, "d0") == [3], "the last token is written by the step after it"
+
+
+def test_the_check_finds_what_is_misfiled() -> None:
+    parts = cluster()
+    call = parts.run("a")
+    parts.view.check(parts.table.calls)
+    parts.registry.dispatched("p1", call.record.request, 0, 0)
+    with pytest.raises(AssertionError, match="misfiled"):
+        parts.view.check(parts.table.calls)
+    parts.registry.released("p1", call.record.request)
+    parts.registry.released("d0", call.record.request)
+    with pytest.raises(AssertionError, match="nowhere"):
+        parts.view.check(parts.table.calls)

@@ -1,0 +1,142 @@
+"""The losses alone: what becomes of every request that a lost worker had, and who is blamed for it.
+
+Tried elsewhere too: through the core in test_recovery.py and test_escalation.py, in any order in test_core_machine.py,
+by crashes, cuts and freezes in the simulator (tests/sim) and on real processes (tests/chaos).
+"""
+
+import pytest
+
+from engine.messages import RequestStats
+from engine.types import FinishReason, Incarnation
+from router.core.call import Call, State
+from router.core.escalation import Verdict
+from router.core.events import Command, Complete, Condemn, DecodeLost, Fail, Poisonous
+from router.core.losses import poisonous
+from tests.router.core.parts import STOP_ID, Parts
+
+D0 = ("d0", Incarnation(1))
+
+
+def cluster(**config: object) -> Parts:
+    """A decode worker and a prefill worker."""
+    parts = Parts(**config)
+    for name in ("d0", "p0"):
+        parts.join(name)
+    return parts
+
+
+def lose(parts: Parts, name: str = "d0") -> list[Command]:
+    parts.take()
+    parts.losses.lost(name, 0.0, parts.out)
+    parts.queue.check()
+    parts.table.check()
+    return parts.take()
+
+
+def test_a_running_request_goes_on_behind_its_tokens() -> None:
+    parts = cluster()
+    call = parts.run("a", 7, 8)
+    assert lose(parts) == [DecodeLost(call.record.request, "d0", 2)]
+    assert call.state is State.WAITING and call.record.tokens == [*range(40), 7, 8]
+    assert (call.losses, call.unheard, call.victims) == (1, 0, {D0})
+    assert parts.registry.get("d0") is None and lose(parts) == [], "it is told twice"
+
+
+def test_an_offer_that_was_lost_unheard_is_no_blame() -> None:
+    """Guards innocent requests of a router that was frozen itself: each broken stream takes one offer with it."""
+    parts = cluster()
+    call = parts.offer("a")
+    assert lose(parts) == []
+    assert (call.state, call.losses, call.unheard, call.victims) == (State.WAITING, 0, 1, set())
+
+
+@pytest.mark.parametrize(("emitted", "reason"), [((7, STOP_ID), "stop"), ((7, 8, 9), "length")])
+def test_a_complete_answer_is_complete(emitted: tuple[int, ...], reason: str) -> None:
+    parts = cluster()
+    parts.run("a", *emitted, max_tokens=3)
+    (done,) = lose(parts)
+    assert isinstance(done, Complete) and done.reason is FinishReason(reason)
+    assert (done.stats.output_tokens, done.stats.decode_worker) == (len(emitted), "d0") and not parts.table.calls
+
+
+def test_a_found_stop_string_is_an_end_and_an_answered_client_is_silence() -> None:
+    parts = cluster()
+    parts.run("a", 7, 8).move(State.FINISHING)
+    parts.run("b", 7, 8).move(State.CLOSING)
+    (done,) = lose(parts)
+    assert isinstance(done, Complete) and (done.request, done.reason) == ("a", FinishReason.STOP)
+    assert done.stats == RequestStats(prompt_tokens=40, output_tokens=2, prefill_worker="p0", decode_worker="d0")
+    assert not parts.table.calls
+
+
+def test_a_request_is_given_up_after_so_many() -> None:
+    parts = cluster(max_placements=1)
+    parts.run("a", 7)
+    (failed,) = lose(parts)
+    assert isinstance(failed, Fail) and (failed.fault.code, failed.outcome) == ("UNAVAILABLE", FinishReason.ERROR)
+    assert not parts.table.calls
+
+
+def test_a_second_victim_makes_it_poisonous() -> None:
+    """Guards the pool, and names the lost workers to the operator before its client is told."""
+    parts = cluster()
+    call = parts.run("a", 7)
+    call.victims.add(("p9", Incarnation(4)))
+    named, failed = lose(parts)
+    assert named == Poisonous(call.record.request, ["d0", "p9"]) == poisonous(call)
+    assert isinstance(failed, Fail) and "poisonous" in failed.fault.message
+
+
+def test_an_announced_end_costs_nothing() -> None:
+    """Guards the budget and the patience for losses against workers that leave as they said."""
+    parts = cluster(max_placements=1, retry_reserve=0)
+    call = parts.run("a", 7)
+    parts.report("d0", leaving=True)
+    assert [type(command) for command in lose(parts)] == [DecodeLost]
+    assert (call.state, call.losses, call.victims) == (State.WAITING, 0, set())
+
+
+def test_a_life_that_is_back_is_no_victim() -> None:
+    """Guards a request against blame for a cut that is only seen when it is mended."""
+    parts = cluster()
+    call = parts.run("a", 7)
+    parts.losses.lost("d0", 0.0, parts.out, back=D0)
+    assert call.state is State.WAITING and call.losses == 1 and not call.victims
+
+
+def test_a_lost_prefill_worker_is_blamed_on_those_it_failed() -> None:
+    """Guards the prefill pool against a prompt that kills it, and a request against a loss that did not concern it."""
+    parts = cluster()
+    struck, spared = parts.run("a"), parts.run("b")
+    life = parts.registry.get("p0")
+    assert life is not None
+    struck.failed_prefills.add(life.life)
+    assert lose(parts, "p0") == []
+    assert struck.victims == {life.life} and not spared.victims
+    assert struck.state is State.RUNNING, "its decode worker asks for another one"
+
+
+def test_the_kv_that_it_kept_is_gone() -> None:
+    """Guards a request that moves: its next placement must not be told to read from a dead worker."""
+    parts = cluster()
+    parts.join("d1")
+    calls: list[Call] = []
+    for name, source in (("a", "d0"), ("b", "d1")):
+        worker = parts.registry.get(source)
+        assert worker is not None
+        calls.append(parts.wait(name))
+        calls[-1].source = worker.life
+    lose(parts)
+    assert [call.source for call in calls] == [None, ("d1", Incarnation(1))]
+
+
+def test_whoever_is_given_up_is_lost_at_once() -> None:
+    """Guards requests on a hung worker, whose stream is still open: they go on before it is ended."""
+    parts = cluster()
+    call = parts.run("a", 7)
+    parts.take()
+    verdict = Verdict(*D0, "it hangs")
+    parts.losses.give_up([verdict, Verdict("d9", Incarnation(9), "never met")], 0.0, parts.out)
+    interrupted, condemned, other = parts.take()
+    assert interrupted == DecodeLost(call.record.request, "d0", 1) and condemned == Condemn(verdict)
+    assert isinstance(other, Condemn) and call.state is State.WAITING and parts.registry.get("d0") is None

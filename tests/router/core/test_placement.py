@@ -1,0 +1,171 @@
+"""The placer alone: which workers a policy is asked about, and with which figures.
+
+Tried elsewhere too: as placements in test_core.py, with samples in test_call_table.py, with workers of several block
+sizes in tests/router/test_block_sizes.py, after losses in test_recovery.py, off leaving workers in
+leaving/test_moves.py. What the policy makes of the figures: test_policy.py.
+"""
+
+import msgspec
+import pytest
+
+from router.core.call import Call
+from router.core.placement import LOCAL, demand
+from router.core.policy import Choice, Demand
+from tests.router.core.parts import Parts, request_record
+from tests.router.fake_cluster import worker_info
+
+
+def waiting(**record: object) -> Call:
+    return Call(request_record(**record), 1, None)  # type: ignore[arg-type]
+
+
+def pair(choice: Choice | None) -> tuple[str, str] | None:
+    return None if choice is None else (choice.prefill.name, choice.decode.name)
+
+
+@pytest.mark.parametrize(("growth", "blocks"), [(None, 4), (0, 3), (8, 3), (9, 4), (1000, 4)])
+def test_demand_in_blocks(growth: int | None, blocks: int) -> None:
+    """Guards the rounding, and the room that a worker promises: never more than the whole answer needs."""
+    info = msgspec.structs.replace(worker_info("d0", "decode"), growth_tokens=growth)
+    assert demand(request_record(tokens=40, max_tokens=23), info) == Demand(40, 3, blocks, 4)
+
+
+def test_what_fits_into_no_worker_is_impossible() -> None:
+    """Guards against a request that would wait for ever, and names the field that its caller can change."""
+    parts = Parts()
+    assert parts.placer.impossible(request_record()) is None, "no worker is known"
+    parts.join("d0", blocks=3)
+    fault = parts.placer.impossible(request_record())
+    assert fault is not None and (fault.code, fault.field) == ("OUT_OF_RANGE", "max_tokens")
+    assert "40 prompt tokens and 24 output tokens" in fault.message and "48 tokens of KV" in fault.message
+    parts.join("d1", blocks=4)
+    assert parts.placer.impossible(request_record()) is None
+    parts.join("p0", blocks=2)
+    fault = parts.placer.impossible(request_record())
+    assert fault is not None and (fault.code, fault.field) == ("OUT_OF_RANGE", "prompt")
+    assert "40 tokens" in fault.message and "prefill worker's 32 tokens" in fault.message
+    assert parts.placer.impossible(request_record(tokens=32, max_tokens=32)) is None, "it holds no answer"
+
+
+def test_only_who_may_have_room_is_asked() -> None:
+    """Guards against offers to a worker that said no, or whose report shows that it must."""
+    parts = Parts()
+    first, second = parts.join("d0"), parts.join("d1")
+    parts.join("p0")
+    first.refused = True
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d1")
+    parts.report("d1", active=61)
+    assert parts.placer.choose(waiting(), 0.0) is None
+    parts.report("d1", active=60)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d1")
+    second.refused = True
+    assert parts.placer.choose(waiting(), 0.0) is None
+
+
+def test_blocks_that_are_believed_cached_need_no_room() -> None:
+    parts = Parts()
+    worker, call = parts.join("d0"), waiting()
+    parts.report("d0", active=62)
+    assert parts.placer.choose(call, 0.0) is None
+    parts.index.insert("d0", call.chain(worker.key))
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and (choice.decode.cached_blocks, choice.reason) == (2, "affinity")
+
+
+def test_prefill_workers_of_another_model_or_too_small_are_passed_by() -> None:
+    """Guards a handoff that could only fail; without any prefill worker the decode worker reads the prompt."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0", model="g")
+    parts.join("p1", blocks=2)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
+    parts.join("p2", block_size=24)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p2", "d0"), "the sizes of the blocks may differ"
+
+
+def test_a_kind_with_a_prefill_worker_comes_first() -> None:
+    """Guards decode workers against prompts that others would read for them, however cheap it looks."""
+    parts = Parts()
+    parts.join("d0", model="g")
+    parts.join("d1", model="f")
+    parts.join("p0", model="f")
+    parts.report("p0", waiting_tokens=100_000)
+    parts.report("d1", active=50, s_per_token=5.0)
+    assert pair(parts.placer.choose(waiting(), 0.0)) == ("p0", "d1")
+
+
+def test_a_prefill_worker_cannot_have_the_last_token_cached() -> None:
+    """Guards the prediction: one token is always computed, for the logits of the next."""
+    parts = Parts()
+    parts.join("d0")
+    worker, call = parts.join("p0"), waiting(tokens=32)
+    parts.index.insert("p0", call.chain(worker.key))
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.prefill.cached_tokens == 31
+
+
+def test_who_yielded_a_request_serves_its_kv() -> None:
+    """Guards a move against computing its prompt again; a source that is gone is replaced."""
+    parts = Parts()
+    source = parts.join("d0")
+    parts.join("d1")
+    parts.join("p0")
+    parts.report("d0", leaving=True)
+    call = waiting()
+    call.source = source.life
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and pair(choice) == ("d0", "d1") and choice.prefill.cached_tokens == 39
+    parts.registry.leave("d0")
+    assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d1")
+
+
+def test_the_place_beside_another_sample() -> None:
+    """Guards sharing: the whole blocks of the prompt are there, and who prefills them does so for both."""
+    parts = Parts()
+    home = parts.join("d0")
+    parts.join("p0")
+    host, call = parts.run("a"), waiting(name="b")
+    choice = parts.placer.beside(call, host, 0.0)
+    assert choice is not None and pair(choice) == ("p0", "d0")
+    assert (choice.decode.cached_blocks, choice.prefill.cached_tokens) == (2, 39)
+    parts.report("d0", active=58)  # and 4 blocks of the first one
+    assert parts.placer.beside(call, host, 0.0) is not None
+    parts.report("d0", active=59)
+    assert parts.placer.beside(call, host, 0.0) is None, "no room for what is not shared"
+    parts.report("d0")
+    parts.registry.leave("p0")
+    assert pair(parts.placer.beside(call, host, 0.0)) == (LOCAL.name, "d0")
+    home.refused = True
+    assert parts.placer.beside(call, host, 0.0) is None
+    parts.report("d0", leaving=True)
+    assert parts.placer.beside(call, host, 0.0) is None
+
+
+def test_room_elsewhere_for_what_could_move() -> None:
+    """Guards a leaving worker's requests: asked to yield only where another of its kind can take them."""
+    parts = Parts()
+    home, call = parts.join("d0"), waiting()
+    parts.join("d1", model="g")
+    parts.join("d2", block_size=24)
+    assert not parts.placer.has_room_elsewhere(call, home, 0, 0.0), "none of its kind"
+    other = parts.join("d3")
+    assert parts.placer.has_room_elsewhere(call, home, 60, 0.0)
+    assert not parts.placer.has_room_elsewhere(call, home, 61, 0.0)
+    other.refused = True
+    assert not parts.placer.has_room_elsewhere(call, home, 0, 0.0)
+
+
+def test_another_prefill_worker_for_a_request_that_runs() -> None:
+    """Guards against the worker that has just failed it; another life under its name is fine."""
+    parts = Parts()
+    parts.join("d0")
+    failed = parts.join("p0")
+    parts.join("p1", model="g")
+    call = parts.run("a")
+    chosen = parts.placer.choose_prefill(call, 0.0)
+    assert chosen is not None and chosen.name == "p0"
+    call.failed_prefills.add(failed.life)
+    assert parts.placer.choose_prefill(call, 0.0) is None
+    parts.join("p0", life=2)
+    chosen = parts.placer.choose_prefill(call, 0.0)
+    assert chosen is not None and chosen.name == "p0"

@@ -1,0 +1,117 @@
+"""The registry alone: who takes requests, what each is known to hold, which life is whose.
+
+Tried elsewhere too: under every event in test_core.py and test_core_machine.py, under silence and new lives in
+test_escalation.py, by the simulator's cuts and freezes (tests/sim).
+"""
+
+import msgspec
+import pytest
+
+from engine.messages import PeerAddress
+from engine.types import Incarnation, RequestId
+from tests.router.core.parts import Parts
+from tests.router.fake_cluster import worker_info
+
+A, B = RequestId("a"), RequestId("b")
+
+
+def test_a_dispatch_counts_until_a_report_that_saw_it() -> None:
+    """Guards a pool that would be filled twice: a report from before the acceptance knows nothing of the request."""
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.registry.dispatched("d0", A, 30, 4)
+    assert (worker.queue_tokens, worker.used_blocks) == (30, 4)
+    parts.report("d0", active=10, waiting_tokens=5)
+    assert (worker.queue_tokens, worker.used_blocks) == (35, 14), "not accepted by then"
+    parts.registry.accepted("d0", A)
+    assert worker.used_blocks == 14, "accepted, but not reported"
+    parts.registry.dispatched("d0", B, 1, 1)
+    parts.report("d0", active=14)
+    assert (worker.queue_tokens, worker.used_blocks) == (1, 15)
+    parts.registry.released("d0", B)
+    assert worker.used_blocks == 14 and list(worker.own) == [A]
+
+
+def test_what_no_eviction_frees_is_used() -> None:
+    parts = Parts()
+    worker = parts.join("d0")
+    parts.report("d0", active=1)
+    assert worker.load is not None
+    worker.load = msgspec.structs.replace(worker.load, reserved_blocks=2, quarantined_blocks=4, cached_blocks=8)
+    assert worker.used_blocks == 7
+
+
+def test_who_takes_requests() -> None:
+    """Guards against requests for the silent and the leaving, who is alive nevertheless."""
+    parts = Parts(worker_silent_s=10.0)
+    for name in ("d0", "d1", "d2", "p0"):
+        parts.join(name)
+    parts.report("d1", 5.0)
+    parts.report("d2", 5.0, leaving=True)
+    registry = parts.registry
+    assert [w.name for w in registry.role("decode")] == ["d0", "d1", "d2"]
+    assert [w.name for w in registry.live("decode", 10.0)] == ["d0", "d1", "d2"]
+    assert [w.name for w in registry.live("decode", 10.1)] == ["d1", "d2"]
+    assert [w.name for w in registry.takers("decode", 10.1)] == ["d1"]
+    registry.forgive(20.0)
+    assert [w.name for w in registry.live("decode", 30.0)] == ["d0", "d1", "d2"]
+
+
+def test_a_report_ends_a_refusal() -> None:
+    """Guards a worker that said no once and would never be asked again."""
+    parts = Parts()
+    worker = parts.join("d0")
+    worker.refused = True
+    parts.report("d0", 3.0)
+    assert not worker.refused and worker.seen_s == 3.0
+    parts.report("d9")  # whoever is not connected has nothing to say
+
+
+def test_only_a_new_life_begins_with_an_empty_cache() -> None:
+    """Guards beliefs about caches: a broken stream leaves them, another process and a worker taken away do not."""
+    registry = Parts().registry
+    peer, info = PeerAddress("d0", "d0:1"), worker_info("d0", "decode", 1)
+    assert registry.join(peer, info, 0.0)
+    registry.leave("d0")
+    assert registry.get("d0") is None
+    assert not registry.join(peer, info, 0.0)
+    assert registry.join(peer, worker_info("d0", "decode", 2), 0.0)
+    registry.leave("d0")
+    registry.forget("d0")
+    assert registry.join(peer, worker_info("d0", "decode", 2), 0.0)
+
+
+def test_lives_connected_and_only_named() -> None:
+    """Guards verdicts: each falls on the last life of a name, met or told of, and on no former one."""
+    parts = Parts()
+    parts.join("d0", 11)
+    registry = parts.registry
+    registry.named([("d0", Incarnation(10)), ("d1", Incarnation(12))])
+    first, second = ("d0", Incarnation(11)), ("d1", Incarnation(12))
+    assert sorted(registry.lives()) == [first, second]
+    assert registry.is_connected(first) and not registry.is_connected(("d0", Incarnation(10)))
+    assert registry.has_met(first) and not registry.has_met(second) and not registry.has_met(("d0", Incarnation(10)))
+    registry.leave("d0")
+    assert registry.has_met(first) and not registry.is_connected(first)
+    registry.forget("d0")
+    registry.forget("d1")
+    assert registry.lives() == []
+
+
+def test_an_announced_end_is_remembered_for_that_life() -> None:
+    """Guards a request against blame for a worker that left, also once it is taken away; and a successor's crash."""
+    parts = Parts()
+    parts.join("d0", 11)
+    parts.report("d0", leaving=True)
+    parts.registry.leave("d0")
+    parts.registry.forget("d0")
+    assert parts.registry.was_leaving(("d0", Incarnation(11)))
+    assert not parts.registry.was_leaving(("d0", Incarnation(21)))
+
+
+@pytest.mark.parametrize(("model", "arithmetic", "differs"), [("f", "x", True), ("f", "", False), ("g", "x", False)])
+def test_other_arithmetic_of_the_same_model_is_noticed(model: str, arithmetic: str, differs: bool) -> None:
+    parts = Parts()
+    parts.join("d0")
+    newcomer = msgspec.structs.replace(worker_info("d1", "decode", 1, fingerprint=model), arithmetic=arithmetic)
+    assert [info.name for info in parts.registry.computing_otherwise(newcomer)] == (["d0"] if differs else [])

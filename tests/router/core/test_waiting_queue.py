@@ -1,0 +1,160 @@
+"""The waiting queue alone: who is offered next, what an offer says, and who waits aside.
+
+Tried elsewhere too: refusals and full queues in test_core.py, the turn after a loss in test_recovery.py, samples in
+test_call_table.py, requests of an earlier router in leaving/test_adoption.py, any order in test_core_machine.py.
+"""
+
+import pytest
+
+from engine.messages import Orphan, Place
+from engine.types import RequestId
+from router.core.call import State
+from router.core.events import Command, Fail, TellWorker
+from tests.router.bench import is_told
+from tests.router.core.parts import Parts, request_record
+
+
+def offered(commands: list[Command]) -> list[str]:
+    return [c.record.record.request for c in commands if is_told(c, Place)]
+
+
+def advance(parts: Parts, now: float = 0.0) -> list[str]:
+    """Who is offered now."""
+    parts.queue.advance(now, parts.out)
+    parts.queue.check()
+    return offered(parts.take())
+
+
+def test_nobody_overtakes_the_head() -> None:
+    """Guards large requests, which would starve behind small ones that always fit."""
+    parts = Parts()
+    for name, tokens in (("a", 20), ("b", 100), ("c", 20)):
+        parts.wait(name, tokens=tokens, max_tokens=8)
+    assert advance(parts) == [], "no worker is there"
+    parts.join("d0", blocks=8)
+    assert advance(parts) == ["a"]
+    parts.table.forget(parts.table.calls[RequestId("a")], parts.out)
+    assert advance(parts) == ["b"]
+    parts.table.forget(parts.table.calls[RequestId("b")], parts.out)
+    assert advance(parts) == ["c"]
+
+
+def test_who_comes_back_has_its_old_turn() -> None:
+    """Guards a running request, which would wait behind all that came since; and its next offer from old beliefs."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    first = parts.run("a")
+    first.yielding = True
+    worker = parts.registry.get("d0")
+    assert worker is not None
+    worker.refused = True
+    parts.wait("b")
+    parts.take()
+    parts.queue.rejoin(first)
+    assert (first.state, first.decode, first.prefill, first.yielding) == (State.WAITING, "", "", False)
+    assert first.decode_life is None and first.prefill_life is None and not worker.own
+    assert advance(parts) == []
+    parts.report("d0")
+    assert advance(parts) == ["a", "b"]
+
+
+def test_what_an_offer_says() -> None:
+    """Guards names: no placement is given that some worker may know. The deadline goes as a duration, never below 0."""
+    parts = Parts()
+    parts.join("d0")
+    parts.join("p0")
+    call = parts.wait("a", deadline_s=9.0)
+    call.highest, call.losses = 7, 2
+    parts.queue.advance(4.0, parts.out)
+    (told,) = parts.take()
+    assert is_told(told, Place) and (told.worker, told.record.prefill.name, told.reason) == ("d0", "p0", "load")
+    assert (told.record.placement, told.record.losses, told.record.record.remaining_s) == (8, 2, 5.0)
+    assert call.record.remaining_s is None and (call.decode, call.prefill) == ("d0", "p0")
+    parts.queue.rejoin(call)
+    assert advance(parts, 10.5) == [], "nobody has reported lately"
+    parts.report("d0", 10.5)
+    parts.queue.advance(10.5, parts.out)
+    (told,) = parts.take()
+    assert is_told(told, Place) and (told.record.placement, told.record.record.remaining_s) == (9, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("cold", "load"), ("warm", "affinity"), ("alone", "fallback"), ("sample", "pinned")]
+)
+def test_why_it_goes_there(case: str, reason: str) -> None:
+    """Guards the operator's figures of how placements come about."""
+    parts = Parts()
+    home = parts.join("d0")
+    if case != "alone":
+        parts.join("p0")
+    if case == "sample":
+        parts.run("first", group="g")
+        parts.take()
+    call = parts.wait("a", group="g", sample_index=1)
+    if case == "warm":
+        parts.index.insert("d0", call.chain(home.key))
+    parts.queue.advance(0.0, parts.out)
+    (told,) = parts.take()
+    assert isinstance(told, TellWorker) and told.reason == reason
+    assert isinstance(told.record, Place) and told.record.fork_of == ("first" if case == "sample" else None)
+
+
+def test_what_was_yielded_is_no_sample_beside_others() -> None:
+    """Guards the KV of a request that moves: it comes from the worker that keeps it, not from another sample's."""
+    parts = Parts()
+    source = parts.join("d0")
+    parts.join("d1")
+    parts.report("d0", leaving=True)
+    parts.run("first", group="g")
+    moving = parts.wait("a", group="g", sample_index=1)
+    moving.source = source.life
+    parts.take()
+    parts.queue.advance(0.0, parts.out)
+    (told,) = parts.take()
+    assert is_told(told, Place) and told.reason == "pinned"
+    assert (told.worker, told.record.fork_of, told.record.prefill.name) == ("d1", None, "d0")
+
+
+def test_a_head_too_large_for_all_is_refused() -> None:
+    """Guards those behind it: it came while nobody was known, and would wait for ever."""
+    parts = Parts()
+    parts.wait("a", tokens=100)
+    parts.wait("b")
+    parts.join("d0", blocks=4)
+    parts.queue.advance(0.0, parts.out)
+    failed, told = parts.take()
+    assert isinstance(failed, Fail) and failed.request == "a" and failed.fault.code == "OUT_OF_RANGE"
+    assert offered([told]) == ["b"] and list(parts.table.calls) == ["b"]
+
+
+def test_what_is_over_is_passed_by() -> None:
+    """Guards against an offer of a request that was cancelled while it waited, or whose name was given anew."""
+    parts = Parts()
+    gone = parts.wait("a")
+    parts.table.forget(gone, parts.out)
+    parts.wait("b")
+    again = parts.wait("a")
+    parts.join("d0")
+    assert advance(parts) == ["b", "a"] and again.state is State.OFFERED
+
+
+def test_an_adopted_request_waits_aside_until_all_is_known() -> None:
+    """Guards against a second copy of a request while a worker may still report that it runs it; others go on."""
+    parts = Parts(settle_s=5.0)
+    parts.join("d0")
+    orphan = Orphan(record=request_record("a"), placement=3, prefill="", tokens=[], age_s=0.0)
+    parts.adoptions.adopt("d0", orphan, 0.0, parts.out)
+    parts.queue.rejoin(parts.table.calls[RequestId("a")])
+    parts.wait("b")
+    assert advance(parts) == ["b"]
+    assert advance(parts, 4.9) == []
+    assert advance(parts, 5.0) == ["a"]
+    assert advance(parts, 5.0) == []
+
+
+def test_the_check_finds_who_waits_outside() -> None:
+    parts = Parts()
+    parts.table.open(request_record("a"), None)
+    with pytest.raises(AssertionError, match="outside of the queue"):
+        parts.queue.check()
