@@ -57,9 +57,7 @@ class Tally:
     mismatched: int = 0
 
 
-def block_digest(
-    view: memoryview, layout: KVLayout, tokens: int, binding: bytes, algorithm: str = XXH3
-) -> int:
+def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes, algorithm: str = XXH3) -> int:
     """64 bits over the first `tokens` rows of a block whose flat bytes are `view`.
 
     What lies behind the valid rows does not count. Raises ValueError if the sizes do not fit the layout, or the layout

@@ -40,14 +40,7 @@ from transfer.handoff.commands import (
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
 from transfer.registry import open_route
 from transfer.route import Checked, Route
-from transfer.transport import (
-    Completion,
-    KVMemory,
-    Outcome,
-    Ticket,
-    TransferError,
-    Transport,
-)
+from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferError, Transport
 from transfer.watchdog import LOOK_S
 
 log = logging.getLogger(__name__)
@@ -177,16 +170,12 @@ class Mover:
                 try:
                     self._send(command)
                 except Exception as error:
-                    self._on_event(
-                        Sent(command.move.handoff, command.move.seq, _describe(error), 0.0)
-                    )
+                    self._on_event(Sent(command.move.handoff, command.move.seq, _describe(error), 0.0))
             case PostRecv():
                 try:
                     self._recv(command)
                 except Exception as error:
-                    self._on_event(
-                        Received(command.move.handoff, command.move.seq, _describe(error), 0.0, 0)
-                    )
+                    self._on_event(Received(command.move.handoff, command.move.seq, _describe(error), 0.0, 0))
             case PostScrap():
                 # A peer that is gone has nothing to drain.
                 route = self._routes.get(command.peer)
@@ -212,9 +201,7 @@ class Mover:
         name = command.endpoint.transport
         try:
             transport = self._transports[name]
-            route = open_route(
-                transport, self._memory, self._layout, command.agreement, self.digests
-            )
+            route = open_route(transport, self._memory, self._layout, command.agreement, self.digests)
             route.warm_up()
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:

@@ -28,12 +28,7 @@ class Route:
     Who reads the sender's memory reads blocks as they are stored: there is no wire that 8 bits could relieve."""
 
     def __init__(
-        self,
-        transport: Transport,
-        memory: KVMemory,
-        layout: KVLayout,
-        agreement: Agreement,
-        tally: Tally,
+        self, transport: Transport, memory: KVMemory, layout: KVLayout, agreement: Agreement, tally: Tally
     ) -> None:
         self.transport = transport
         self.wire = AS_STORED if transport.reads_remotely else agreement.wire
@@ -54,20 +49,14 @@ class Route:
         stored = msgspec.structs.replace(self.outgoing, dtype=self._layout.dtype)
         part = _span(stored, self._layout)
         blocks = (self._memory.block(block.source) for block in command.blocks)
-        return [
-            convert(block[part.offset : part.offset + part.nbytes], stored, self.outgoing)
-            for block in blocks
-        ]
+        return [convert(block[part.offset : part.offset + part.nbytes], stored, self.outgoing) for block in blocks]
 
     def digests(self, command: PostSend, packed: Any) -> tuple[int, ...]:
         """Of what travels of each block to be sent; 0 for one that has none by the agreement."""
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         views = packed or [self._memory.block(block.source)[start:end] for block in command.blocks]
         handoff = command.move.handoff
-        return tuple(
-            self._digest(view, block, handoff)
-            for view, block in zip(views, command.blocks, strict=True)
-        )
+        return tuple(self._digest(view, block, handoff) for view, block in zip(views, command.blocks, strict=True))
 
     def landing(self, command: PostRecv) -> Checked:
         """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""

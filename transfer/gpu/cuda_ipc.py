@@ -61,9 +61,7 @@ class _Mapping:
         self._generations = np.frombuffer(self._map, dtype=np.uint64, count=details.blocks)
         self.handle = details.handle
         self.blocks = details.blocks
-        self.words: Tensor = words_of(
-            device.open(details.handle, details.blocks, details.block_bytes), span
-        )
+        self.words: Tensor = words_of(device.open(details.handle, details.blocks, details.block_bytes), span)
 
     def expect(self, remote: tuple[tuple[BlockId, int], ...]) -> None:
         """Raises StaleBlockError where a block is not the one that was offered any more."""
@@ -79,12 +77,7 @@ class _Pull:
     __slots__ = ("begun", "ended", "error", "landing", "mapping", "move", "peer", "ticket")
 
     def __init__(
-        self,
-        ticket: Ticket,
-        peer: Incarnation,
-        mapping: _Mapping,
-        move: Move,
-        landing: DeviceLanding,
+        self, ticket: Ticket, peer: Incarnation, mapping: _Mapping, move: Move, landing: DeviceLanding
     ) -> None:
         self.ticket = ticket
         self.peer = peer

@@ -80,11 +80,7 @@ class Device(Protocol):
         with digests int64 `[n, heads]` of the valid `tokens` if these are given."""
 
     def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
     ) -> None:
         """Enqueue `kernels.block_convert.convert_blocks` on the current stream."""
 

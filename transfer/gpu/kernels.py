@@ -37,11 +37,7 @@ class DeviceKernels:
         return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
 
     def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
     ) -> None:
         numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
         eight = source if source.scales is not None else target

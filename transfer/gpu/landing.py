@@ -59,12 +59,7 @@ class DeviceInPlace:
     """Equal layouts: blocks land where they stay. `memory`: uint8 `[blocks, block_bytes]`."""
 
     def __init__(
-        self,
-        device: Device,
-        memory: Tensor,
-        layout: KVLayout,
-        blocks: Sequence[IncomingBlock],
-        verifier: Verifier,
+        self, device: Device, memory: Tensor, layout: KVLayout, blocks: Sequence[IncomingBlock], verifier: Verifier
     ) -> None:
         self.wrong = 0
         self._device = device
@@ -159,9 +154,7 @@ def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
     return slice(first, first + unit.kv_heads)
 
 
-def store(
-    memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]
-) -> None:
+def store(memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]) -> None:
     """Enqueue the copy of `rows` of a block that came as `unit`, its planes `sources`, into a pool of `layout`."""
     block = memory[rows.target].view(layout.kv_heads, -1)[held_heads(unit, layout)]
     for source, target in zip(sources, planes(block, layout), strict=True):

@@ -31,12 +31,7 @@ class DeviceRoute(Route):
     digests that a device does not make."""
 
     def __init__(
-        self,
-        transport: Transport,
-        memory: KVMemory,
-        layout: KVLayout,
-        agreement: Agreement,
-        tally: Tally,
+        self, transport: Transport, memory: KVMemory, layout: KVLayout, agreement: Agreement, tally: Tally
     ) -> None:
         super().__init__(transport, memory, layout, agreement, tally)
         if agreement.digest != WP64 and agreement.digest_share:
@@ -79,9 +74,7 @@ class DeviceRoute(Route):
         if not self.transport.reads_remotely:
             words = words.contiguous()  # as in a slot
         block = IncomingBlock((Rows(0, BlockId(0), 0, 1),), generation=0, tokens=1, identity=b"", digest=0)
-        landing = self._land(
-            self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally())
-        )
+        landing = self._land(self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally()))
         landing.land(0, words, [0])
         landing.landed()
 

@@ -55,9 +55,7 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
     wire = _wire(mine, theirs, here)
     try:
-        forms = [
-            unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}
-        ]
+        forms = [unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}]
     except ValueError as error:
         raise NegotiationError(f"these blocks cannot travel as {wire}: {error}") from error
     if mine.digest == WP64:
@@ -99,9 +97,7 @@ def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:
 def check_whole(sender: KVLayout, receiver: KVLayout) -> None:
     """A handoff has one sender, which must hold every head that the receiver computes with. Raises NegotiationError."""
     if common_heads(sender, receiver) != receiver.heads:
-        raise NegotiationError(
-            f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender"
-        )
+        raise NegotiationError(f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender")
 
 
 def _wire(mine: Hello, theirs: Hello, layout: KVLayout) -> str:

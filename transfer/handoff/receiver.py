@@ -47,10 +47,7 @@ class KVReceiver:
         if handoff in self._handoffs:
             raise HandoffError(f"{handoff} is already expected")
         rows = sorted((r.target, r.at, r.count) for block in blocks.values() for r in block.rows)
-        twice = any(
-            before[0] == after[0] and before[1] + before[2] > after[1]
-            for before, after in pairwise(rows)
-        )
+        twice = any(before[0] == after[0] and before[1] + before[2] > after[1] for before, after in pairwise(rows))
         if twice or not blocks or not all(block.rows for block in blocks.values()):
             raise HandoffError(f"{handoff}: rows of target blocks must be distinct, and at least one")
         self._handoffs[handoff] = _Receiving(dict(blocks))
@@ -156,9 +153,7 @@ class KVReceiver:
     @staticmethod
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:
         expected = receiving.expected[block.index]
-        return IncomingBlock(
-            expected.rows, block.generation, expected.tokens, expected.identity, block.digest
-        )
+        return IncomingBlock(expected.rows, block.generation, expected.tokens, expected.identity, block.digest)
 
     def _break(self, handoff: Handoff, receiving: _Receiving, why: str) -> list[Command]:
         if receiving.state is not R.OPEN:

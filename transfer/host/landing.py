@@ -46,12 +46,7 @@ class Repacked:
     """Blocks come as `unit` and are stored as `layout`. Raises ValueError if `unit` has heads that `layout` has not."""
 
     def __init__(
-        self,
-        memory: KVMemory,
-        blocks: Sequence[IncomingBlock],
-        check: Check,
-        unit: KVLayout,
-        layout: KVLayout,
+        self, memory: KVMemory, blocks: Sequence[IncomingBlock], check: Check, unit: KVLayout, layout: KVLayout
     ) -> None:
         if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
             raise ValueError(f"{unit} does not fit into {layout}")

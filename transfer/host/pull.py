@@ -39,9 +39,7 @@ class PeerPool(Protocol):
 class _Pull:
     __slots__ = ("done", "landing", "move", "peer", "source", "ticket")
 
-    def __init__(
-        self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing
-    ) -> None:
+    def __init__(self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing) -> None:
         self.ticket = ticket
         self.peer = peer
         self.source = source
@@ -63,9 +61,7 @@ class Puller:
         self._last_ticket += 1
         return Ticket(self._last_ticket)
 
-    def pull(
-        self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing | None
-    ) -> None:
+    def pull(self, ticket: Ticket, peer: Incarnation, source: PeerPool, move: Move, landing: Landing | None) -> None:
         """Queue a receive. A scrap receive is done at once: a wire that carries nothing has nothing to drain."""
         if landing is None:
             self.finish(ticket, Outcome.DONE)

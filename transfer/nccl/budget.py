@@ -130,9 +130,7 @@ class CommunicatorBudget:
         self._report.pair_bytes = found
         self._report.built += 1
         self._report.rings += communicator.puts is not None
-        log.info(
-            "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
-        )
+        log.info("communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20)
 
     def abort(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
         """End a pair's communicator at this end, if it has one."""
@@ -202,9 +200,7 @@ class CommunicatorBudget:
             victim.spare_asked = True
             victim.say(RequestDrop(victim.communicator.epoch))
 
-    def _part(
-        self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float
-    ) -> None:
+    def _part(self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float) -> None:
         """Nothing is under way on it: let it go, if somebody wants to be rid of it."""
         leads = peer.pair.leads
         if leads and peer.spare_asked and communicator.stage is Stage.WARM:

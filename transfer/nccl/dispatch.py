@@ -202,12 +202,7 @@ class PieceDispatcher:
         self._launch(peer, communicator, piece, now, slot)
 
     def _launch(
-        self,
-        peer: NcclPeer,
-        communicator: Communicator,
-        piece: ChunkPiece | None,
-        now: float,
-        slot: int = -1,
+        self, peer: NcclPeer, communicator: Communicator, piece: ChunkPiece | None, now: float, slot: int = -1
     ) -> None:
         self.progress += 1
         self._current = (peer, piece)

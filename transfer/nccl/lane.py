@@ -112,9 +112,7 @@ class Lane:
                 case OperationKind.WARM if job.ring is not None:
                     job.ring.warm(job.comm, job.rank, stream)
                 case OperationKind.WARM:
-                    self._library.exchange(
-                        job.comm, address, address + WORD_BYTES, WORD_BYTES, job.rank, stream
-                    )
+                    self._library.exchange(job.comm, address, address + WORD_BYTES, WORD_BYTES, job.rank, stream)
 
     def poll(self, now: float) -> Operation | None:
         """The job, when it has ended well. Raises NcclError when it failed or takes too long: abort it."""
@@ -163,6 +161,4 @@ class Lane:
         if self._drain.done():
             self._drain = None
         elif now > self._drain_until_s:
-            raise StuckStreamError(
-                f"kernels of an aborted communicator are still running after {self._drain_s:g} s"
-            )
+            raise StuckStreamError(f"kernels of an aborted communicator are still running after {self._drain_s:g} s")

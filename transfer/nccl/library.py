@@ -156,9 +156,7 @@ class NcclLibrary:
     def recv(self, comm: Comm, address: int, nbytes: int, peer: int, stream: int) -> None:
         self._start("ncclRecv", comm, address, nbytes, UINT8, peer, comm, stream)
 
-    def exchange(
-        self, comm: Comm, outgoing: int, incoming: int, nbytes: int, peer: int, stream: int
-    ) -> None:
+    def exchange(self, comm: Comm, outgoing: int, incoming: int, nbytes: int, peer: int, stream: int) -> None:
         """Both at once, as one group. Raises NcclError."""
         self._must("ncclGroupStart")
         try:
@@ -183,17 +181,13 @@ class NcclLibrary:
         self._start("ncclCommWindowRegister", comm, comm, address, nbytes, ctypes.byref(window), _SYMMETRIC)
         return window
 
-    def put(
-        self, comm: Comm, window: Window, pieces: Sequence[tuple[int, int, int]], peer: int, stream: int
-    ) -> None:
+    def put(self, comm: Comm, window: Window, pieces: Sequence[tuple[int, int, int]], peer: int, stream: int) -> None:
         """Enqueue copies of (address, bytes, offset in the peer's window) in this order, as one group; ask
         `async_state`. Each address lies in a window of this rank. Raises NcclError."""
         self._must("ncclGroupStart")
         try:
             for address, nbytes, offset in pieces:
-                self._start(
-                    "ncclPutSignal", comm, address, nbytes, UINT8, peer, window, offset, 0, 0, 0, comm, stream
-                )
+                self._start("ncclPutSignal", comm, address, nbytes, UINT8, peer, window, offset, 0, 0, 0, comm, stream)
         finally:
             self._start("ncclGroupEnd", comm)
 

@@ -56,10 +56,7 @@ class Meeting:
 
     @property
     def is_dialling(self) -> bool:
-        return any(
-            peer.dial is not None and not peer.is_met and not peer.lost
-            for peer in self._peers.values()
-        )
+        return any(peer.dial is not None and not peer.is_met and not peer.lost for peer in self._peers.values())
 
     def watch(self, pulse: Pulse) -> None:
         self._selector.register(pulse, selectors.EVENT_READ, pulse.hush)
@@ -74,9 +71,7 @@ class Meeting:
         self._bell.hush()
 
     def details(self, block_bytes: int, version: int, gpu: str) -> NcclDetails:
-        return NcclDetails(
-            self._host, self._door.port, self._token.hex(), block_bytes, version, gpu
-        )
+        return NcclDetails(self._host, self._door.port, self._token.hex(), block_bytes, version, gpu)
 
     def check(self, endpoint: Endpoint, received: BlockSlice, version: int) -> NcclDetails:
         """Raises TransferError for an endpoint that cannot be met."""

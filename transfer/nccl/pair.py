@@ -47,9 +47,7 @@ class ChunkPiece:
 
     __slots__ = ("chunk", "count", "first", "number", "sends")
 
-    def __init__(
-        self, sends: bool, number: int, chunk: Chunk | None, first: int, count: int
-    ) -> None:
+    def __init__(self, sends: bool, number: int, chunk: Chunk | None, first: int, count: int) -> None:
         self.sends = sends
         self.number = number
         self.chunk = chunk
@@ -176,9 +174,7 @@ class Pair:
         sends = not go.leader_sends
         count, rest = divmod(go.nbytes, block_bytes)
         chunk = self._lines[sends].chunks.get(go.number)
-        fits = chunk is None or (
-            go.first == chunk.launched and chunk.launched + count <= chunk.blocks
-        )
+        fits = chunk is None or (go.first == chunk.launched and chunk.launched + count <= chunk.blocks)
         if rest or not count or not fits or go.number >= self._lines[sends].posted:
             raise TransferError(f"{go} does not fit {chunk}")
         return ChunkPiece(sends, go.number, chunk, go.first, count)

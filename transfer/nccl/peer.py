@@ -75,12 +75,7 @@ class NcclPeer:
     # Mutable state: the socket, the communicator, the chunks, and why it was lost.
 
     def __init__(
-        self,
-        incarnation: Incarnation,
-        sent: BlockSlice,
-        received: BlockSlice,
-        dial: Dial | None,
-        stall_s: float,
+        self, incarnation: Incarnation, sent: BlockSlice, received: BlockSlice, dial: Dial | None, stall_s: float
     ) -> None:
         self.incarnation = incarnation
         self.sent = sent

@@ -79,9 +79,7 @@ class Ring:
     def give_back_outgoing(self, slot: Tensor) -> None:
         self._outgoing.append(slot)
 
-    def send(
-        self, comm: Comm, source: Tensor, nbytes: int, slot: int, peer: int, stream: int
-    ) -> None:
+    def send(self, comm: Comm, source: Tensor, nbytes: int, slot: int, peer: int, stream: int) -> None:
         """Enqueue the put of what is in `source`, an outgoing slot, and then of the slot's flag. Raises NcclError."""
         self.put += 1
         self._words[_SOURCE].fill_(self.put)

@@ -66,9 +66,7 @@ class NcclTransport:
         self._completions: list[Completion] = []
         self._last_ticket = 0
         self._room = CommunicatorBudget(config, device, library, self._peers, self.report)
-        self._dispatch = PieceDispatcher(
-            memory, config, device, library, self._posted, self._rest, self._room.warmed
-        )
+        self._dispatch = PieceDispatcher(memory, config, device, library, self._posted, self._rest, self._room.warmed)
         self._meeting = Meeting(
             incarnation,
             host,
@@ -196,9 +194,7 @@ class NcclTransport:
             case _:
                 self._room.heard(peer, said, self._dispatch, time.monotonic())
 
-    def _guarded(
-        self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float
-    ) -> bool:
+    def _guarded(self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float) -> bool:
         """Whatever goes wrong with one peer costs that peer, and nobody else."""
         try:
             return bool(act(peer, now))

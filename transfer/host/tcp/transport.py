@@ -86,9 +86,7 @@ class TcpTransport:
     device = None
     reads_remotely = False
 
-    def __init__(
-        self, memory: KVMemory, incarnation: Incarnation, host: str, stall_s: float
-    ) -> None:
+    def __init__(self, memory: KVMemory, incarnation: Incarnation, host: str, stall_s: float) -> None:
         self._memory = memory
         self._incarnation = incarnation
         self._host = host
@@ -109,9 +107,7 @@ class TcpTransport:
         self._watch(self._bell, selectors.EVENT_READ, self._bell.hush)
 
     def describe(self) -> Endpoint:
-        details = TcpDetails(
-            self._host, self._door.port, self._token.hex(), self._memory.block_bytes
-        )
+        details = TcpDetails(self._host, self._door.port, self._token.hex(), self._memory.block_bytes)
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
