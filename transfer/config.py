@@ -1,10 +1,21 @@
-"""How KV blocks travel."""
+"""How KV blocks travel, and what that asks of the environment of a worker's process. Pure: who starts workers applies
+it."""
 
+import re
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from transfer.handoff.negotiation import AS_STORED, WP64, XXH3
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both are read by some versions of PyTorch: one that says so is enough."""
+_WITHOUT_HANDLES = {
+    "expandable_segments": re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE),
+    "backend:cudaMallocAsync": re.compile(r"\bbackend\s*:\s*cudaMallocAsync\b"),
+}
+"""Ways to allocate whose memory `cudaIpcGetMemHandle` refuses."""
 
 
 class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,3 +94,36 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.digest_algorithm != "auto":
             return self.digest_algorithm
         return XXH3 if device == "cpu" else WP64
+
+
+def is_exported(device: str, config: TransferConfig) -> bool:
+    """Is the pool of such a worker mapped by others of its host?"""
+    return device != "cpu" and config.transport in ("auto", "cuda_ipc")
+
+
+def without_handles(environ: Mapping[str, str]) -> str:
+    """Why memory allocated under these variables has no IPC handle, and what to do; empty where it has one."""
+    for variable in VARIABLES:
+        for option, pattern in _WITHOUT_HANDLES.items():
+            if pattern.search(environ.get(variable, "")):
+                return (
+                    f"{variable} has {option}: memory allocated so has no IPC handle, by which other workers of the "
+                    'host read blocks; take it out, or set transfer.transport = "nccl"'
+                )
+    return ""
+
+
+def nccl_environment(config: NcclConfig, worker: str) -> dict[str, str]:
+    """What NCCL reads from the environment of one worker's process, and no call can set. `worker` is its name: two of
+    one host have different ones."""
+    found = {
+        # Two of these, or four, for each channel and peer: the memory that pairs are blamed for.
+        "NCCL_BUFFSIZE": str(config.buffer_bytes),
+        # Nobody else's port and threads: the workers watch each other by themselves.
+        "NCCL_RAS_ENABLE": "0",
+    }
+    if config.share_gpu == "multi_rank":
+        found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    elif config.share_gpu == "two_hosts":
+        found |= {"NCCL_HOSTID": f"headrace-{worker}", "NCCL_SOCKET_IFNAME": "lo"}
+    return found

@@ -38,10 +38,10 @@ from transfer.handoff.commands import (
     Unreachable,
 )
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
+from transfer.liveness import LOOK_S
 from transfer.registry import open_route
 from transfer.route import Checked, Route
 from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferError, Transport
-from transfer.watchdog import LOOK_S
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from engine.messages import Handoff
 from transfer.digest import Tally, binding, block_digest, is_sampled
 from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
 from transfer.handoff.negotiation import AS_STORED, Agreement, unit
-from transfer.host.landing import InPlace, Repacked
-from transfer.host.narrow import convert
+from transfer.host.landing import InPlace, Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
 
 

@@ -41,7 +41,7 @@ from transfer.handoff.commands import (
     Received,
     Sent,
 )
-from transfer.watchdog import Watchdog
+from transfer.liveness import Watchdog
 from worker.opening import Parts, WorkerConfig, open_parts
 from worker.role import Role, SharedEvent
 from worker.rpc import FrameIn, StreamEnded

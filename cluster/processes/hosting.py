@@ -15,7 +15,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
-from transfer.allocator import is_exported, without_handles
+from transfer.config import is_exported, without_handles
 from transfer.liveness import host_id
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}

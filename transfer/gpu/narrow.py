@@ -1,5 +1,5 @@
-"""Blocks that travel in 8 bits, on a device: `transfer.host.narrow` by the kernel of `kernels.block_convert`, which
-reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
+"""Blocks that travel in 8 bits, on a device: `transfer.host.landing.convert` by the kernel of `kernels.block_convert`,
+which reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
 
 from collections.abc import Sequence
 

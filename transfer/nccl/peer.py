@@ -15,11 +15,11 @@ from engine.types import Incarnation
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.narrow import DevicePacked
 from transfer.host.tcp.door import tune
+from transfer.liveness import Watchdog
 from transfer.nccl.communicator import Communicator
 from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.wire import Said, Wire
 from transfer.transport import BlockSlice, Move
-from transfer.watchdog import Watchdog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 

@@ -25,6 +25,7 @@ from engine.types import BlockId, Incarnation
 from transfer.bell import Bell
 from transfer.host.tcp.door import TOKEN_BYTES, Door, greeting, tune
 from transfer.host.tcp.link import InLink, OutLink, header
+from transfer.liveness import Watchdog
 from transfer.transport import (
     BlockSlice,
     Completion,
@@ -36,7 +37,6 @@ from transfer.transport import (
     Ticket,
     TransferError,
 )
-from transfer.watchdog import Watchdog
 
 
 class TcpDetails(msgspec.Struct, frozen=True):

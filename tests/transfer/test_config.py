@@ -9,8 +9,7 @@ from cluster.processes.hosting import Hosted
 from cluster.processes.spec import ChildSpec, LaunchError
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
-from transfer.allocator import is_exported, without_handles
-from transfer.config import NcclConfig, TransferConfig
+from transfer.config import NcclConfig, TransferConfig, is_exported, without_handles
 
 
 @pytest.mark.parametrize(
