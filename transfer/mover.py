@@ -17,9 +17,7 @@ from itertools import product
 
 from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Handoff
-from engine.types import Incarnation
 from kernels.compilations import OWN
-from transfer.bell import Bell
 from transfer.digest import Tally
 from transfer.handoff.commands import (
     CancelRecv,
@@ -39,6 +37,7 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
 from transfer.liveness import LOOK_S
+from transfer.polling import Bell, PeerTable
 from transfer.registry import open_route
 from transfer.route import Checked, Route
 from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferError, Transport
@@ -69,7 +68,7 @@ class Mover:
         self._stopping = False
         self._busy = False
         self._calls = 0
-        self._routes: dict[Incarnation, Route] = {}
+        self._routes: PeerTable[Route] = PeerTable()
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, Checked, int, float]] = {}
         self._posted: dict[tuple[Handoff, int], _Key] = {}
@@ -212,7 +211,7 @@ class Mover:
     def _send(self, command: PostSend) -> None:
         move = command.move
         started_s = time.perf_counter()
-        route = self._route(command.peer)
+        route = self._routes[command.peer]
         packed = route.pack(command)
         digests = route.digests(command, packed)
         key = (route.transport.name, route.transport.send(command.peer, move, packed))
@@ -222,18 +221,12 @@ class Mover:
 
     def _recv(self, command: PostRecv) -> None:
         started_s = time.perf_counter()
-        route = self._route(command.peer)
+        route = self._routes[command.peer]
         landing = route.landing(command)
         key = (route.transport.name, route.transport.recv(command.peer, command.move, landing))
         nbytes = len(command.blocks) * route.incoming.block_bytes
         self._recvs[key] = (command, landing, nbytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
-
-    def _route(self, peer: Incarnation) -> Route:
-        route = self._routes.get(peer)
-        if route is None:
-            raise TransferError(f"{peer} is not connected")
-        return route
 
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
