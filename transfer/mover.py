@@ -71,7 +71,6 @@ class Mover:
         self._routes: PeerTable[Route] = PeerTable()
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, Checked, int, float]] = {}
-        self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
 
@@ -126,14 +125,6 @@ class Mover:
         compiled meanwhile, of which a call may need several; None while it waits for work."""
         return self._calls + OWN.total if self._busy else None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether some transport has more to do at once: a copy that is made in pieces tells of its end only."""
-        poll = select.poll()  # select() ends at descriptor 1023
-        for transport in self._transports.values():
-            poll.register(transport.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
-
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()
@@ -165,28 +156,24 @@ class Mover:
 
     def _execute(self, command: MoverCommand) -> None:
         match command:
-            case PostSend():
+            case PostSend(move=move):
                 try:
                     self._send(command)
                 except Exception as error:
-                    self._on_event(Sent(command.move.handoff, command.move.seq, _describe(error), 0.0))
-            case PostRecv():
+                    self._on_event(Sent(move.handoff, move.seq, _describe(error), 0.0))
+            case PostRecv(move=move):
                 try:
                     self._recv(command)
                 except Exception as error:
-                    self._on_event(Received(command.move.handoff, command.move.seq, _describe(error), 0.0, 0))
+                    self._on_event(Received(move.handoff, move.seq, _describe(error), 0.0, 0))
             case PostScrap():
                 # A peer that is gone has nothing to drain.
                 route = self._routes.get(command.peer)
                 if route is not None:
                     ticket = route.transport.recv(command.peer, command.move, None)
                     self._scraps.add((route.transport.name, ticket))
-            case CancelRecv():
-                key = self._tickets.get((command.handoff, command.seq))
-                if key is not None:
-                    self._transports[key[0]].cancel(key[1])
-            case CancelSend():
-                key = self._posted.get((command.handoff, command.seq))
+            case CancelRecv(handoff, seq) | CancelSend(handoff, seq):
+                key = self._tickets.get((handoff, seq))
                 if key is not None:
                     self._transports[key[0]].cancel(key[1])
             case Connect():
@@ -216,7 +203,7 @@ class Mover:
         digests = route.digests(command, packed)
         key = (route.transport.name, route.transport.send(command.peer, move, packed))
         self._sends[key] = (command, started_s)
-        self._posted[move.handoff, move.seq] = key
+        self._tickets[move.handoff, move.seq] = key
         self._on_event(Posted(move.handoff, move.seq, digests))
 
     def _recv(self, command: PostRecv) -> None:
@@ -232,7 +219,7 @@ class Mover:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
         if key in self._sends:
             send, started_s = self._sends.pop(key)
-            del self._posted[send.move.handoff, send.move.seq]
+            del self._tickets[send.move.handoff, send.move.seq]
             seconds = time.perf_counter() - started_s
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:

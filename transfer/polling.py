@@ -4,9 +4,8 @@ are and what they tell."""
 import contextlib
 import os
 import select
-import selectors
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -48,49 +47,6 @@ class Bell:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-class Watched(Protocol):
-    def fileno(self) -> int: ...
-
-
-class Reactor:
-    """One descriptor for every reason to poll a transport: a bell, and the sockets and timers that are watched, each
-    with what to do about it. Used as a `Bell` is."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.EpollSelector()
-        self._bell = Bell()
-        self.watch(self._bell, self._bell.hush)
-        self.ring = self._bell.ring
-        self.hush = self._bell.hush
-
-    def fileno(self) -> int:
-        return self._selector.fileno()
-
-    def watch(self, what: Watched, act: Callable[[], None], events: int = selectors.EVENT_READ) -> None:
-        self._selector.register(what, events, act)
-
-    def rewatch(self, what: Watched, events: int) -> None:
-        key = self._selector.get_key(what)
-        if key.events != events:
-            self._selector.modify(what, events, key.data)
-
-    def is_watched(self, what: Watched) -> bool:
-        return what.fileno() in self._selector.get_map()
-
-    def unwatch(self, what: Watched) -> None:
-        if self.is_watched(what):
-            self._selector.unregister(what)
-
-    def wait(self, timeout_s: float) -> None:
-        """Do what is due, waiting for the first of it at most `timeout_s`."""
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
-
-    def close(self) -> None:
-        self._selector.close()
-        self._bell.close()
 
 
 class PeerTable(dict[Incarnation, PeerT]):

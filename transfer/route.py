@@ -1,13 +1,13 @@
 """What a worker has settled with one peer: over which transport blocks go, in which form, and with which digests."""
 
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff
-from transfer.digest import Tally, binding, block_digest, is_sampled
-from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
+from transfer.digest import Tally, Verifier, binding, block_digest, is_sampled
+from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend
 from transfer.handoff.negotiation import AS_STORED, Agreement, unit
 from transfer.host.landing import InPlace, Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
@@ -54,15 +54,21 @@ class Route:
         """Of what travels of each block to be sent; 0 for one that has none by the agreement."""
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         views = packed or [self._memory.block(block.source)[start:end] for block in command.blocks]
-        handoff = command.move.handoff
-        return tuple(self._digest(view, block, handoff) for view, block in zip(views, command.blocks, strict=True))
+        found = [0] * len(command.blocks)
+        for at, (view, block) in enumerate(zip(views, command.blocks, strict=True)):
+            bound = binding(block.identity, block.generation, command.move.handoff)
+            if is_sampled(bound, self._share):
+                found[at] = block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
+                self._tally.made += 1
+        return tuple(found)
 
     def landing(self, command: PostRecv) -> Checked:
         """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""
-        handoff = command.move.handoff
+        verifier = Verifier(command.move.handoff, self._share, self._tally)
 
         def check(view: memoryview, block: IncomingBlock) -> bool:
-            return self._has_its_digest(view, block, handoff)
+            of = partial(block_digest, view, self.incoming, block.tokens, algorithm=self._algorithm)
+            return verifier.fits(block, of)
 
         if self.incoming == self._layout:
             return InPlace(self._memory, command.blocks, check)
@@ -70,23 +76,6 @@ class Route:
 
     def warm_up(self) -> None:
         """Have everything compiled that this way's blocks need, on their way out and in. Nothing is, for the CPU."""
-
-    def _digest(self, view: memoryview, block: OutgoingBlock, handoff: Handoff) -> int:
-        bound = binding(block.identity, block.generation, handoff)
-        if not is_sampled(bound, self._share):
-            return 0
-        self._tally.made += 1
-        return block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
-
-    def _has_its_digest(self, view: memoryview, block: IncomingBlock, handoff: Handoff) -> bool:
-        bound = binding(block.identity, block.generation, handoff)
-        if not is_sampled(bound, self._share):
-            return True
-        found = block_digest(view, self.incoming, block.tokens, bound, self._algorithm)
-        fits = found == block.digest
-        self._tally.verified += 1
-        self._tally.mismatched += not fits
-        return fits
 
 
 def _span(form: KVLayout, layout: KVLayout) -> BlockSlice:

@@ -22,7 +22,7 @@ from transfer.gpu.pulse import Pulse
 from transfer.gpu.scatter import Copy, Scatter
 from transfer.host.peer_file import PeerFile, PoolFile, peer_pool_file, pool_file
 from transfer.host.pull import Pull, PullTransport, expect
-from transfer.polling import Reactor
+from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, Outcome, TransferError
 
 BLOCKS_PER_COPY = 32

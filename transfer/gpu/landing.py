@@ -7,17 +7,17 @@ way of the copy.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.digest import Verifier, combine
 from transfer.gpu.device import Device, words_of
 from transfer.handoff.commands import IncomingBlock, Rows
-from transfer.handoff.negotiation import digest_shape
+from transfer.handoff.negotiation import digest_shape, held_heads
 from transfer.transport import BlockSlice
 
 
@@ -32,27 +32,6 @@ class DeviceLanding(Protocol):
 
     def landed(self) -> None:
         """The copies of the oldest `land` have ended. May enqueue more."""
-
-
-class Verifier:
-    """Compares digests made on the device with those that were offered."""
-
-    def __init__(self, handoff: Handoff, share: float, tally: Tally) -> None:
-        self._handoff = handoff
-        self._share = share
-        self._tally = tally
-
-    def wrong(self, blocks: Sequence[IncomingBlock], digests: Tensor) -> int:
-        """How many of `blocks` are not what was offered; `digests` is int64 `[n, heads]`."""
-        found = 0
-        for block, heads in zip(blocks, unsigned(digests), strict=True):
-            bound = binding(block.identity, block.generation, self._handoff)
-            if is_sampled(bound, self._share):
-                fits = combine(heads, block.tokens, bound) == block.digest
-                self._tally.verified += 1
-                self._tally.mismatched += not fits
-                found += not fits
-        return found
 
 
 class DeviceInPlace:
@@ -81,7 +60,7 @@ class DeviceInPlace:
         self._pending.append((some, digests))
 
     def landed(self) -> None:
-        self.wrong += self._verifier.wrong(*self._pending.pop(0))
+        self.wrong += _wrong(self._verifier, *self._pending.pop(0))
 
 
 class DeviceConverted(ABC):
@@ -120,7 +99,7 @@ class DeviceConverted(ABC):
 
     def landed(self) -> None:
         some, kept, places, digests = self._pending.pop(0)
-        self.wrong += self._verifier.wrong(some, digests)
+        self.wrong += _wrong(self._verifier, some, digests)
         if not self.wrong:  # else the receive has failed: nothing more needs to be stored
             self._store(some, kept, places)
 
@@ -146,14 +125,6 @@ class DeviceRepacked(DeviceConverted):
                 store(self._memory, self._layout, self._unit, rows, sources)
 
 
-def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
-    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
-    if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
-        raise ValueError(f"{unit} does not fit into {layout}")
-    first = unit.first_head - layout.first_head
-    return slice(first, first + unit.kv_heads)
-
-
 def store(memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]) -> None:
     """Enqueue the copy of `rows` of a block that came as `unit`, its planes `sources`, into a pool of `layout`."""
     block = memory[rows.target].view(layout.kv_heads, -1)[held_heads(unit, layout)]
@@ -171,6 +142,12 @@ def planes(heads: Tensor, layout: KVLayout) -> list[Tensor]:
         heads[:, plane.offset : plane.offset + rows * plane.row_bytes].unflatten(-1, (*shape, -1))
         for plane in layout.planes
     ]
+
+
+def _wrong(verifier: Verifier, blocks: Sequence[IncomingBlock], digests: Tensor) -> int:
+    """How many of `blocks` are not what was offered; `digests` is int64 `[n, heads]`."""
+    pairs = zip(blocks, unsigned(digests), strict=True)
+    return sum(not verifier.fits(block, partial(combine, heads, block.tokens)) for block, heads in pairs)
 
 
 def unsigned(digests: Tensor) -> list[list[int]]:

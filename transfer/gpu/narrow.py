@@ -11,9 +11,9 @@ from engine.kv.layout import KVLayout
 from engine.storage.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
-from transfer.gpu.landing import DeviceConverted, held_heads, planes, store
+from transfer.gpu.landing import DeviceConverted, planes, store
 from transfer.handoff.commands import IncomingBlock
-from transfer.handoff.negotiation import digest_shape
+from transfer.handoff.negotiation import digest_shape, held_heads
 
 BLOCKS_PER_DIGEST = 32
 """Converted at a time to make digests of what will be sent."""

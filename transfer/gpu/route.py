@@ -8,15 +8,9 @@ from torch import Tensor
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.digest import Tally, Verifier, binding, combine, is_sampled
 from transfer.gpu.device import Device, DeviceMemory, flat, words_of
-from transfer.gpu.landing import (
-    DeviceConverted,
-    DeviceInPlace,
-    DeviceRepacked,
-    Verifier,
-    unsigned,
-)
+from transfer.gpu.landing import DeviceConverted, DeviceInPlace, DeviceRepacked, unsigned
 from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of
 from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend, Rows
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement, digest_shape

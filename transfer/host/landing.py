@@ -22,6 +22,7 @@ from engine.storage.paged import pool_views
 from kernels.kv_write import quantize
 from transfer.digest import block_rows
 from transfer.handoff.commands import IncomingBlock
+from transfer.handoff.negotiation import held_heads
 from transfer.transport import KVMemory
 
 Check = Callable[[memoryview, IncomingBlock], bool]
@@ -44,22 +45,17 @@ class InPlace:
         self.wrong += not self._check(self.place(at), self._blocks[at])
 
 
-class Repacked:
+class Repacked(InPlace):
     """Blocks come as `unit` and are stored as `layout`. Raises ValueError if `unit` has heads that `layout` has not."""
 
     def __init__(
         self, memory: KVMemory, blocks: Sequence[IncomingBlock], check: Check, unit: KVLayout, layout: KVLayout
     ) -> None:
-        if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
-            raise ValueError(f"{unit} does not fit into {layout}")
-        self.wrong = 0
-        self._memory = memory
-        self._blocks = blocks
-        self._check = check
+        super().__init__(memory, blocks, check)
         self._unit = unit
         self._layout = layout
         self._wide = msgspec.structs.replace(unit, dtype=layout.dtype)
-        self._first_head = unit.first_head - layout.first_head
+        self._heads = held_heads(unit, layout)
         self._buffer: memoryview | None = None
 
     def place(self, at: int) -> memoryview:
@@ -78,11 +74,10 @@ class Repacked:
         if self._unit != self._wide:
             wide = convert(self._buffer, self._unit, self._wide)
         sources = block_rows(wide, self._wide)
-        heads = slice(self._first_head, self._first_head + self._unit.kv_heads)
         for rows in block.rows:
             targets = block_rows(self._memory.block(rows.target), self._layout)
             for source, target in zip(sources, targets, strict=True):
-                mine = target[heads, :, :, rows.at : rows.at + rows.count]
+                mine = target[self._heads, :, :, rows.at : rows.at + rows.count]
                 np.copyto(mine, source[:, :, :, rows.first : rows.first + rows.count])
 
 

@@ -15,16 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.types import BlockId, Incarnation
-from transfer.polling import Bell, CompletionQueue, PeerTable, Reactor
-from transfer.transport import (
-    Completion,
-    Landing,
-    Move,
-    Outcome,
-    StaleBlockError,
-    Ticket,
-    TransferError,
-)
+from transfer.polling import Bell, CompletionQueue, PeerTable
+from transfer.transport import Completion, Landing, Move, Outcome, StaleBlockError, Ticket, TransferError
 
 BLOCKS_PER_RUN = 32
 """So that a poll ends soon, and a cancel that waits in the queue behind it is heard."""
@@ -70,7 +62,7 @@ class PullTransport(ABC, Generic[PoolT, IntoT]):
 
     # Mutable state: the peers' pools, the receives in order, and what has ended.
 
-    def __init__(self, bell: Bell | Reactor) -> None:
+    def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._peers: PeerTable[PoolT] = PeerTable()
         self._pulls: deque[Pull[PoolT, IntoT]] = deque()

@@ -16,7 +16,7 @@ from transfer.nccl.library import dotted
 from transfer.nccl.pair import Pair
 from transfer.nccl.peer import Dial, NcclDetails, NcclPeer
 from transfer.nccl.wire import Said, Welcome, Wire
-from transfer.polling import Reactor
+from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, TransferError
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from engine.messages import Endpoint
 from engine.types import Incarnation
-from transfer.polling import Reactor, details_of
+from transfer.polling import details_of
+from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, TransferError
 
 TOKEN_BYTES = 32

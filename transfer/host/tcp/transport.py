@@ -32,18 +32,9 @@ from transfer.host.tcp.door import (
 )
 from transfer.host.tcp.link import InLink, OutLink, header
 from transfer.liveness import Watchdog
-from transfer.polling import CompletionQueue, PeerTable, Reactor
-from transfer.transport import (
-    BlockSlice,
-    Completion,
-    KVMemory,
-    Landing,
-    Move,
-    Outcome,
-    Packed,
-    Ticket,
-    TransferError,
-)
+from transfer.polling import CompletionQueue, PeerTable
+from transfer.reactor import Reactor
+from transfer.transport import BlockSlice, Completion, KVMemory, Landing, Move, Outcome, Packed, Ticket, TransferError
 
 
 @dataclass(slots=True, eq=False)
