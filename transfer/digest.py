@@ -36,8 +36,8 @@ def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
 
 
 def is_sampled(binding: bytes, share: float) -> bool:
-    """Whether this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver agree,
-    and a new attempt at the same blocks draws anew."""
+    """Return True if this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver
+    agree, and a new attempt at the same blocks draws anew."""
     return share >= 1.0 or xxhash.xxh3_64_intdigest(binding, seed=_SAMPLING) < share * 2.0**64
 
 

@@ -88,7 +88,9 @@ def open_transport(
     name: str, memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None = None
 ) -> Transport:
     """A transport of this worker's pool. Raises TransferError if there is none of that name, or it cannot start."""
-    return FACTORIES[_known(name)](memory, incarnation, config, hub)
+    if name not in FACTORIES:
+        raise TransferError(f"no transport {name!r}; there are {', '.join(sorted(FACTORIES))}")
+    return FACTORIES[name](memory, incarnation, config, hub)
 
 
 def open_transports(
@@ -118,9 +120,3 @@ def open_route(transport: Transport, memory: KVMemory, layout: KVLayout, agreeme
     from transfer.gpu.route import DeviceRoute
 
     return DeviceRoute(transport, memory, layout, agreement, tally)
-
-
-def _known(name: str) -> str:
-    if name not in FACTORIES:
-        raise TransferError(f"no transport {name!r}; there are {', '.join(sorted(FACTORIES))}")
-    return name

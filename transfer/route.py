@@ -21,8 +21,8 @@ class Checked(Protocol):
 
 
 class Route:
-    """To and from a peer. `outgoing` and `incoming` are the forms in which blocks travel; `tally` counts digests.
-    Raises ValueError if the two workers have no KV head in common. Used by the transfer thread alone.
+    """The way to and from a peer. Blocks travel in the forms `outgoing` and `incoming`; `tally` counts digests. Raises
+    ValueError if the two workers have no KV head in common. Used by the transfer thread alone.
 
     Who reads the sender's memory reads blocks as they are stored: there is no wire that 8 bits could relieve."""
 
@@ -51,7 +51,7 @@ class Route:
         return [convert(block[part.offset : part.offset + part.nbytes], stored, self.outgoing) for block in blocks]
 
     def digests(self, command: PostSend, packed: Any) -> tuple[int, ...]:
-        """Of what travels of each block to be sent; 0 for one that has none by the agreement."""
+        """Return the digest of what travels of each block to be sent; 0 for one that has none by the agreement."""
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         views = packed or [self._memory.block(block.source)[start:end] for block in command.blocks]
         found = [0] * len(command.blocks)

@@ -43,7 +43,7 @@ class CudaStream:
             self._cupy = cupy.cuda.Stream.from_external(self)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """By which CuPy takes a stream of torch's: version of the protocol, and handle."""
+        """Return what CuPy takes a stream of torch's by: version of the protocol, and handle."""
         return 0, self.handle
 
     def use(self) -> AbstractContextManager[object]:

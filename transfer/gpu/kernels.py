@@ -14,7 +14,7 @@ from kernels.pool import KVPool
 
 
 class DeviceKernels:
-    """Of one device; `arch` is its name in the table of configurations. All on the current stream; see
+    """The kernels of one device; `arch` is its name in the table of configurations. All on the current stream; see
     `transfer.gpu.device.Device`."""
 
     def __init__(self, device: torch.device, arch: int) -> None:

@@ -11,7 +11,7 @@ from engine.kv.layout import KVLayout
 from engine.storage.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
-from transfer.gpu.landing import DeviceConverted, planes, store
+from transfer.gpu.landing import DeviceInPlace, planes, store
 from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import digest_shape, held_heads
 
@@ -63,12 +63,14 @@ class DevicePacked:
         return found
 
 
-class DeviceWidened(DeviceConverted):
+class DeviceWidened(DeviceInPlace):
     """Blocks that come in 8 bits: by one kernel where both have blocks of one size, by way of a private buffer
     elsewhere. Raises ValueError where kernels cannot read the pool's."""
 
-    def _buffer(self, by_head: Tensor, count: int) -> None:
-        return None
+    def _target(
+        self, by_head: Tensor, places: Sequence[int], blocks: Sequence[IncomingBlock]
+    ) -> tuple[None, Sequence[int]]:
+        return None, places
 
     def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
         arrived = as_pool(words, self._unit)

@@ -1,4 +1,4 @@
-"""Do the KV blocks of two workers fit, and in which form do they travel? Settled from their hellos, when they connect.
+"""What two workers settle from their hellos when they connect: that their KV blocks fit, and in which form they travel.
 
 Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
 difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by

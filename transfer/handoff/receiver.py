@@ -55,15 +55,17 @@ class KVReceiver:
         """Blocks are ready at the peer, or on their way."""
         handoff = message.handoff
         receiving = self._handoffs.get(handoff)
+        # 1. Nobody here reads for it, and the sender may not know: say so again.
         if receiving is None:
-            # Nobody here reads for it, and the sender may not know: say so again.
             return [*self._scrap(message, "offer: unknown handoff"), Emit(handoff.prefill, Stop(handoff))]
+        # 2. The same message again: whatever bytes it announced already have their receive.
         if message.seq in receiving.seen:
-            # The same message again: whatever bytes it announced already have their receive.
             return self._drop("offer: duplicate")
         receiving.seen.add(message.seq)
+        # 3. No more is wanted, but bytes may be on their way.
         if receiving.state is not R.OPEN:
             return self._scrap(message, "offer: stopped")
+        # 4. Other blocks than those that are still expected, one of them twice, or none.
         taken = set(receiving.landed).union(*receiving.outstanding.values())
         indices = [block.index for block in message.blocks]
         wanted = {index: block.tokens for index, block in receiving.expected.items() if index not in taken}
@@ -71,6 +73,7 @@ class KVReceiver:
             commands = self._scrap(message, "offer: not what was asked for")
             why = f"chunk {message.seq} offers blocks {indices}, not what was asked for"
             return commands + self._break(handoff, receiving, why)
+        # 5. What was asked for.
         receiving.outstanding[message.seq] = indices
         incoming = tuple(self._incoming(receiving, block) for block in message.blocks)
         return [PostRecv(handoff.prefill, _move(message), incoming)]

@@ -183,10 +183,13 @@ class KVSender:
 
     @staticmethod
     def _is_settled(sending: _Sending) -> bool:
+        # 1. A send of this worker's own may still touch the blocks.
         if any(chunk.sending for chunk in sending.chunks):
             return False
+        # 2. The receiver reads no more: it said so, or is dead, or is lost and only ever got what was pushed.
         if sending.state is S.STOPPED or (sending.state is S.LOST and not sending.reads_remotely):
             return True
+        # 3. It may still read: settled once no more is offered, and each chunk has landed.
         return sending.state is not S.OPEN and not any(c.reading for c in sending.chunks)
 
     def _settle(self, handoff: Handoff, sending: _Sending) -> list[Command]:

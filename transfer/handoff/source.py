@@ -65,7 +65,7 @@ class HandoffSource(Generic[T]):
     def __init__(self, kv: KVCacheManager, fingerprint: str, holder: Holder[T]) -> None:
         self.sender = KVSender()
         self.quarantined_since: list[float] = []
-        """Of blocks that were let go since `take_quarantined`; the holder adds to it."""
+        """The beginnings of quarantines that have ended since `take_quarantined`; the holder adds to them."""
         self._kv = kv
         self._fingerprint = fingerprint
         self._holder = holder
@@ -79,7 +79,7 @@ class HandoffSource(Generic[T]):
         return [served.item for served in self._served.values()]
 
     def take_quarantined(self) -> list[float]:
-        """Since when blocks were quarantined that were let go since the last call."""
+        """Return when the quarantines began that have ended since the last call."""
         taken, self.quarantined_since = self.quarantined_since, []
         return taken
 

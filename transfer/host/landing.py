@@ -26,7 +26,7 @@ from transfer.handoff.negotiation import held_heads
 from transfer.transport import KVMemory
 
 Check = Callable[[memoryview, IncomingBlock], bool]
-"""Does what has come of a block have the digest that was offered? True where none was agreed on."""
+"""True if what has come of a block has the digest that was offered, or none was agreed on."""
 
 
 class InPlace:

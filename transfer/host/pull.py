@@ -30,7 +30,7 @@ class PeerPool(Protocol):
 
 
 class HostPool(PeerPool, Protocol):
-    """The same in this host's memory."""
+    """A peer's pool in this host's memory."""
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
         """A view of what travels of one block."""

@@ -38,7 +38,7 @@ class NcclReport(msgspec.Struct):
 
     built: int = 0
     rings: int = 0
-    """Of those built, how many put into a ring."""
+    """How many of those built put into a ring."""
     dropped: int = 0
     lost: int = 0
     pair_bytes: int = 0
@@ -68,7 +68,7 @@ class CommunicatorBudget:
 
     @property
     def is_busy(self) -> bool:
-        """Is a communicator on its way, in or out?"""
+        """True while a communicator is on its way, in or out."""
         return any(
             peer.invited
             or (peer.communicator is not None and peer.communicator.stage is not Stage.WARM)
@@ -186,7 +186,7 @@ class CommunicatorBudget:
             self.forbid(error)
 
     def _slot_bytes(self, peer: NcclPeer) -> int:
-        """Room for the largest piece of either direction."""
+        """Return how much the largest piece of either direction takes."""
         spans = (peer.sent, peer.received)
         return max(blocks_within(self._config.put_bytes, span) * span.nbytes for span in spans)
 

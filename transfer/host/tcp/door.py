@@ -144,7 +144,7 @@ class Door:
         reactor.watch(listener, self._accept)
 
     def address(self, host: str, block_bytes: int) -> DoorAddress:
-        """As a peer is told of it."""
+        """Return what a peer is told of this door."""
         return DoorAddress(host, self._listener.getsockname()[1], self._token.hex(), block_bytes)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def header(move: Move, blocks: int, block_bytes: int) -> bytes:
 
 
 def chunk_key(move: Move, blocks: int, block_bytes: int) -> int:
-    """The same in 64 bits."""
+    """Return the header as 64 bits."""
     return xxhash.xxh3_64_intdigest(header(move, blocks, block_bytes))
 
 
