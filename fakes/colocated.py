@@ -4,6 +4,7 @@ No sockets, no processes: what remains is exactly the part whose answers must be
 cluster and with other implementations; a script can use it as a small engine.
 """
 
+import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Colocated:
             Engine(self.prefill, prefill.runner, clock, self._carry_out(0), self._tier_movers[0]),
             Engine(self.decode, decode.runner, clock, self._carry_out(1), self._tier_movers[1]),
         )
-        transports = (
+        self._transports = transports = (
             LoopbackTransport(prefill.kv, PREFILL, self.hub),
             LoopbackTransport(decode.kv, DECODE, self.hub),
         )
@@ -173,8 +174,15 @@ class Colocated:
         if self._check:
             self.prefill.check()
             self.decode.check()
-        under_way = self._to_prefill or self._to_decode or any(m.is_due for m in self._movers)
+        under_way = self._to_prefill or self._to_decode or self._transports_due()
         return worked or bool(under_way)
+
+    def _transports_due(self) -> bool:
+        """True while some transport has more to do at once: a copy that is made in pieces tells of its end only."""
+        poll = select.poll()  # select() ends at descriptor 1023
+        for transport in self._transports:
+            poll.register(transport.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def run(self, records: Sequence[RequestRecord]) -> list[ColocatedAnswer]:
         """Run all of them at once, to the end. Raises RuntimeError if they can never end."""

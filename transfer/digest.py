@@ -11,7 +11,7 @@ its digest covers those: each receiver can check all that it takes, and needs no
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ import xxhash
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from kernels.wp64 import wp64
+from transfer.handoff.commands import IncomingBlock
 from transfer.handoff.negotiation import WP64, XXH3, digest_shape
 
 _SAMPLING = 0x6865616472616365
@@ -30,21 +31,13 @@ _SAMPLING = 0x6865616472616365
 def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
     """What a digest is bound to: block identity, generation of the source block, and the handoff's whole name."""
     name = handoff.request.encode()
-    numbers = struct.pack(
-        "<QQIQQI",
-        generation,
-        handoff.placement,
-        handoff.attempt,
-        handoff.decode,
-        handoff.prefill,
-        len(name),
-    )
-    return numbers + name + identity
+    numbers = (generation, handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
+    return struct.pack("<QQIQQI", *numbers) + name + identity
 
 
 def is_sampled(binding: bytes, share: float) -> bool:
-    """Whether this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver agree,
-    and a new attempt at the same blocks draws anew."""
+    """Return True if this block of this handoff is among the `share` of blocks that have a digest. Sender and receiver
+    agree, and a new attempt at the same blocks draws anew."""
     return share >= 1.0 or xxhash.xxh3_64_intdigest(binding, seed=_SAMPLING) < share * 2.0**64
 
 
@@ -57,9 +50,26 @@ class Tally:
     mismatched: int = 0
 
 
-def block_digest(
-    view: memoryview, layout: KVLayout, tokens: int, binding: bytes, algorithm: str = XXH3
-) -> int:
+class Verifier:
+    """Compares the blocks of one handoff, as they have come, with the digests that were offered."""
+
+    def __init__(self, handoff: Handoff, share: float, tally: Tally) -> None:
+        self._handoff = handoff
+        self._share = share
+        self._tally = tally
+
+    def fits(self, block: IncomingBlock, digest: Callable[[bytes], int]) -> bool:
+        """True also where none was agreed on. `digest` makes that of what has come, from what it is bound to."""
+        bound = binding(block.identity, block.generation, self._handoff)
+        if not is_sampled(bound, self._share):
+            return True
+        fits = digest(bound) == block.digest
+        self._tally.verified += 1
+        self._tally.mismatched += not fits
+        return fits
+
+
+def block_digest(view: memoryview, layout: KVLayout, tokens: int, binding: bytes, algorithm: str = XXH3) -> int:
     """64 bits over the first `tokens` rows of a block whose flat bytes are `view`.
 
     What lies behind the valid rows does not count. Raises ValueError if the sizes do not fit the layout, or the layout
@@ -83,8 +93,6 @@ def _xxh3(view: memoryview, layout: KVLayout, tokens: int) -> list[int]:
         slices = [view[head * size : (head + 1) * size] for head in range(layout.kv_heads)]
         return [xxhash.xxh3_64_intdigest(piece) for piece in slices]
     rows = [plane[:, :, :, :tokens] for plane in block_rows(view, layout)]
-    if len(rows) == 1:
-        return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(head).data) for head in rows[0]]
     joined = (np.concatenate([part.ravel() for part in head]) for head in zip(*rows, strict=True))
     return [xxhash.xxh3_64_intdigest(head.data) for head in joined]
 

@@ -17,9 +17,7 @@ from itertools import product
 
 from engine.kv.layout import DTYPE_BYTES, KVLayout
 from engine.messages import Handoff
-from engine.types import Incarnation
 from kernels.compilations import OWN
-from transfer.bell import Bell
 from transfer.digest import Tally
 from transfer.handoff.commands import (
     CancelRecv,
@@ -38,17 +36,11 @@ from transfer.handoff.commands import (
     Unreachable,
 )
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
+from transfer.liveness import LOOK_S
+from transfer.polling import Bell, PeerTable
 from transfer.registry import open_route
 from transfer.route import Checked, Route
-from transfer.transport import (
-    Completion,
-    KVMemory,
-    Outcome,
-    Ticket,
-    TransferError,
-    Transport,
-)
-from transfer.watchdog import LOOK_S
+from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferError, Transport
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +68,9 @@ class Mover:
         self._stopping = False
         self._busy = False
         self._calls = 0
-        self._routes: dict[Incarnation, Route] = {}
+        self._routes: PeerTable[Route] = PeerTable()
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
         self._recvs: dict[_Key, tuple[PostRecv, Checked, int, float]] = {}
-        self._posted: dict[tuple[Handoff, int], _Key] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
 
@@ -134,14 +125,6 @@ class Mover:
         compiled meanwhile, of which a call may need several; None while it waits for work."""
         return self._calls + OWN.total if self._busy else None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether some transport has more to do at once: a copy that is made in pieces tells of its end only."""
-        poll = select.poll()  # select() ends at descriptor 1023
-        for transport in self._transports.values():
-            poll.register(transport.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
-
     def run_once(self) -> bool:
         """Carry out what is queued and poll every transport once, without waiting. True if anything happened."""
         self._bell.hush()
@@ -173,32 +156,24 @@ class Mover:
 
     def _execute(self, command: MoverCommand) -> None:
         match command:
-            case PostSend():
+            case PostSend(move=move):
                 try:
                     self._send(command)
                 except Exception as error:
-                    self._on_event(
-                        Sent(command.move.handoff, command.move.seq, _describe(error), 0.0)
-                    )
-            case PostRecv():
+                    self._on_event(Sent(move.handoff, move.seq, _describe(error), 0.0))
+            case PostRecv(move=move):
                 try:
                     self._recv(command)
                 except Exception as error:
-                    self._on_event(
-                        Received(command.move.handoff, command.move.seq, _describe(error), 0.0, 0)
-                    )
+                    self._on_event(Received(move.handoff, move.seq, _describe(error), 0.0, 0))
             case PostScrap():
                 # A peer that is gone has nothing to drain.
                 route = self._routes.get(command.peer)
                 if route is not None:
                     ticket = route.transport.recv(command.peer, command.move, None)
                     self._scraps.add((route.transport.name, ticket))
-            case CancelRecv():
-                key = self._tickets.get((command.handoff, command.seq))
-                if key is not None:
-                    self._transports[key[0]].cancel(key[1])
-            case CancelSend():
-                key = self._posted.get((command.handoff, command.seq))
+            case CancelRecv(handoff, seq) | CancelSend(handoff, seq):
+                key = self._tickets.get((handoff, seq))
                 if key is not None:
                     self._transports[key[0]].cancel(key[1])
             case Connect():
@@ -212,9 +187,7 @@ class Mover:
         name = command.endpoint.transport
         try:
             transport = self._transports[name]
-            route = open_route(
-                transport, self._memory, self._layout, command.agreement, self.digests
-            )
+            route = open_route(transport, self._memory, self._layout, command.agreement, self.digests)
             route.warm_up()
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
         except (KeyError, ValueError, TransferError) as error:
@@ -225,34 +198,28 @@ class Mover:
     def _send(self, command: PostSend) -> None:
         move = command.move
         started_s = time.perf_counter()
-        route = self._route(command.peer)
+        route = self._routes[command.peer]
         packed = route.pack(command)
         digests = route.digests(command, packed)
         key = (route.transport.name, route.transport.send(command.peer, move, packed))
         self._sends[key] = (command, started_s)
-        self._posted[move.handoff, move.seq] = key
+        self._tickets[move.handoff, move.seq] = key
         self._on_event(Posted(move.handoff, move.seq, digests))
 
     def _recv(self, command: PostRecv) -> None:
         started_s = time.perf_counter()
-        route = self._route(command.peer)
+        route = self._routes[command.peer]
         landing = route.landing(command)
         key = (route.transport.name, route.transport.recv(command.peer, command.move, landing))
         nbytes = len(command.blocks) * route.incoming.block_bytes
         self._recvs[key] = (command, landing, nbytes, started_s)
         self._tickets[command.move.handoff, command.move.seq] = key
 
-    def _route(self, peer: Incarnation) -> Route:
-        route = self._routes.get(peer)
-        if route is None:
-            raise TransferError(f"{peer} is not connected")
-        return route
-
     def _ended(self, key: _Key, completion: Completion) -> None:
         error = "" if completion.outcome is Outcome.DONE else completion.error or "cancelled"
         if key in self._sends:
             send, started_s = self._sends.pop(key)
-            del self._posted[send.move.handoff, send.move.seq]
+            del self._tickets[send.move.handoff, send.move.seq]
             seconds = time.perf_counter() - started_s
             self._on_event(Sent(send.move.handoff, send.move.seq, error, seconds))
         elif key in self._recvs:

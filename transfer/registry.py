@@ -24,9 +24,7 @@ AUTO = "auto"
 LOOPBACK = "127.0.0.1"
 
 
-def _loopback(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
-) -> Transport:
+def _loopback(memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None) -> Transport:
     from transfer.host.loopback import LoopbackTransport
 
     if hub is None:
@@ -34,25 +32,19 @@ def _loopback(
     return LoopbackTransport(memory, incarnation, hub)
 
 
-def _shm(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
-) -> Transport:
+def _shm(memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None) -> Transport:
     from transfer.host.shm import ShmTransport
 
     return ShmTransport(memory)
 
 
-def _tcp(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
-) -> Transport:
+def _tcp(memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None) -> Transport:
     from transfer.host.tcp.transport import TcpTransport
 
     return TcpTransport(memory, incarnation, config.tcp_host or LOOPBACK, config.stall_s)
 
 
-def _cuda_ipc(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
-) -> Transport:
+def _cuda_ipc(memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None) -> Transport:
     pool = _on_device(memory)
     from transfer.gpu.cuda import CudaDevice
     from transfer.gpu.cuda_ipc import CudaIpcTransport
@@ -60,9 +52,7 @@ def _cuda_ipc(
     return CudaIpcTransport(pool, CudaDevice(memory.device))
 
 
-def _nccl(
-    memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None
-) -> Transport:
+def _nccl(memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None) -> Transport:
     pool = _on_device(memory)
     from transfer.gpu.cuda import CudaDevice, loaded_nccl
     from transfer.nccl.library import NcclLibrary
@@ -95,14 +85,12 @@ WAYS = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nccl")}
 
 
 def open_transport(
-    name: str,
-    memory: KVMemory,
-    incarnation: Incarnation,
-    config: TransferConfig,
-    hub: LoopbackHub | None = None,
+    name: str, memory: KVMemory, incarnation: Incarnation, config: TransferConfig, hub: LoopbackHub | None = None
 ) -> Transport:
     """A transport of this worker's pool. Raises TransferError if there is none of that name, or it cannot start."""
-    return FACTORIES[_known(name)](memory, incarnation, config, hub)
+    if name not in FACTORIES:
+        raise TransferError(f"no transport {name!r}; there are {', '.join(sorted(FACTORIES))}")
+    return FACTORIES[name](memory, incarnation, config, hub)
 
 
 def open_transports(
@@ -123,13 +111,7 @@ def choose(names: Collection[str], my_host: str, peer_host: str) -> str:
     return within if my_host == peer_host else beyond
 
 
-def open_route(
-    transport: Transport,
-    memory: KVMemory,
-    layout: KVLayout,
-    agreement: Agreement,
-    tally: Tally,
-) -> Route:
+def open_route(transport: Transport, memory: KVMemory, layout: KVLayout, agreement: Agreement, tally: Tally) -> Route:
     """The route for the memory that `transport` moves. Raises ValueError, as `Route` does."""
     if transport.device is None:
         from transfer.route import Route
@@ -138,9 +120,3 @@ def open_route(
     from transfer.gpu.route import DeviceRoute
 
     return DeviceRoute(transport, memory, layout, agreement, tally)
-
-
-def _known(name: str) -> str:
-    if name not in FACTORIES:
-        raise TransferError(f"no transport {name!r}; there are {', '.join(sorted(FACTORIES))}")
-    return name

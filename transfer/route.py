@@ -1,16 +1,15 @@
 """What a worker has settled with one peer: over which transport blocks go, in which form, and with which digests."""
 
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff
-from transfer.digest import Tally, binding, block_digest, is_sampled
-from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend
+from transfer.digest import Tally, Verifier, binding, block_digest, is_sampled
+from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend
 from transfer.handoff.negotiation import AS_STORED, Agreement, unit
-from transfer.host.landing import InPlace, Repacked
-from transfer.host.narrow import convert
+from transfer.host.landing import InPlace, Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
 
 
@@ -22,18 +21,13 @@ class Checked(Protocol):
 
 
 class Route:
-    """To and from a peer. `outgoing` and `incoming` are the forms in which blocks travel; `tally` counts digests.
-    Raises ValueError if the two workers have no KV head in common. Used by the transfer thread alone.
+    """The way to and from a peer. Blocks travel in the forms `outgoing` and `incoming`; `tally` counts digests. Raises
+    ValueError if the two workers have no KV head in common. Used by the transfer thread alone.
 
     Who reads the sender's memory reads blocks as they are stored: there is no wire that 8 bits could relieve."""
 
     def __init__(
-        self,
-        transport: Transport,
-        memory: KVMemory,
-        layout: KVLayout,
-        agreement: Agreement,
-        tally: Tally,
+        self, transport: Transport, memory: KVMemory, layout: KVLayout, agreement: Agreement, tally: Tally
     ) -> None:
         self.transport = transport
         self.wire = AS_STORED if transport.reads_remotely else agreement.wire
@@ -54,27 +48,27 @@ class Route:
         stored = msgspec.structs.replace(self.outgoing, dtype=self._layout.dtype)
         part = _span(stored, self._layout)
         blocks = (self._memory.block(block.source) for block in command.blocks)
-        return [
-            convert(block[part.offset : part.offset + part.nbytes], stored, self.outgoing)
-            for block in blocks
-        ]
+        return [convert(block[part.offset : part.offset + part.nbytes], stored, self.outgoing) for block in blocks]
 
     def digests(self, command: PostSend, packed: Any) -> tuple[int, ...]:
-        """Of what travels of each block to be sent; 0 for one that has none by the agreement."""
+        """Return the digest of what travels of each block to be sent; 0 for one that has none by the agreement."""
         start, end = self.sent.offset, self.sent.offset + self.sent.nbytes
         views = packed or [self._memory.block(block.source)[start:end] for block in command.blocks]
-        handoff = command.move.handoff
-        return tuple(
-            self._digest(view, block, handoff)
-            for view, block in zip(views, command.blocks, strict=True)
-        )
+        found = [0] * len(command.blocks)
+        for at, (view, block) in enumerate(zip(views, command.blocks, strict=True)):
+            bound = binding(block.identity, block.generation, command.move.handoff)
+            if is_sampled(bound, self._share):
+                found[at] = block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
+                self._tally.made += 1
+        return tuple(found)
 
     def landing(self, command: PostRecv) -> Checked:
         """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""
-        handoff = command.move.handoff
+        verifier = Verifier(command.move.handoff, self._share, self._tally)
 
         def check(view: memoryview, block: IncomingBlock) -> bool:
-            return self._has_its_digest(view, block, handoff)
+            of = partial(block_digest, view, self.incoming, block.tokens, algorithm=self._algorithm)
+            return verifier.fits(block, of)
 
         if self.incoming == self._layout:
             return InPlace(self._memory, command.blocks, check)
@@ -82,23 +76,6 @@ class Route:
 
     def warm_up(self) -> None:
         """Have everything compiled that this way's blocks need, on their way out and in. Nothing is, for the CPU."""
-
-    def _digest(self, view: memoryview, block: OutgoingBlock, handoff: Handoff) -> int:
-        bound = binding(block.identity, block.generation, handoff)
-        if not is_sampled(bound, self._share):
-            return 0
-        self._tally.made += 1
-        return block_digest(view, self.outgoing, block.tokens, bound, self._algorithm)
-
-    def _has_its_digest(self, view: memoryview, block: IncomingBlock, handoff: Handoff) -> bool:
-        bound = binding(block.identity, block.generation, handoff)
-        if not is_sampled(bound, self._share):
-            return True
-        found = block_digest(view, self.incoming, block.tokens, bound, self._algorithm)
-        fits = found == block.digest
-        self._tally.verified += 1
-        self._tally.mismatched += not fits
-        return fits
 
 
 def _span(form: KVLayout, layout: KVLayout) -> BlockSlice:

@@ -22,7 +22,7 @@ from telemetry.audit import Auditor
 from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
 from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
-from transfer.watchdog import Watchdog
+from transfer.liveness import Watchdog
 from worker.config import WorkerConfig
 from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent

@@ -23,7 +23,7 @@ from engine.kv.layout import KVLayout
 from engine.messages import Endpoint, Handoff
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.config import NcclConfig, TransferConfig
+from transfer.config import NcclConfig, TransferConfig, nccl_environment
 from transfer.handoff.commands import (
     Connect,
     IncomingBlock,
@@ -38,7 +38,6 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.negotiation import WP64, Agreement
 from transfer.mover import Mover
-from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport
 from transfer.transport import Move, Transport
 

@@ -6,7 +6,7 @@ from itertools import permutations
 from pathlib import Path
 
 from cluster.doctor.check import Check
-from transfer.allocator import without_handles
+from transfer.config import without_handles
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x")
 

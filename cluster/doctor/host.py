@@ -25,7 +25,7 @@ from cluster.processes.processors import usable_cores
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
 from engine.config import EngineConfig, TierConfig
-from transfer.allocator import is_exported
+from transfer.config import is_exported
 
 FILES = (1024, 8192)
 """Limits on the open files of a process: fewer than the first fail under load, fewer than the second may with many

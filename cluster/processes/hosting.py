@@ -13,7 +13,7 @@ from engine.messages import PeerAddress
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
-from transfer.allocator import is_exported, without_handles
+from transfer.config import is_exported, without_handles
 from transfer.liveness import host_id
 from worker.config import DecodeConfig, PrefillConfig
 

@@ -11,8 +11,7 @@ from engine.messages import PeerAddress
 from engine.types import Incarnation
 from router.core.escalation import Verdict
 from telemetry.tracing import TracingConfig
-from transfer.config import TransferConfig
-from transfer.nccl.environment import nccl_environment
+from transfer.config import TransferConfig, nccl_environment
 
 Kind = Literal["prefill", "decode", "router"]
 

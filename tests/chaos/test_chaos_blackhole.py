@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.blackhole import CASES, NOT_ALLOWED, STALL_S
 from tests.chaos.strike import KEEPALIVE_S
-from transfer.watchdog import LOOK_S
+from transfer.liveness import LOOK_S
 
 pytestmark = pytest.mark.chaos
 

@@ -2,7 +2,7 @@
 
 What is sent before the receiver has dialled waits at the sender. A connection that is cut is noticed by both ends, or,
 where the word of it is lost, by the sender alone. One on which something is due and nothing comes is given up by the
-receiver, as `transfer.watchdog` judges it.
+receiver, as `transfer.liveness` judges it.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.types import Incarnation
 from tests.sim.clock import Process
 from tests.sim.pipes import Pipe
-from transfer.watchdog import LOOK_S, Watchdog
+from transfer.liveness import LOOK_S, Watchdog
 
 if TYPE_CHECKING:
     from tests.sim.world import World

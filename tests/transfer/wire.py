@@ -12,10 +12,9 @@ from engine.backends.gpu.pool import DeviceKV
 from engine.kv.layout import KVLayout
 from engine.storage.paged import PagedKV
 from engine.types import BlockId, Incarnation
-from transfer.config import NcclConfig, TransferConfig
+from transfer.config import NcclConfig, TransferConfig, nccl_environment
 from transfer.gpu.device import flat, words_of
 from transfer.host.loopback import LoopbackHub
-from transfer.nccl.environment import nccl_environment
 from transfer.registry import open_transport
 from transfer.transport import BlockSlice, Landing, Transport
 

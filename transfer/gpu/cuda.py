@@ -43,7 +43,7 @@ class CudaStream:
             self._cupy = cupy.cuda.Stream.from_external(self)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """By which CuPy takes a stream of torch's: version of the protocol, and handle."""
+        """Return what CuPy takes a stream of torch's by: version of the protocol, and handle."""
         return 0, self.handle
 
     def use(self) -> AbstractContextManager[object]:
@@ -184,9 +184,7 @@ def _allocation(pointer: int) -> int:
     """Where the allocation begins that `pointer` lies in: a handle names a whole one."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
-    status = driver.cuMemGetAddressRange_v2(
-        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
-    )
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
     if status != _SUCCESS:
         raise TransferError(f"the pool is not in an allocation of CUDA's: error {status}")
     return base.value

@@ -20,12 +20,12 @@ from transfer.transport import BlockSlice, KVMemory, TransferError
 
 class Event(Protocol):
     def done(self) -> bool:
-        """Has everything ended that was in its stream when it was recorded? Never blocks."""
+        """Return True once everything has ended that was in its stream when it was recorded. Never blocks."""
 
 
 class Stream(Protocol):
     handle: int
-    """As other libraries name it: a `cudaStream_t`."""
+    """Its name in other libraries: a `cudaStream_t`."""
 
     def use(self) -> AbstractContextManager[object]:
         """Within it, this is the current stream of the calling thread, and its device the current one."""
@@ -49,16 +49,16 @@ class Peek(Event, Protocol):
 
     @property
     def words(self) -> list[int]:
-        """Once it is `done`."""
+        """The words, once it is `done`."""
 
 
 class Device(Protocol):
     name: str
-    """The same for two processes that share one device, and for nobody else: its UUID."""
+    """Its UUID, the same for two processes that share the device and for nobody else."""
 
     def stream(self) -> Stream:
-        """Of this process's few (torch has 32, and hands them out again from the first on): for what there is one of,
-        and not for each peer."""
+        """One of this process's few (torch has 32, and hands them out again from the first on): for what there is one
+        of, and not for each peer."""
 
     @property
     def digest_stream(self) -> Stream:
@@ -80,11 +80,7 @@ class Device(Protocol):
         with digests int64 `[n, heads]` of the valid `tokens` if these are given."""
 
     def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
     ) -> None:
         """Enqueue `kernels.block_convert.convert_blocks` on the current stream."""
 
@@ -104,7 +100,7 @@ class Device(Protocol):
         """Undo `open`; its tensor must not be used any more."""
 
     def free_bytes(self) -> int:
-        """Of the device's memory."""
+        """How many bytes of the device's memory are free."""
 
     def unique_id(self) -> bytes:
         """Names a communicator to be made. Raises TransferError."""

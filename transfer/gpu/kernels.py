@@ -14,7 +14,7 @@ from kernels.pool import KVPool
 
 
 class DeviceKernels:
-    """Of one device; `arch` is its name in the table of configurations. All on the current stream; see
+    """The kernels of one device; `arch` is its name in the table of configurations. All on the current stream; see
     `transfer.gpu.device.Device`."""
 
     def __init__(self, device: torch.device, arch: int) -> None:
@@ -37,11 +37,7 @@ class DeviceKernels:
         return copy_blocks(source, target, rows[0], rows[1], shape, self._config, tokens=valid)
 
     def convert(
-        self,
-        source: KVPool,
-        target: KVPool,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        self, source: KVPool, target: KVPool, source_blocks: Sequence[int], target_blocks: Sequence[int]
     ) -> None:
         numbers = torch.tensor([source_blocks, target_blocks], dtype=torch.int32).to(self._device)
         eight = source if source.scales is not None else target

@@ -5,19 +5,18 @@ stream; what either enqueues has ended before the receive is reported, or its ca
 way of the copy.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.digest import Verifier, combine
 from transfer.gpu.device import Device, words_of
 from transfer.handoff.commands import IncomingBlock, Rows
-from transfer.handoff.negotiation import digest_shape
+from transfer.handoff.negotiation import digest_shape, held_heads
 from transfer.transport import BlockSlice
 
 
@@ -34,65 +33,10 @@ class DeviceLanding(Protocol):
         """The copies of the oldest `land` have ended. May enqueue more."""
 
 
-class Verifier:
-    """Compares digests made on the device with those that were offered."""
-
-    def __init__(self, handoff: Handoff, share: float, tally: Tally) -> None:
-        self._handoff = handoff
-        self._share = share
-        self._tally = tally
-
-    def wrong(self, blocks: Sequence[IncomingBlock], digests: Tensor) -> int:
-        """How many of `blocks` are not what was offered; `digests` is int64 `[n, heads]`."""
-        found = 0
-        for block, heads in zip(blocks, unsigned(digests), strict=True):
-            bound = binding(block.identity, block.generation, self._handoff)
-            if is_sampled(bound, self._share):
-                fits = combine(heads, block.tokens, bound) == block.digest
-                self._tally.verified += 1
-                self._tally.mismatched += not fits
-                found += not fits
-        return found
-
-
 class DeviceInPlace:
-    """Equal layouts: blocks land where they stay. `memory`: uint8 `[blocks, block_bytes]`."""
-
-    def __init__(
-        self,
-        device: Device,
-        memory: Tensor,
-        layout: KVLayout,
-        blocks: Sequence[IncomingBlock],
-        verifier: Verifier,
-    ) -> None:
-        self.wrong = 0
-        self._device = device
-        self._blocks = blocks
-        self._verifier = verifier
-        self._shape = digest_shape(layout)
-        self._heads = layout.kv_heads
-        every = BlockSlice(0, layout.block_bytes, layout.block_bytes)
-        self._pool = words_of(memory, every).unflatten(1, (self._heads, -1))
-        self._pending: list[tuple[Sequence[IncomingBlock], Tensor]] = []
-
-    def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
-        some = self._blocks[first : first + len(blocks)]
-        targets = [block.rows[0].target for block in some]
-        tokens = [block.tokens for block in some]
-        by_head = source.unflatten(1, (self._heads, -1))
-        digests = self._device.copy(by_head, self._pool, blocks, targets, self._shape, tokens)
-        assert digests is not None
-        self._pending.append((some, digests))
-
-    def landed(self) -> None:
-        self.wrong += self._verifier.wrong(*self._pending.pop(0))
-
-
-class DeviceConverted(ABC):
-    """Blocks come as `unit` and are stored as `layout` in `memory`, uint8 `[blocks, block_bytes]`, where their digests
-    fit. Raises ValueError if `unit` has heads
-    that `layout` has not."""
+    """Equal layouts: blocks land where they stay, in `memory`, uint8 `[blocks, block_bytes]`. A subclass stores blocks
+    that come as another `unit` than `layout`, where their digests fit. Raises ValueError if `unit` has heads that
+    `layout` has not."""
 
     def __init__(
         self,
@@ -103,12 +47,12 @@ class DeviceConverted(ABC):
         blocks: Sequence[IncomingBlock],
         verifier: Verifier,
     ) -> None:
+        held_heads(unit, layout)
         self.wrong = 0
         self._device = device
         self._memory = memory
         self._layout = layout
         self._unit = unit
-        held_heads(unit, layout)
         self._blocks = blocks
         self._verifier = verifier
         self._pending: list[tuple[Sequence[IncomingBlock], Tensor, Sequence[int], Tensor]] = []
@@ -116,33 +60,41 @@ class DeviceConverted(ABC):
     def land(self, first: int, source: Tensor, blocks: Sequence[int]) -> None:
         some = self._blocks[first : first + len(blocks)]
         by_head = source.unflatten(1, (self._unit.kv_heads, -1))
-        buffer = self._buffer(by_head, len(some))
-        kept, places = (source, blocks) if buffer is None else (buffer, range(len(some)))
+        target, places = self._target(by_head, blocks, some)
         tokens = [block.tokens for block in some]
-        digests = self._device.copy(by_head, buffer, blocks, places, digest_shape(self._unit), tokens)
+        digests = self._device.copy(by_head, target, blocks, places, digest_shape(self._unit), tokens)
         assert digests is not None
-        self._pending.append((some, kept, places, digests))
+        self._pending.append((some, source if target is None else target, places, digests))
 
     def landed(self) -> None:
         some, kept, places, digests = self._pending.pop(0)
-        self.wrong += self._verifier.wrong(some, digests)
+        pairs = zip(some, unsigned(digests), strict=True)
+        self.wrong += sum(
+            not self._verifier.fits(block, partial(combine, heads, block.tokens)) for block, heads in pairs
+        )
         if not self.wrong:  # else the receive has failed: nothing more needs to be stored
             self._store(some, kept, places)
 
-    @abstractmethod
-    def _buffer(self, by_head: Tensor, count: int) -> Tensor | None:
-        """Where `count` blocks are copied to while they are digested; None where they are digested only."""
+    def _target(
+        self, by_head: Tensor, places: Sequence[int], blocks: Sequence[IncomingBlock]
+    ) -> tuple[Tensor | None, Sequence[int]]:
+        """Return where `blocks`, now at `by_head[places]`, are copied to while they are digested; None and `places`
+        where they are digested only."""
+        every = BlockSlice(0, self._layout.block_bytes, self._layout.block_bytes)
+        pool = words_of(self._memory, every).unflatten(1, (self._layout.kv_heads, -1))
+        return pool, [block.rows[0].target for block in blocks]
 
-    @abstractmethod
     def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
-        """Enqueue what brings `words[places]`, the blocks as they came, into the pool."""
+        """Enqueue what brings `words[places]`, the blocks as they came, into the pool, if they are not there yet."""
 
 
-class DeviceRepacked(DeviceConverted):
+class DeviceRepacked(DeviceInPlace):
     """Another size of blocks, or range of heads: into a private buffer, and then row by row into the pool."""
 
-    def _buffer(self, by_head: Tensor, count: int) -> Tensor:
-        return by_head.new_empty(count, *by_head.shape[1:])
+    def _target(
+        self, by_head: Tensor, places: Sequence[int], blocks: Sequence[IncomingBlock]
+    ) -> tuple[Tensor, Sequence[int]]:
+        return by_head.new_empty(len(blocks), *by_head.shape[1:]), range(len(blocks))
 
     def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
         for block, place in zip(blocks, places, strict=True):
@@ -151,17 +103,7 @@ class DeviceRepacked(DeviceConverted):
                 store(self._memory, self._layout, self._unit, rows, sources)
 
 
-def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
-    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
-    if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
-        raise ValueError(f"{unit} does not fit into {layout}")
-    first = unit.first_head - layout.first_head
-    return slice(first, first + unit.kv_heads)
-
-
-def store(
-    memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]
-) -> None:
+def store(memory: Tensor, layout: KVLayout, unit: KVLayout, rows: Rows, sources: Sequence[Tensor]) -> None:
     """Enqueue the copy of `rows` of a block that came as `unit`, its planes `sources`, into a pool of `layout`."""
     block = memory[rows.target].view(layout.kv_heads, -1)[held_heads(unit, layout)]
     for source, target in zip(sources, planes(block, layout), strict=True):

@@ -1,5 +1,5 @@
-"""Blocks that travel in 8 bits, on a device: `transfer.host.narrow` by the kernel of `kernels.block_convert`, which
-reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
+"""Blocks that travel in 8 bits, on a device: `transfer.host.landing.convert` by the kernel of `kernels.block_convert`,
+which reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from engine.kv.layout import KVLayout
 from engine.storage.paged import pool_views
 from kernels.pool import KVPool
 from transfer.gpu.device import Device
-from transfer.gpu.landing import DeviceConverted, held_heads, planes, store
+from transfer.gpu.landing import DeviceInPlace, planes, store
 from transfer.handoff.commands import IncomingBlock
-from transfer.handoff.negotiation import digest_shape
+from transfer.handoff.negotiation import digest_shape, held_heads
 
 BLOCKS_PER_DIGEST = 32
 """Converted at a time to make digests of what will be sent."""
@@ -34,9 +34,7 @@ def heads_of(memory: Tensor, layout: KVLayout, form: KVLayout) -> KVPool:
 class DevicePacked:
     """What travels of the blocks of one send; converted when there is a place for it."""
 
-    def __init__(
-        self, device: Device, source: KVPool, form: KVLayout, blocks: Sequence[int]
-    ) -> None:
+    def __init__(self, device: Device, source: KVPool, form: KVLayout, blocks: Sequence[int]) -> None:
         self._device = device
         self._source = source
         self._form = form
@@ -65,12 +63,14 @@ class DevicePacked:
         return found
 
 
-class DeviceWidened(DeviceConverted):
+class DeviceWidened(DeviceInPlace):
     """Blocks that come in 8 bits: by one kernel where both have blocks of one size, by way of a private buffer
     elsewhere. Raises ValueError where kernels cannot read the pool's."""
 
-    def _buffer(self, by_head: Tensor, count: int) -> None:
-        return None
+    def _target(
+        self, by_head: Tensor, places: Sequence[int], blocks: Sequence[IncomingBlock]
+    ) -> tuple[None, Sequence[int]]:
+        return None, places
 
     def _store(self, blocks: Sequence[IncomingBlock], words: Tensor, places: Sequence[int]) -> None:
         arrived = as_pool(words, self._unit)

@@ -8,15 +8,9 @@ from torch import Tensor
 from engine.kv.layout import KVLayout
 from engine.messages import Handoff
 from engine.types import BlockId, Incarnation, RequestId
-from transfer.digest import Tally, binding, combine, is_sampled
+from transfer.digest import Tally, Verifier, binding, combine, is_sampled
 from transfer.gpu.device import Device, DeviceMemory, flat, words_of
-from transfer.gpu.landing import (
-    DeviceConverted,
-    DeviceInPlace,
-    DeviceRepacked,
-    Verifier,
-    unsigned,
-)
+from transfer.gpu.landing import DeviceInPlace, DeviceRepacked, unsigned
 from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of
 from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend, Rows
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement, digest_shape
@@ -27,16 +21,11 @@ NOBODYS = Handoff(RequestId(""), 0, 0, Incarnation(0), Incarnation(0))
 
 
 class DeviceRoute(Route):
-    """To and from a peer. Raises ValueError where blocks are not whole 64-bit words per head, and for an agreement on
-    digests that a device does not make."""
+    """The way to and from a peer. Raises ValueError where blocks are not whole 64-bit words per head, and for an
+    agreement on digests that a device does not make."""
 
     def __init__(
-        self,
-        transport: Transport,
-        memory: KVMemory,
-        layout: KVLayout,
-        agreement: Agreement,
-        tally: Tally,
+        self, transport: Transport, memory: KVMemory, layout: KVLayout, agreement: Agreement, tally: Tally
     ) -> None:
         super().__init__(transport, memory, layout, agreement, tally)
         if agreement.digest != WP64 and agreement.digest_share:
@@ -79,9 +68,7 @@ class DeviceRoute(Route):
         if not self.transport.reads_remotely:
             words = words.contiguous()  # as in a slot
         block = IncomingBlock((Rows(0, BlockId(0), 0, 1),), generation=0, tokens=1, identity=b"", digest=0)
-        landing = self._land(
-            self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally())
-        )
+        landing = self._land(self._scratch(self._layout.block_bytes), (block,), Verifier(NOBODYS, 0.0, Tally()))
         landing.land(0, words, [0])
         landing.landed()
 
@@ -122,10 +109,8 @@ class DeviceRoute(Route):
         verifier = Verifier(command.move.handoff, self._share, self._tally)
         return self._land(self._pool.memory, command.blocks, verifier)
 
-    def _land(
-        self, memory: Tensor, blocks: Sequence[IncomingBlock], verifier: Verifier
-    ) -> DeviceInPlace | DeviceConverted:
-        if self.incoming == self._layout:
-            return DeviceInPlace(self._device, memory, self._layout, blocks, verifier)
-        kind = DeviceRepacked if self.wire == AS_STORED else DeviceWidened
+    def _land(self, memory: Tensor, blocks: Sequence[IncomingBlock], verifier: Verifier) -> DeviceInPlace:
+        kind = DeviceInPlace
+        if self.incoming != self._layout:
+            kind = DeviceRepacked if self.wire == AS_STORED else DeviceWidened
         return kind(self._device, memory, self._layout, self.incoming, blocks, verifier)

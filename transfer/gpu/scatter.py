@@ -8,6 +8,7 @@ A copy waits for nobody but the device, so its end can be waited for: that is wh
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class Slots:
             self._free.append(self._device.words(words))
 
     def take(self, words: int) -> Tensor:
-        """To be asked while `has_free`."""
+        """Return a free slot; to be asked while `has_free`."""
         if not self._free:
             self._made += 1
             return self._device.words(words)
@@ -52,37 +53,26 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Of the free ones."""
+        """The size of the free slots together."""
         return sum(slot.nbytes for slot in self._free)
 
 
+@dataclass(slots=True, eq=False)
 class Copy:
     """Blocks `first ..` of the receive `owner`: `source[blocks]`, int64 `[.., words]`, go where `landing` says. `check`
     raises TransferError if, once they are copied, they turn out to be others. `over` is called at the end, or when the
     copy is dropped."""
 
-    __slots__ = ("blocks", "check", "error", "event", "first", "landing", "over", "owner", "source", "stored")
-
-    def __init__(
-        self,
-        owner: object,
-        landing: DeviceLanding,
-        first: int,
-        source: Tensor,
-        blocks: Sequence[int],
-        over: Callable[[], None] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self.owner = owner
-        self.landing = landing
-        self.first = first
-        self.source = source
-        self.blocks = blocks
-        self.over = over
-        self.check = check
-        self.error = ""
-        self.stored = False
-        self.event: Event | None = None
+    owner: object
+    landing: DeviceLanding
+    first: int
+    source: Tensor
+    blocks: Sequence[int]
+    over: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
+    error: str = ""
+    stored: bool = False
+    event: Event | None = None
 
 
 class Scatter:
@@ -111,8 +101,7 @@ class Scatter:
             if not copy.stored:
                 copy.stored = True
                 try:
-                    if copy.check is not None:
-                        copy.check()
+                    copy.check()
                 except TransferError as error:
                     copy.error = f"{type(error).__name__}: {error}"
                 else:
@@ -124,7 +113,7 @@ class Scatter:
             ended.append(copy)
         del self._copies[: len(ended)]
         for copy in ended:
-            _over(copy)
+            copy.over()
         return ended
 
     def drop(self, owner: object) -> None:
@@ -134,9 +123,4 @@ class Scatter:
             assert copy.event is not None
             settle(copy.event)
             self._copies.remove(copy)
-            _over(copy)
-
-
-def _over(copy: Copy) -> None:
-    if copy.over is not None:
-        copy.over()
+            copy.over()

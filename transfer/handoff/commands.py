@@ -1,31 +1,19 @@
 """What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
 
-Plain records, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover` carries out those of
-`MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What `worker.streams`
-hears of those who read from this worker are `ReaderEvent`s.
+Plain immutable records of one process, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover`
+carries out those of `MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What
+`worker.streams` hears of those who read from this worker are `ReaderEvent`s.
 """
 
 import msgspec
 
-from engine.messages import (
-    DecodeToPrefill,
-    Endpoint,
-    Handoff,
-    Landed,
-    PrefillToDecode,
-    StartPrefill,
-    Stop,
-)
+from engine.messages import DecodeToPrefill, Endpoint, Handoff, Landed, PrefillToDecode, StartPrefill, Stop
 from engine.types import BlockId, Incarnation
 from transfer.handoff.negotiation import Agreement
 from transfer.transport import Move
 
 
-class HandoffRecord(msgspec.Struct, frozen=True):
-    """Base: small immutable records that live in one process."""
-
-
-class OutgoingBlock(HandoffRecord, frozen=True):
+class OutgoingBlock(msgspec.Struct, frozen=True):
     """A finished source block: the sender keeps it pinned until its handoff is settled."""
 
     source: BlockId
@@ -35,7 +23,7 @@ class OutgoingBlock(HandoffRecord, frozen=True):
     identity: bytes
 
 
-class Rows(HandoffRecord, frozen=True):
+class Rows(msgspec.Struct, frozen=True):
     """`count` rows of a sender's block, from row `first` on: they go to rows `at ..` of the block `target`."""
 
     first: int
@@ -44,7 +32,7 @@ class Rows(HandoffRecord, frozen=True):
     count: int
 
 
-class ExpectedBlock(HandoffRecord, frozen=True):
+class ExpectedBlock(msgspec.Struct, frozen=True):
     """What block `index` of the sequence, as the sender cuts it, must be, how many valid tokens it holds, and where its
     rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
 
@@ -53,7 +41,7 @@ class ExpectedBlock(HandoffRecord, frozen=True):
     tokens: int
 
 
-class IncomingBlock(HandoffRecord, frozen=True):
+class IncomingBlock(msgspec.Struct, frozen=True):
     """An offered block that matches an expected one, with the digest its valid bytes must have."""
 
     rows: tuple[Rows, ...]
@@ -66,43 +54,43 @@ class IncomingBlock(HandoffRecord, frozen=True):
 # ---- to the transfer thread
 
 
-class Connect(HandoffRecord, frozen=True):
+class Connect(msgspec.Struct, frozen=True):
     peer: Incarnation
     endpoint: Endpoint
     agreement: Agreement
 
 
-class Disconnect(HandoffRecord, frozen=True):
+class Disconnect(msgspec.Struct, frozen=True):
     """Forget a peer; whatever is outstanding with it ends as failed."""
 
     peer: Incarnation
 
 
-class PostSend(HandoffRecord, frozen=True):
+class PostSend(msgspec.Struct, frozen=True):
     peer: Incarnation
     move: Move
     blocks: tuple[OutgoingBlock, ...]
 
 
-class PostRecv(HandoffRecord, frozen=True):
+class PostRecv(msgspec.Struct, frozen=True):
     peer: Incarnation
     move: Move
     blocks: tuple[IncomingBlock, ...]
 
 
-class PostScrap(HandoffRecord, frozen=True):
+class PostScrap(msgspec.Struct, frozen=True):
     """Bytes that nobody wants may be on their way: let them land nowhere."""
 
     peer: Incarnation
     move: Move
 
 
-class CancelRecv(HandoffRecord, frozen=True):
+class CancelRecv(msgspec.Struct, frozen=True):
     handoff: Handoff
     seq: int
 
 
-class CancelSend(HandoffRecord, frozen=True):
+class CancelSend(msgspec.Struct, frozen=True):
     """The receiver reads no more: do not wait for it to take the bytes. `Sent` follows, as cancelled."""
 
     handoff: Handoff
@@ -115,33 +103,33 @@ MoverCommand = Connect | Disconnect | PostSend | PostRecv | PostScrap | CancelRe
 # ---- to the scheduler and its shell
 
 
-class Emit(HandoffRecord, frozen=True):
+class Emit(msgspec.Struct, frozen=True):
     """Say this to the peer."""
 
     peer: Incarnation
     record: DecodeToPrefill | PrefillToDecode
 
 
-class Settled(HandoffRecord, frozen=True):
+class Settled(msgspec.Struct, frozen=True):
     """Sender: nobody reads a source block of this handoff any more; every one of them may be unpinned."""
 
     handoff: Handoff
 
 
-class Arrived(HandoffRecord, frozen=True):
+class Arrived(msgspec.Struct, frozen=True):
     """Receiver: every expected block has landed and is verified; the handoff is over on this side."""
 
     handoff: Handoff
 
 
-class Broken(HandoffRecord, frozen=True):
+class Broken(msgspec.Struct, frozen=True):
     """Either side: this attempt cannot succeed. Sender: report it and `close`. Receiver: `stop`, then try anew."""
 
     handoff: Handoff
     why: str
 
 
-class Fenced(HandoffRecord, frozen=True):
+class Fenced(msgspec.Struct, frozen=True):
     """Receiver: after `stop`, nothing writes to a target block any more: all may be freed.
 
     `landed` are the indices whose blocks did land and were verified: a new attempt may keep them.
@@ -157,7 +145,7 @@ Command = MoverCommand | Emit | Settled | Arrived | Broken | Fenced
 # ---- from the transfer thread
 
 
-class Posted(HandoffRecord, frozen=True):
+class Posted(msgspec.Struct, frozen=True):
     """The source blocks are digested and their send is posted: they can be offered."""
 
     handoff: Handoff
@@ -165,7 +153,7 @@ class Posted(HandoffRecord, frozen=True):
     digests: tuple[int, ...]
 
 
-class Sent(HandoffRecord, frozen=True):
+class Sent(msgspec.Struct, frozen=True):
     """A send has ended; with `error` set it failed, or could not be posted at all (then no `Posted` came before)."""
 
     handoff: Handoff
@@ -174,7 +162,7 @@ class Sent(HandoffRecord, frozen=True):
     seconds: float
 
 
-class Received(HandoffRecord, frozen=True):
+class Received(msgspec.Struct, frozen=True):
     """A receive has ended: nothing of it touches local memory any more. `error` is empty if it landed verified."""
 
     handoff: Handoff
@@ -184,14 +172,14 @@ class Received(HandoffRecord, frozen=True):
     nbytes: int
 
 
-class Unreachable(HandoffRecord, frozen=True):
+class Unreachable(msgspec.Struct, frozen=True):
     """A `Connect` failed, or the way that it made has broken: nothing can be read from `peer` until the next one."""
 
     peer: Incarnation
     error: str
 
 
-class MoverDied(HandoffRecord, frozen=True):
+class MoverDied(msgspec.Struct, frozen=True):
     """The transfer thread met an error it does not know and has ended; the worker must exit."""
 
     error: str
@@ -203,14 +191,14 @@ MoverEvent = Posted | Sent | Received | Unreachable | MoverDied
 # ---- from those who read: decode workers that ask this worker for KV
 
 
-class FromReader(HandoffRecord, frozen=True):
+class FromReader(msgspec.Struct, frozen=True):
     """A reader said something."""
 
     peer: Incarnation
     message: StartPrefill | Landed | Stop
 
 
-class ReaderUp(HandoffRecord, frozen=True):
+class ReaderUp(msgspec.Struct, frozen=True):
     """A reader has said hello. `reads_remotely`: it reads our memory itself (`transfer.transport`)."""
 
     peer: Incarnation
@@ -219,13 +207,13 @@ class ReaderUp(HandoffRecord, frozen=True):
     """The handoffs it still reads for: it has nothing to do with any other."""
 
 
-class ReaderLost(HandoffRecord, frozen=True):
+class ReaderLost(msgspec.Struct, frozen=True):
     """The stream to a reader is gone; the process may still live, and read."""
 
     peer: Incarnation
 
 
-class ReaderDead(HandoffRecord, frozen=True):
+class ReaderDead(msgspec.Struct, frozen=True):
     """Proof that the process behind `peer` has ended: it reads nothing any more."""
 
     peer: Incarnation
@@ -237,7 +225,7 @@ ReaderEvent = FromReader | ReaderUp | ReaderLost | ReaderDead
 # ---- from whoever runs the worker
 
 
-class Leave(HandoffRecord, frozen=True):
+class Leave(msgspec.Struct, frozen=True):
     """Take nothing new, finish or hand over what is held, serve all reads, and end: at the latest after `grace_s`."""
 
     grace_s: float

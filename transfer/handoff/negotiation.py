@@ -1,4 +1,4 @@
-"""Do the KV blocks of two workers fit, and in which form do they travel? Settled from their hellos, when they connect.
+"""What two workers settle from their hellos when they connect: that their KV blocks fit, and in which form they travel.
 
 Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
 difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
@@ -53,11 +53,14 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
         raise NegotiationError(f"there is no digest {mine.digest!r}")
     if not common_heads(here, there):
         raise NegotiationError(f"it holds {_heads(there)}, this worker {_heads(here)}")
-    wire = _wire(mine, theirs, here)
+    for hello in (mine, theirs):
+        if hello.wire not in WIRES:
+            raise NegotiationError(f"there is no form {hello.wire!r} to travel in")
+        if not 0.0 <= hello.digest_share <= 1.0:
+            raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
+    wire = mine.wire if mine.wire == theirs.wire and here.dtype in DTYPE_BYTES else AS_STORED
     try:
-        forms = [
-            unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}
-        ]
+        forms = [unit(*pair, form) for pair in ((here, there), (there, here)) for form in {AS_STORED, wire}]
     except ValueError as error:
         raise NegotiationError(f"these blocks cannot travel as {wire}: {error}") from error
     if mine.digest == WP64:
@@ -66,15 +69,20 @@ def negotiate(mine: Hello, theirs: Hello) -> Agreement:
                 digest_shape(form)
         except ValueError as error:
             raise NegotiationError(f"these blocks have no {WP64} digest: {error}") from error
-    for hello in (mine, theirs):
-        if not 0.0 <= hello.digest_share <= 1.0:
-            raise NegotiationError(f"{hello.digest_share} is no share of blocks to make digests of")
     return Agreement(there, max(mine.digest_share, theirs.digest_share), mine.digest, wire)
 
 
 def common_heads(one: KVLayout, other: KVLayout) -> range:
     """The model's KV heads that both hold."""
     return range(max(one.heads.start, other.heads.start), min(one.heads.stop, other.heads.stop))
+
+
+def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
+    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
+    if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
+        raise ValueError(f"{unit} does not fit into {layout}")
+    first = unit.first_head - layout.first_head
+    return slice(first, first + unit.kv_heads)
 
 
 def unit(sender: KVLayout, receiver: KVLayout, wire: str = AS_STORED) -> KVLayout:
@@ -99,16 +107,7 @@ def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:
 def check_whole(sender: KVLayout, receiver: KVLayout) -> None:
     """A handoff has one sender, which must hold every head that the receiver computes with. Raises NegotiationError."""
     if common_heads(sender, receiver) != receiver.heads:
-        raise NegotiationError(
-            f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender"
-        )
-
-
-def _wire(mine: Hello, theirs: Hello, layout: KVLayout) -> str:
-    for hello in (mine, theirs):
-        if hello.wire not in WIRES:
-            raise NegotiationError(f"there is no form {hello.wire!r} to travel in")
-    return mine.wire if mine.wire == theirs.wire and layout.dtype in DTYPE_BYTES else AS_STORED
+        raise NegotiationError(f"it holds {_heads(sender)}, this worker needs {_heads(receiver)} from one sender")
 
 
 def _layout(hello: Hello) -> KVLayout:

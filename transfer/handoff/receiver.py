@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
@@ -23,15 +24,13 @@ from transfer.handoff.migration import RECEIVER_TABLE, HandoffError, R
 from transfer.transport import Move
 
 
+@dataclass(slots=True, eq=False)
 class _Receiving:
-    __slots__ = ("expected", "landed", "outstanding", "seen", "state")
-
-    def __init__(self, expected: dict[int, ExpectedBlock]) -> None:
-        self.expected = expected
-        self.state = R.OPEN
-        self.seen: set[int] = set()  # chunks offered
-        self.outstanding: dict[int, list[int]] = {}  # chunk -> block indices being received
-        self.landed: set[int] = set()  # block indices
+    expected: dict[int, ExpectedBlock]
+    state: R = R.OPEN
+    seen: set[int] = field(default_factory=set)  # chunks offered
+    outstanding: dict[int, list[int]] = field(default_factory=dict)  # chunk -> block indices being received
+    landed: set[int] = field(default_factory=set)  # block indices
 
 
 class KVReceiver:
@@ -47,10 +46,7 @@ class KVReceiver:
         if handoff in self._handoffs:
             raise HandoffError(f"{handoff} is already expected")
         rows = sorted((r.target, r.at, r.count) for block in blocks.values() for r in block.rows)
-        twice = any(
-            before[0] == after[0] and before[1] + before[2] > after[1]
-            for before, after in pairwise(rows)
-        )
+        twice = any(before[0] == after[0] and before[1] + before[2] > after[1] for before, after in pairwise(rows))
         if twice or not blocks or not all(block.rows for block in blocks.values()):
             raise HandoffError(f"{handoff}: rows of target blocks must be distinct, and at least one")
         self._handoffs[handoff] = _Receiving(dict(blocks))
@@ -59,33 +55,28 @@ class KVReceiver:
         """Blocks are ready at the peer, or on their way."""
         handoff = message.handoff
         receiving = self._handoffs.get(handoff)
+        # 1. Nobody here reads for it, and the sender may not know: say so again.
         if receiving is None:
-            # Nobody here reads for it, and the sender may not know: say so again.
             return [*self._scrap(message, "offer: unknown handoff"), Emit(handoff.prefill, Stop(handoff))]
+        # 2. The same message again: whatever bytes it announced already have their receive.
         if message.seq in receiving.seen:
-            # The same message again: whatever bytes it announced already have their receive.
             return self._drop("offer: duplicate")
         receiving.seen.add(message.seq)
+        # 3. No more is wanted, but bytes may be on their way.
         if receiving.state is not R.OPEN:
             return self._scrap(message, "offer: stopped")
+        # 4. Other blocks than those that are still expected, one of them twice, or none.
         taken = set(receiving.landed).union(*receiving.outstanding.values())
         indices = [block.index for block in message.blocks]
-        wrong = [
-            block.index
-            for block in message.blocks
-            if block.index in taken
-            or block.index not in receiving.expected
-            or receiving.expected[block.index].tokens != block.tokens
-        ]
-        if wrong or not indices or len(set(indices)) != len(indices):
+        wanted = {index: block.tokens for index, block in receiving.expected.items() if index not in taken}
+        if not indices or not all(wanted.pop(block.index, None) == block.tokens for block in message.blocks):
             commands = self._scrap(message, "offer: not what was asked for")
             why = f"chunk {message.seq} offers blocks {indices}, not what was asked for"
             return commands + self._break(handoff, receiving, why)
+        # 5. What was asked for.
         receiving.outstanding[message.seq] = indices
         incoming = tuple(self._incoming(receiving, block) for block in message.blocks)
-        remote = tuple((block.source, block.generation) for block in message.blocks)
-        move = Move(handoff, message.seq, remote=remote)
-        return [PostRecv(handoff.prefill, move, incoming)]
+        return [PostRecv(handoff.prefill, _move(message), incoming)]
 
     def received(self, handoff: Handoff, seq: int, error: str) -> list[Command]:
         """The transfer thread's receive of a chunk has ended."""
@@ -93,14 +84,13 @@ class KVReceiver:
         if receiving is None or seq not in receiving.outstanding:
             raise HandoffError(f"{handoff} chunk {seq}: no receive is outstanding")
         indices = receiving.outstanding.pop(seq)
-        commands: list[Command] = []
         if not error:
             receiving.landed.update(indices)
         if receiving.state is R.STOPPING:
             return self._fence(handoff, receiving)
         if error:
             return self._break(handoff, receiving, f"chunk {seq}: {error}")
-        commands.append(Emit(handoff.prefill, Landed(handoff, seq)))
+        commands: list[Command] = [Emit(handoff.prefill, Landed(handoff, seq))]
         if receiving.state is R.OPEN and len(receiving.landed) == len(receiving.expected):
             del self._handoffs[handoff]
             commands.append(Arrived(handoff))
@@ -156,9 +146,7 @@ class KVReceiver:
     @staticmethod
     def _incoming(receiving: _Receiving, block: BlockOffer) -> IncomingBlock:
         expected = receiving.expected[block.index]
-        return IncomingBlock(
-            expected.rows, block.generation, expected.tokens, expected.identity, block.digest
-        )
+        return IncomingBlock(expected.rows, block.generation, expected.tokens, expected.identity, block.digest)
 
     def _break(self, handoff: Handoff, receiving: _Receiving, why: str) -> list[Command]:
         if receiving.state is not R.OPEN:
@@ -170,14 +158,17 @@ class KVReceiver:
         if receiving.outstanding:
             return []
         del self._handoffs[handoff]
-        fenced = Fenced(handoff, tuple(sorted(receiving.landed)))
-        return [Emit(handoff.prefill, Stop(handoff)), fenced]
+        return [Emit(handoff.prefill, Stop(handoff)), Fenced(handoff, tuple(sorted(receiving.landed)))]
 
     def _scrap(self, message: Offer, why: str) -> list[Command]:
         self.dropped[why] += 1
-        remote = tuple((block.source, block.generation) for block in message.blocks)
-        return [PostScrap(message.handoff.prefill, Move(message.handoff, message.seq, remote=remote))]
+        return [PostScrap(message.handoff.prefill, _move(message))]
 
     def _drop(self, why: str) -> list[Command]:
         self.dropped[why] += 1
         return []
+
+
+def _move(message: Offer) -> Move:
+    remote = tuple((block.source, block.generation) for block in message.blocks)
+    return Move(message.handoff, message.seq, remote=remote)

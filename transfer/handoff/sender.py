@@ -3,42 +3,28 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from engine.messages import BlockOffer, Handoff, Landed, Offer, Stop
 from engine.types import Incarnation
-from transfer.handoff.commands import (
-    Broken,
-    CancelSend,
-    Command,
-    Disconnect,
-    Emit,
-    OutgoingBlock,
-    PostSend,
-    Settled,
-)
+from transfer.handoff.commands import Broken, CancelSend, Command, Disconnect, Emit, OutgoingBlock, PostSend, Settled
 from transfer.handoff.migration import SENDER_TABLE, HandoffError, S
 from transfer.transport import Move
 
 
+@dataclass(slots=True, eq=False)
 class _Chunk:
-    """One offered chunk, at the sender."""
-
-    __slots__ = ("blocks", "posted", "reading", "sending")
-
-    def __init__(self, blocks: tuple[OutgoingBlock, ...]) -> None:
-        self.blocks = blocks
-        self.sending = True  # the transfer thread may touch the source blocks
-        self.reading = True  # the receiver may, now or once it is offered them
-        self.posted = False
+    blocks: tuple[OutgoingBlock, ...]
+    sending: bool = True  # the transfer thread may touch the source blocks
+    reading: bool = True  # the receiver may, now or once it is offered them
+    posted: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Sending:
-    __slots__ = ("chunks", "reads_remotely", "state")
-
-    def __init__(self, reads_remotely: bool) -> None:
-        self.reads_remotely = reads_remotely
-        self.state = S.OPEN
-        self.chunks: list[_Chunk] = []
+    reads_remotely: bool
+    state: S = S.OPEN
+    chunks: list[_Chunk] = field(default_factory=list)
 
 
 class KVSender:
@@ -115,12 +101,9 @@ class KVSender:
         if sending.state is S.STOPPED:
             return self._drop("stop: duplicate")
         self._move(message.handoff, sending, "stop")
-        cancels: list[Command] = []
-        if not sending.reads_remotely:
-            # A receiver that has stopped may never come for the bytes: the send would wait for ever.
-            busy = (seq for seq, chunk in enumerate(sending.chunks) if chunk.sending)
-            cancels += [CancelSend(message.handoff, seq) for seq in busy]
-        return cancels + self._settle(message.handoff, sending)
+        busy = [seq for seq, chunk in enumerate(sending.chunks) if chunk.sending and not sending.reads_remotely]
+        # A receiver that has stopped may never come for the bytes: the send would wait for ever.
+        return [*(CancelSend(message.handoff, seq) for seq in busy), *self._settle(message.handoff, sending)]
 
     def close(self, handoff: Handoff) -> list[Command]:
         """There will be no further offers: all were made, or this side gives up."""
@@ -200,10 +183,13 @@ class KVSender:
 
     @staticmethod
     def _is_settled(sending: _Sending) -> bool:
+        # 1. A send of this worker's own may still touch the blocks.
         if any(chunk.sending for chunk in sending.chunks):
             return False
+        # 2. The receiver reads no more: it said so, or is dead, or is lost and only ever got what was pushed.
         if sending.state is S.STOPPED or (sending.state is S.LOST and not sending.reads_remotely):
             return True
+        # 3. It may still read: settled once no more is offered, and each chunk has landed.
         return sending.state is not S.OPEN and not any(c.reading for c in sending.chunks)
 
     def _settle(self, handoff: Handoff, sending: _Sending) -> list[Command]:

@@ -65,7 +65,7 @@ class HandoffSource(Generic[T]):
     def __init__(self, kv: KVCacheManager, fingerprint: str, holder: Holder[T]) -> None:
         self.sender = KVSender()
         self.quarantined_since: list[float] = []
-        """Of blocks that were let go since `take_quarantined`; the holder adds to it."""
+        """The beginnings of quarantines that have ended since `take_quarantined`; the holder adds to them."""
         self._kv = kv
         self._fingerprint = fingerprint
         self._holder = holder
@@ -79,7 +79,7 @@ class HandoffSource(Generic[T]):
         return [served.item for served in self._served.values()]
 
     def take_quarantined(self) -> list[float]:
-        """Since when blocks were quarantined that were let go since the last call."""
+        """Return when the quarantines began that have ended since the last call."""
         taken, self.quarantined_since = self.quarantined_since, []
         return taken
 
@@ -134,15 +134,10 @@ class HandoffSource(Generic[T]):
         if served.identities is None:
             root = identity.root(served.record.namespace, self._fingerprint)
             served.identities = identity.blocks(root, served.record.tokens, size)
+        generation, first = self._kv.pool.generation, served.offered_blocks
         blocks = [
-            OutgoingBlock(
-                source=lease.blocks[at],
-                generation=self._kv.pool.generation(lease.blocks[at]),
-                index=at,
-                tokens=min(size, total - at * size),
-                identity=served.identities[at],
-            )
-            for at in range(served.offered_blocks, ready)
+            OutgoingBlock(block, generation(block), at, min(size, total - at * size), served.identities[at])
+            for at, block in enumerate(lease.blocks[first:ready], first)
         ]
         served.offered_blocks = ready
         served.chunks += 1
@@ -152,13 +147,9 @@ class HandoffSource(Generic[T]):
         self, handoff: Handoff, token: int, *, queue_s: float, run_s: float, cached_tokens: int
     ) -> list[Command]:
         """All is offered: name the token that follows."""
+        chunks = self._served[handoff].chunks
         first = FirstToken(
-            handoff=handoff,
-            token=token,
-            chunks=self._served[handoff].chunks,
-            queue_s=queue_s,
-            run_s=run_s,
-            cached_tokens=cached_tokens,
+            handoff=handoff, token=token, chunks=chunks, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens
         )
         return [Emit(handoff.decode, first), *self._settle(self.sender.close(handoff))]
 

@@ -5,7 +5,7 @@ the transfer thread, and no more once the receive has ended or its cancel is con
 transport's own writes holds for these. They keep what they find in `wrong`; `transfer.mover` turns it into the error of
 the receive.
 
-`Repacked` converts another block size, another range of KV heads, or 8 bits (`transfer.host.narrow`). It writes rows
+`Repacked` converts another block size, another range of KV heads, or 8 bits (`convert`). It writes rows
 into the pool only after the whole block has come and its digest fits, only the rows that the handoff named, and never
 into a block that was cached before (`transfer.handoff.conversion`). Its buffer holds one block, however long the chunk
 is.
@@ -15,15 +15,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import torch
 
 from engine.kv.layout import KVLayout
+from engine.storage.paged import pool_views
+from kernels.kv_write import quantize
 from transfer.digest import block_rows
 from transfer.handoff.commands import IncomingBlock
-from transfer.host.narrow import convert
+from transfer.handoff.negotiation import held_heads
 from transfer.transport import KVMemory
 
 Check = Callable[[memoryview, IncomingBlock], bool]
-"""Does what has come of a block have the digest that was offered? True where none was agreed on."""
+"""True if what has come of a block has the digest that was offered, or none was agreed on."""
 
 
 class InPlace:
@@ -42,27 +45,17 @@ class InPlace:
         self.wrong += not self._check(self.place(at), self._blocks[at])
 
 
-class Repacked:
+class Repacked(InPlace):
     """Blocks come as `unit` and are stored as `layout`. Raises ValueError if `unit` has heads that `layout` has not."""
 
     def __init__(
-        self,
-        memory: KVMemory,
-        blocks: Sequence[IncomingBlock],
-        check: Check,
-        unit: KVLayout,
-        layout: KVLayout,
+        self, memory: KVMemory, blocks: Sequence[IncomingBlock], check: Check, unit: KVLayout, layout: KVLayout
     ) -> None:
-        if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
-            raise ValueError(f"{unit} does not fit into {layout}")
-        self.wrong = 0
-        self._memory = memory
-        self._blocks = blocks
-        self._check = check
+        super().__init__(memory, blocks, check)
         self._unit = unit
         self._layout = layout
         self._wide = msgspec.structs.replace(unit, dtype=layout.dtype)
-        self._first_head = unit.first_head - layout.first_head
+        self._heads = held_heads(unit, layout)
         self._buffer: memoryview | None = None
 
     def place(self, at: int) -> memoryview:
@@ -81,9 +74,31 @@ class Repacked:
         if self._unit != self._wide:
             wide = convert(self._buffer, self._unit, self._wide)
         sources = block_rows(wide, self._wide)
-        heads = slice(self._first_head, self._first_head + self._unit.kv_heads)
         for rows in block.rows:
             targets = block_rows(self._memory.block(rows.target), self._layout)
             for source, target in zip(sources, targets, strict=True):
-                mine = target[heads, :, :, rows.at : rows.at + rows.count]
+                mine = target[self._heads, :, :, rows.at : rows.at + rows.count]
                 np.copyto(mine, source[:, :, :, rows.first : rows.first + rows.count])
+
+
+def convert(view: memoryview, form: KVLayout, other: KVLayout) -> memoryview:
+    """The bytes of a block in `form`, in fresh memory, as they are in `other`, which has another dtype and else the
+    same sizes: by the sender of blocks that travel in 8 bits on the way out, and back by the receiver. On a device:
+    `transfer.gpu.narrow`. torch releases the GIL while it works.
+
+    A row (one token's key or value of one head in one layer) of 16 or 32 bits a value becomes int8 or E4M3 codes with
+    a float32 scale, in the order that a pool of that type has. What is lost is the rounding: at most 1/254 (int8) or
+    1/28 (E4M3) of a row's largest value."""
+    source, scales = pool_views(torch.frombuffer(view, dtype=torch.uint8).view(1, -1), form)
+    rows = source.float()
+    if scales is not None:
+        rows *= scales.unsqueeze(-1)
+    made = torch.empty(1, other.block_bytes, dtype=torch.uint8)
+    target, target_scales = pool_views(made, other)
+    if target_scales is None:
+        target.copy_(rows)
+    else:
+        codes, factors = quantize(rows, target.dtype)
+        target.view(torch.uint8).copy_(codes.view(torch.uint8))
+        target_scales.copy_(factors)
+    return made.view(-1).numpy().data

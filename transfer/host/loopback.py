@@ -4,6 +4,7 @@ All transports of one `LoopbackHub` see each other's pools. The receiver reads t
 queue and generation checks as `shm`.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -12,17 +13,8 @@ import numpy.typing as npt
 
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
-from transfer.host.pull import PeerPool, Puller
-from transfer.transport import (
-    BlockSlice,
-    Completion,
-    KVMemory,
-    Landing,
-    Move,
-    Outcome,
-    Ticket,
-    TransferError,
-)
+from transfer.host.pull import HostPool, HostPullTransport, Pull
+from transfer.transport import BlockSlice, KVMemory, Landing, Move, Outcome, Ticket, TransferError
 
 
 class FaultKind(Enum):
@@ -46,40 +38,38 @@ class ScriptedFault(msgspec.Struct):
 
 
 class _Pool:
-    """A neighbour's pool, of which `span` of each block is read. Fulfils `transfer.host.pull.PeerPool`."""
+    """A neighbour's pool, of which `span` of each block is read. Fulfils `transfer.host.pull.HostPool`."""
 
     def __init__(self, memory: KVMemory, span: BlockSlice) -> None:
         self._memory = memory
         self._span = span
 
-    def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
+    def generation(self, block: BlockId) -> int:
         if not 0 <= block < self._memory.blocks:
             raise TransferError(f"the peer has no block {block}")
+        return self._memory.generation(block)
+
+    def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
         whole = np.frombuffer(self._memory.block(block), dtype=np.uint8)
         return whole[self._span.offset : self._span.offset + self._span.nbytes]
 
-    def generation(self, block: BlockId) -> int:
-        return self._memory.generation(block)
-
 
 class _Corrupting:
-    """Another source, with bytes of one of its blocks inverted."""
+    """Another pool, with bytes of one of its blocks inverted."""
 
-    def __init__(self, source: PeerPool, block: BlockId, flip: tuple[int, ...]) -> None:
-        self._source = source
+    def __init__(self, pool: HostPool, block: BlockId, flip: tuple[int, ...]) -> None:
+        self.generation = pool.generation
+        self._pool = pool
         self._block = block
         self._flip = flip
 
     def read(self, block: BlockId) -> npt.NDArray[np.uint8]:
-        found = self._source.read(block)
+        found = self._pool.read(block)
         if block != self._block:
             return found
         changed = found.copy()
         changed[list(self._flip)] ^= 0xFF
         return changed
-
-    def generation(self, block: BlockId) -> int:
-        return self._source.generation(block)
 
 
 class LoopbackHub:
@@ -105,41 +95,26 @@ class LoopbackHub:
         self.released += 1
 
 
+@dataclass(slots=True, eq=False)
 class _Held:
-    __slots__ = ("fault", "landing", "move", "peer", "polls", "released", "source")
-
-    def __init__(
-        self,
-        peer: Incarnation,
-        source: PeerPool,
-        move: Move,
-        landing: Landing | None,
-        fault: ScriptedFault,
-        released: int,
-    ) -> None:
-        self.peer = peer
-        self.source = source
-        self.move = move
-        self.landing = landing
-        self.fault = fault
-        self.polls = fault.polls
-        self.released = released
+    pull: Pull[HostPool, Landing]
+    fault: ScriptedFault
+    polls: int
+    released: int
 
 
-class LoopbackTransport:
+class LoopbackTransport(HostPullTransport):
     """`transfer.transport.Transport` inside one process."""
 
     name = "loopback"
-    device = None
-    reads_remotely = True
-    scrapped_bytes = 0  # what nobody wants is not read
+
+    # Mutable state: also the receives that a fault holds back.
 
     def __init__(self, memory: KVMemory, incarnation: Incarnation, hub: LoopbackHub) -> None:
+        super().__init__()
         self._hub = hub
         self._incarnation = incarnation
-        self._peers: dict[Incarnation, _Pool] = {}
         self._held: dict[Ticket, _Held] = {}
-        self._puller = Puller()
         hub.pools[incarnation] = memory
 
     def describe(self) -> Endpoint:
@@ -151,70 +126,47 @@ class LoopbackTransport:
             raise TransferError(f"no fitting pool of {peer} in this process")
         self._peers[peer] = _Pool(memory, received)
 
-    def send(self, peer: Incarnation, move: Move, packed: None = None) -> Ticket:
-        if peer not in self._peers:
-            raise TransferError(f"{peer} is not connected")
-        ticket = self._puller.ticket()
-        self._puller.finish(ticket, Outcome.DONE)
-        return ticket
+    def cancel(self, ticket: Ticket) -> bool:
+        held = self._held.pop(ticket, None)
+        if held is None:
+            return super().cancel(ticket)
+        self._completions.end(ticket, Outcome.CANCELLED)
+        return True
 
-    def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
-        source: PeerPool | None = self._peers.get(peer)
-        if source is None:
-            raise TransferError(f"{peer} is not connected")
-        ticket = self._puller.ticket()
-        fault = self._hub.take_fault(move) if landing is not None else None
+    def disconnect(self, peer: Incarnation) -> None:
+        for ticket in [ticket for ticket, held in self._held.items() if held.pull.peer == peer]:
+            del self._held[ticket]
+            self._completions.end(ticket, Outcome.FAILED, "disconnected")
+        super().disconnect(peer)
+
+    def close(self) -> None:
+        super().close()
+        self._hub.pools.pop(self._incarnation, None)
+
+    def _enqueue(self, pull: Pull[HostPool, Landing]) -> None:
+        fault = self._hub.take_fault(pull.move)
         match fault.kind if fault else None:
             case FaultKind.DROP | FaultKind.DELAY | FaultKind.STALL:
                 assert fault is not None
-                self._held[ticket] = _Held(peer, source, move, landing, fault, self._hub.released)
-                self._puller.bell.ring()
-                return ticket
+                self._held[pull.ticket] = _Held(pull, fault, fault.polls, self._hub.released)
+                self._bell.ring()
+                return
             case FaultKind.FAIL:
-                self._puller.finish(ticket, Outcome.FAILED, "scripted failure")
-                return ticket
+                self._completions.end(pull.ticket, Outcome.FAILED, "scripted failure")
+                return
             case FaultKind.CORRUPT:
                 assert fault is not None
-                source = _Corrupting(source, move.remote[0][0], fault.flip)
+                pull.source = _Corrupting(pull.source, pull.move.remote[0][0], fault.flip)
             case FaultKind.SWAP:
-                first, second, *rest = move.remote
-                move = msgspec.structs.replace(move, remote=(second, first, *rest))
-        self._puller.pull(ticket, peer, source, move, landing)
-        return ticket
+                first, second, *rest = pull.move.remote
+                pull.move = msgspec.structs.replace(pull.move, remote=(second, first, *rest))
+        super()._enqueue(pull)
 
-    def fileno(self) -> int:
-        return self._puller.bell.fileno()
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        self._puller.bell.wait(timeout_s)
+    def _advance(self) -> bool:
         for ticket, held in list(self._held.items()):
             held.polls -= 1
             delayed = held.fault.kind is FaultKind.DELAY and held.polls < 0
             stalled = held.fault.kind is FaultKind.STALL and held.released < self._hub.released
             if delayed or stalled:
-                del self._held[ticket]
-                self._puller.pull(ticket, held.peer, held.source, held.move, held.landing)
-        completions = self._puller.run()
-        if any(held.fault.kind is not FaultKind.DROP for held in self._held.values()):
-            self._puller.bell.ring()
-        return completions
-
-    def cancel(self, ticket: Ticket) -> bool:
-        if self._held.pop(ticket, None) is not None:
-            self._puller.finish(ticket, Outcome.CANCELLED)
-            return True
-        return self._puller.cancel(ticket)
-
-    def disconnect(self, peer: Incarnation) -> None:
-        for ticket, held in list(self._held.items()):
-            if held.peer == peer:
-                del self._held[ticket]
-                self._puller.finish(ticket, Outcome.FAILED, "disconnected")
-        self._puller.drop_peer(peer)
-        self._peers.pop(peer, None)
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        self._hub.pools.pop(self._incarnation, None)
-        self._puller.bell.close()
+                super()._enqueue(self._held.pop(ticket).pull)
+        return super()._advance() or any(held.fault.kind is not FaultKind.DROP for held in self._held.values())

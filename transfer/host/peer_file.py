@@ -1,22 +1,72 @@
-"""A file that another process of this host holds open, mapped read-only: how `shm` and `cuda_ipc` look at a peer."""
+"""The file behind a worker's pool, as another process of its host finds it: told in an endpoint, mapped read-only. What
+`shm` and `cuda_ipc` share."""
 
 import mmap
 import os
+from typing import TypeVar
 
-from transfer.transport import TransferError
+import msgspec
+import numpy as np
+
+from engine.messages import Endpoint
+from engine.types import BlockId
+from transfer.polling import details_of
+from transfer.transport import BlockSlice, KVMemory, TransferError
 
 
-def map_peer_file(pid: int, fd: int, device: int, inode: int, size: int) -> mmap.mmap:
-    """The first `size` bytes of what process `pid` has open as `fd`. `device` and `inode` name the file itself: a
-    recycled pid or descriptor number leads to another one. Raises TransferError if it is gone, another, or shorter."""
-    path = f"/proc/{pid}/fd/{fd}"
+class PoolFile(msgspec.Struct, frozen=True):
+    """What process `pid` has open as `fd`. `device` and `inode` name the file itself: a recycled pid or descriptor
+    number leads to another one."""
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    blocks: int
+    block_bytes: int
+
+
+PoolFileT = TypeVar("PoolFileT", bound=PoolFile)
+
+
+def pool_file(memory: KVMemory) -> PoolFile:
+    """The file of a pool of this process."""
+    found = os.fstat(memory.fd)
+    return PoolFile(os.getpid(), memory.fd, found.st_dev, found.st_ino, memory.blocks, memory.block_bytes)
+
+
+def peer_pool_file(endpoint: Endpoint, kind: type[PoolFileT], received: BlockSlice) -> PoolFileT:
+    """What a peer has told of its pool's file. Raises TransferError where its blocks are not the `received` ones."""
+    details = details_of(endpoint, kind)
+    if details.block_bytes != received.block_bytes or details.blocks <= 0:
+        raise TransferError(f"the peer's blocks are not those of its layout: {details}")
+    return details
+
+
+class PeerFile:
+    """The first `size` bytes of a peer's file, which begins with the generations of its blocks
+    (`engine.storage.paged`). Raises TransferError if it is gone, another, or shorter."""
+
+    def __init__(self, file: PoolFile, size: int) -> None:
+        self.map = _map(file, size)
+        self._generations = np.frombuffer(self.map, dtype=np.uint64, count=file.blocks)
+
+    def generation(self, block: BlockId) -> int:
+        """Raises TransferError if there is no such block."""
+        if not 0 <= block < len(self._generations):
+            raise TransferError(f"the peer has no block {block}")
+        return int(self._generations[block])
+
+
+def _map(file: PoolFile, size: int) -> mmap.mmap:
+    path = f"/proc/{file.pid}/fd/{file.fd}"
     try:
         mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise TransferError(f"cannot open the peer's memory at {path}: {error}") from error
     try:
         found = os.fstat(mine)
-        if (found.st_dev, found.st_ino) != (device, inode):
+        if (found.st_dev, found.st_ino) != (file.device, file.inode):
             raise TransferError(f"{path} is another file: the peer is gone")
         if found.st_size < size:
             raise TransferError(f"{path} has {found.st_size} bytes, expected {size}")

@@ -38,7 +38,7 @@ class NcclReport(msgspec.Struct):
 
     built: int = 0
     rings: int = 0
-    """Of those built, how many put into a ring."""
+    """How many of those built put into a ring."""
     dropped: int = 0
     lost: int = 0
     pair_bytes: int = 0
@@ -68,7 +68,7 @@ class CommunicatorBudget:
 
     @property
     def is_busy(self) -> bool:
-        """Is a communicator on its way, in or out?"""
+        """True while a communicator is on its way, in or out."""
         return any(
             peer.invited
             or (peer.communicator is not None and peer.communicator.stage is not Stage.WARM)
@@ -130,9 +130,7 @@ class CommunicatorBudget:
         self._report.pair_bytes = found
         self._report.built += 1
         self._report.rings += communicator.puts is not None
-        log.info(
-            "communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20
-        )
+        log.info("communicator with %x: %.2f s, %.1f MiB", peer.incarnation, took_s, found / 2**20)
 
     def abort(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
         """End a pair's communicator at this end, if it has one."""
@@ -188,7 +186,7 @@ class CommunicatorBudget:
             self.forbid(error)
 
     def _slot_bytes(self, peer: NcclPeer) -> int:
-        """Room for the largest piece of either direction."""
+        """Return how much the largest piece of either direction takes."""
         spans = (peer.sent, peer.received)
         return max(blocks_within(self._config.put_bytes, span) * span.nbytes for span in spans)
 
@@ -202,9 +200,7 @@ class CommunicatorBudget:
             victim.spare_asked = True
             victim.say(RequestDrop(victim.communicator.epoch))
 
-    def _part(
-        self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float
-    ) -> None:
+    def _part(self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float) -> None:
         """Nothing is under way on it: let it go, if somebody wants to be rid of it."""
         leads = peer.pair.leads
         if leads and peer.spare_asked and communicator.stage is Stage.WARM:

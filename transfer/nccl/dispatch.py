@@ -202,12 +202,7 @@ class PieceDispatcher:
         self._launch(peer, communicator, piece, now, slot)
 
     def _launch(
-        self,
-        peer: NcclPeer,
-        communicator: Communicator,
-        piece: ChunkPiece | None,
-        now: float,
-        slot: int = -1,
+        self, peer: NcclPeer, communicator: Communicator, piece: ChunkPiece | None, now: float, slot: int = -1
     ) -> None:
         self.progress += 1
         self._current = (peer, piece)
@@ -225,9 +220,8 @@ class PieceDispatcher:
         elif ring is None:
             deed, words = OperationKind.RECEIVE, self._incoming.take(nbytes // 8)
         else:
-            deed, words = OperationKind.TAKE, ring.incoming(slot)
-        job = Operation(deed, comm, other, words, nbytes, self._config.limit_s, ring, slot)
-        job.packed = packed
+            deed, words = OperationKind.TAKE, ring.slot(slot)
+        job = Operation(deed, comm, other, words, nbytes, self._config.limit_s, ring, slot, packed)
         if piece.chunk is not None:
             piece.chunk.launched += piece.count
             piece.chunk.busy += 1

@@ -7,6 +7,7 @@ workers that wait for each other closes. Every operation has a limit; one that p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
@@ -26,39 +27,27 @@ class OperationKind(Enum):
     TAKE = "put of the peer"
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """One operation. `slot` int64 words is what it sends, or fills; `packed` is when it has left the pool. With a ring,
     `at` is the receiver's slot, -1 while it was not granted, and `number` what its flag will say."""
 
-    __slots__ = (
-        "at", "began_s", "comm", "deed", "enqueued", "limit_s", "nbytes", "number", "packed", "peek", "rank", "ring",
-        "slot",
-    )  # fmt: skip
+    deed: OperationKind
+    comm: Comm
+    rank: int  # the peer's
+    slot: Tensor
+    nbytes: int
+    limit_s: float
+    ring: Ring | None = None
+    at: int = -1
+    packed: Event | None = None
+    number: int = field(init=False)
+    peek: Peek | None = None
+    enqueued: Event | None = None
+    began_s: float = 0.0
 
-    def __init__(
-        self,
-        deed: OperationKind,
-        comm: Comm,
-        peer_rank: int,
-        slot: Tensor,
-        nbytes: int,
-        limit_s: float,
-        ring: Ring | None = None,
-        at: int = -1,
-    ) -> None:
-        self.ring = ring
-        self.at = at
-        self.number = ring.taken if ring is not None else 0
-        self.peek: Peek | None = None
-        self.deed = deed
-        self.comm = comm
-        self.rank = peer_rank
-        self.slot = slot
-        self.nbytes = nbytes
-        self.limit_s = limit_s
-        self.packed: Event | None = None
-        self.enqueued: Event | None = None
-        self.began_s = 0.0
+    def __post_init__(self) -> None:
+        self.number = self.ring.taken if self.ring is not None else 0
 
 
 class Lane:
@@ -112,9 +101,7 @@ class Lane:
                 case OperationKind.WARM if job.ring is not None:
                     job.ring.warm(job.comm, job.rank, stream)
                 case OperationKind.WARM:
-                    self._library.exchange(
-                        job.comm, address, address + WORD_BYTES, WORD_BYTES, job.rank, stream
-                    )
+                    self._library.exchange(job.comm, address, address + WORD_BYTES, WORD_BYTES, job.rank, stream)
 
     def poll(self, now: float) -> Operation | None:
         """The job, when it has ended well. Raises NcclError when it failed or takes too long: abort it."""
@@ -163,6 +150,4 @@ class Lane:
         if self._drain.done():
             self._drain = None
         elif now > self._drain_until_s:
-            raise StuckStreamError(
-                f"kernels of an aborted communicator are still running after {self._drain_s:g} s"
-            )
+            raise StuckStreamError(f"kernels of an aborted communicator are still running after {self._drain_s:g} s")

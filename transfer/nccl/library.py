@@ -7,7 +7,7 @@ handle is used by one thread, and never again after `abort`.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NewType
 
@@ -68,13 +68,7 @@ class _Config(ctypes.Structure):
 _int, _pointer, _size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "ncclGetVersion": (ctypes.POINTER(_int),),
-    "ncclCommInitRankConfig": (
-        ctypes.POINTER(_pointer),
-        _int,
-        _Id,
-        _int,
-        ctypes.POINTER(_Config),
-    ),
+    "ncclCommInitRankConfig": (ctypes.POINTER(_pointer), _int, _Id, _int, ctypes.POINTER(_Config)),
     "ncclCommGetAsyncError": (_pointer, ctypes.POINTER(_int)),
     "ncclSend": (_pointer, _size, _int, _int, _pointer, _pointer),
     "ncclRecv": (_pointer, _size, _int, _int, _pointer, _pointer),
@@ -86,10 +80,8 @@ ONE_SIDED_PROTOTYPES: dict[str, tuple[object, ...]] = {
     "ncclMemAlloc": (ctypes.POINTER(_pointer), _size),
     "ncclMemFree": (_pointer,),
     "ncclCommWindowRegister": (_pointer, _pointer, _size, ctypes.POINTER(_pointer), _int),
-    "ncclPutSignal": (
-        _pointer, _size, _int, _int, _pointer, _size, _int, _int, ctypes.c_uint, _pointer, _pointer,
-    ),
-}  # fmt: skip
+    "ncclPutSignal": (_pointer, _size, _int, _int, _pointer, _size, _int, _int, ctypes.c_uint, _pointer, _pointer),
+}
 Window = ctypes.c_void_p
 """An `ncclWindow_t`; null until its registration has ended, and for good where the devices cannot have one."""
 
@@ -100,9 +92,7 @@ class NcclLibrary:
     def __init__(self, path: Path) -> None:
         try:
             self._lib = ctypes.CDLL(str(path))
-            for name, types in _PROTOTYPES.items():
-                verb = getattr(self._lib, name)
-                verb.restype, verb.argtypes = _int, types
+            self._bind(_PROTOTYPES)
         except (OSError, AttributeError) as error:
             raise TransferError(f"{path} is no NCCL: {error}") from error
         self._lib.ncclGetErrorString.restype = ctypes.c_char_p
@@ -116,13 +106,11 @@ class NcclLibrary:
             raise TransferError(f"NCCL {dotted(self.version)} is older than {dotted(OLDEST)}")
 
         self._names: list[bytes] = []
-        """Of all communicators: the library keeps their addresses, not their text, for profilers."""
+        """The names of all communicators: the library keeps their addresses, not their text, for profilers."""
         self.can_put = self.version >= ONE_SIDED
-        """Whether it has one-sided verbs; whether they work between two devices is known later."""
+        """True if it has one-sided verbs; if they work between two devices is known later."""
         if self.can_put:
-            for name, types in ONE_SIDED_PROTOTYPES.items():
-                verb = getattr(self._lib, name)
-                verb.restype, verb.argtypes = _int, types
+            self._bind(ONE_SIDED_PROTOTYPES)
 
     def join(self, unique_id: bytes, rank: int, channels: int, name: str) -> Comm:
         """Begin to make a communicator of two ranks; `async_state` tells when it is made. It uses at most `channels`
@@ -131,7 +119,7 @@ class NcclLibrary:
         config = _Config(
             ctypes.sizeof(_Config), _MAGIC, self.version, 0, _UNSET, 1, channels, None, _UNSET,
             _UNSET, self._names[-1], _UNSET, _UNSET, _UNSET, _UNSET,
-        )  # fmt: skip
+        )
         comm = _pointer()
         status = self._lib.ncclCommInitRankConfig(
             ctypes.byref(comm), 2, _Id.from_buffer_copy(unique_id), rank, ctypes.byref(config)
@@ -156,9 +144,7 @@ class NcclLibrary:
     def recv(self, comm: Comm, address: int, nbytes: int, peer: int, stream: int) -> None:
         self._start("ncclRecv", comm, address, nbytes, UINT8, peer, comm, stream)
 
-    def exchange(
-        self, comm: Comm, outgoing: int, incoming: int, nbytes: int, peer: int, stream: int
-    ) -> None:
+    def exchange(self, comm: Comm, outgoing: int, incoming: int, nbytes: int, peer: int, stream: int) -> None:
         """Both at once, as one group. Raises NcclError."""
         self._must("ncclGroupStart")
         try:
@@ -183,17 +169,13 @@ class NcclLibrary:
         self._start("ncclCommWindowRegister", comm, comm, address, nbytes, ctypes.byref(window), _SYMMETRIC)
         return window
 
-    def put(
-        self, comm: Comm, window: Window, pieces: Sequence[tuple[int, int, int]], peer: int, stream: int
-    ) -> None:
+    def put(self, comm: Comm, window: Window, pieces: Sequence[tuple[int, int, int]], peer: int, stream: int) -> None:
         """Enqueue copies of (address, bytes, offset in the peer's window) in this order, as one group; ask
         `async_state`. Each address lies in a window of this rank. Raises NcclError."""
         self._must("ncclGroupStart")
         try:
             for address, nbytes, offset in pieces:
-                self._start(
-                    "ncclPutSignal", comm, address, nbytes, UINT8, peer, window, offset, 0, 0, 0, comm, stream
-                )
+                self._start("ncclPutSignal", comm, address, nbytes, UINT8, peer, window, offset, 0, 0, 0, comm, stream)
         finally:
             self._start("ncclGroupEnd", comm)
 
@@ -211,6 +193,11 @@ class NcclLibrary:
         status = self._lib.ncclCommAbort(comm)
         if status not in (_SUCCESS, IN_PROGRESS):
             raise self._error("ncclCommAbort", status)
+
+    def _bind(self, prototypes: Mapping[str, tuple[object, ...]]) -> None:
+        for name, types in prototypes.items():
+            verb = getattr(self._lib, name)
+            verb.restype, verb.argtypes = _int, types
 
     def _start(self, name: str, comm: Comm, *arguments: object) -> None:
         status = getattr(self._lib, name)(*arguments)

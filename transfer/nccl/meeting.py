@@ -1,7 +1,6 @@
 """How the nccl transport meets its peers and hears them: a door, dials and sockets, driven inside `poll`."""
 
 import contextlib
-import secrets
 import selectors
 import socket
 import time
@@ -11,12 +10,13 @@ import msgspec
 
 from engine.messages import Endpoint
 from engine.types import Incarnation
-from transfer.bell import Bell
-from transfer.gpu.pulse import Pulse
-from transfer.host.tcp.door import TOKEN_BYTES, Door, greeting
+from transfer.host.tcp.door import Door, check_connected, greeting, listen, peer_door, resolve
+from transfer.liveness import Watchdog
 from transfer.nccl.library import dotted
-from transfer.nccl.peer import Dial, NcclDetails, NcclPeer, connected
+from transfer.nccl.pair import Pair
+from transfer.nccl.peer import Dial, NcclDetails, NcclPeer
 from transfer.nccl.wire import Said, Welcome, Wire
+from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, TransferError
 
 
@@ -35,6 +35,7 @@ class Meeting:
         lose: Callable[[NcclPeer, str], None],
         can_put: Callable[[], bool],
     ) -> None:
+        listener = listen(host)
         self._incarnation = incarnation
         self._host = host
         self._stall_s = stall_s
@@ -43,52 +44,20 @@ class Meeting:
         self._heard = heard
         self._lose = lose
         self._can_put = can_put
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._selector = selectors.EpollSelector()
-        self._bell = Bell()
-        try:
-            self._door = Door(host, self._token, incarnation, self._selector, stall_s, self._admit)
-        except OSError as error:
-            self._selector.close()
-            self._bell.close()
-            raise TransferError(f"cannot listen on {host}: {error}") from error
-        self._selector.register(self._bell, selectors.EVENT_READ, self._bell.hush)
+        self.reactor = Reactor()
+        self._door = Door(listener, incarnation, self.reactor, stall_s, self._admit)
 
     @property
     def is_dialling(self) -> bool:
-        return any(
-            peer.dial is not None and not peer.is_met and not peer.lost
-            for peer in self._peers.values()
-        )
-
-    def watch(self, pulse: Pulse) -> None:
-        self._selector.register(pulse, selectors.EVENT_READ, pulse.hush)
-
-    def fileno(self) -> int:
-        return self._selector.fileno()
-
-    def ring(self) -> None:
-        self._bell.ring()
-
-    def hush(self) -> None:
-        self._bell.hush()
+        return any(peer.dial is not None and not peer.is_met and not peer.lost for peer in self._peers.values())
 
     def details(self, block_bytes: int, version: int, gpu: str) -> NcclDetails:
-        return NcclDetails(
-            self._host, self._door.port, self._token.hex(), block_bytes, version, gpu
-        )
+        address = msgspec.structs.asdict(self._door.address(self._host, block_bytes))
+        return NcclDetails(**address, version=version, gpu=gpu)
 
     def check(self, endpoint: Endpoint, received: BlockSlice, version: int) -> NcclDetails:
         """Raises TransferError for an endpoint that cannot be met."""
-        try:
-            details = msgspec.convert(endpoint.details, NcclDetails)
-            token = bytes.fromhex(details.token)
-        except (msgspec.ValidationError, ValueError) as error:
-            raise TransferError(f"not an nccl endpoint: {error}") from error
-        if len(token) != TOKEN_BYTES:
-            raise TransferError(f"not an nccl endpoint: its token has {len(token)} bytes")
-        if details.block_bytes != received.block_bytes:
-            raise TransferError(f"the peer's blocks are not those of its layout: {details.block_bytes} bytes")
+        details = peer_door(endpoint, NcclDetails, received)
         if details.version != version:
             raise TransferError(f"NCCL {dotted(details.version)} there, {dotted(version)} here: they must be equal")
         return details
@@ -97,16 +66,9 @@ class Meeting:
         """Raises TransferError where its host has no address."""
         dial = None
         if self._incarnation < peer:
-            hello = greeting(bytes.fromhex(details.token), self._incarnation, peer)
-            try:
-                dial = Dial(details, hello, time.monotonic(), self._limit_s)
-            except OSError as error:
-                raise TransferError(f"not an nccl endpoint: {error}") from error
-        return NcclPeer(peer, sent, received, dial, self._stall_s)
-
-    def poll(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
+            now = time.monotonic()
+            dial = Dial(resolve(details), greeting(details, self._incarnation, peer), now, now + self._limit_s)
+        return NcclPeer(peer, sent, received, dial, Watchdog(self._stall_s), Pair(leads=dial is not None))
 
     def step(self, now: float) -> None:
         """Dial whoever is to be dialled."""
@@ -134,13 +96,12 @@ class Meeting:
             # What was said last may tell the peer more than the end of the socket does.
             with contextlib.suppress(OSError):
                 wire.write()
-            self._selector.unregister(wire.sock)
+            self.reactor.unwatch(wire.sock)
             wire.close()
 
     def close(self) -> None:
         self._door.close()
-        self._selector.close()
-        self._bell.close()
+        self.reactor.close()
 
     def _admit(self, dialer: Incarnation, sock: socket.socket) -> bool:
         peer = self._peers.get(dialer)
@@ -157,14 +118,13 @@ class Meeting:
 
     def _watch(self, peer: NcclPeer, wire: Wire) -> None:
         peer.wire = wire
-        events = selectors.EVENT_READ | selectors.EVENT_WRITE
-        self._selector.register(wire.sock, events, lambda: self._turn(peer, wire))
+        self.reactor.watch(wire.sock, lambda: self._turn(peer, wire), selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _turn(self, peer: NcclPeer, wire: Wire) -> None:
         if peer.wire is not wire:
             return
         try:
-            connected(wire.sock)
+            check_connected(wire.sock)
             for said in wire.read():
                 if isinstance(said, Welcome):
                     peer.can_put = said.puts
@@ -183,9 +143,7 @@ class Meeting:
         except OSError as error:
             self._broken(peer, wire, f"connection lost: {error}")
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.wants_write else 0)
-        if self._selector.get_key(wire.sock).events != events:
-            self._selector.modify(wire.sock, events, self._selector.get_key(wire.sock).data)
+        self.reactor.rewatch(wire.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.wants_write else 0))
 
     def _broken(self, peer: NcclPeer, wire: Wire, why: str) -> None:
         if peer.wire is not wire:

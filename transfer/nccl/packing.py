@@ -35,7 +35,7 @@ class Packed(msgspec.Struct, frozen=True):
     event: Event
 
     def begins(self, piece: ChunkPiece) -> bool:
-        """Has it all that the piece needs, from its first block on?"""
+        """Return True if it has all that the piece needs, from its first block on."""
         return (self.chunk, self.first) == (piece.chunk, piece.first) and piece.count <= self.count
 
 
@@ -76,7 +76,7 @@ class Packing:
 
     @property
     def is_busy(self) -> bool:
-        """Is something being read ahead?"""
+        """True while something is being read ahead."""
         return self._ahead is not None and not self._ahead.event.done()
 
     def pack(self, peer: NcclPeer, piece: ChunkPiece, ring: Ring | None) -> tuple[Tensor, Event | None]:

@@ -12,25 +12,24 @@ A chunk, at either end:
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from transfer.nccl.wire import Go, Gone, Ready, Said
 from transfer.transport import Outcome, Ticket, TransferError
 
 
+@dataclass(slots=True, eq=False)
 class Chunk:
     """One send or receive. `busy` counts its pieces that may still touch the pool: launched, or packed ahead."""
 
-    __slots__ = ("blocks", "busy", "key", "launched", "number", "sends", "ticket", "verdict")
-
-    def __init__(self, sends: bool, number: int, ticket: Ticket, key: int, blocks: int) -> None:
-        self.sends = sends
-        self.number = number
-        self.ticket = ticket
-        self.key = key
-        self.blocks = blocks
-        self.launched = 0
-        self.busy = 0
-        self.verdict: tuple[Outcome, str] | None = None
+    sends: bool
+    number: int
+    ticket: Ticket
+    key: int
+    blocks: int
+    launched: int = 0
+    busy: int = 0
+    verdict: tuple[Outcome, str] | None = None
 
     def __repr__(self) -> str:
         way = "send" if self.sends else "recv"
@@ -42,29 +41,25 @@ class Chunk:
         return self.busy == 0 and (self.verdict is not None or self.launched == self.blocks)
 
 
+@dataclass(slots=True, eq=False)
 class ChunkPiece:
     """Blocks `first .. first + count - 1` of a chunk, or of one that is gone (`chunk` is None)."""
 
-    __slots__ = ("chunk", "count", "first", "number", "sends")
-
-    def __init__(
-        self, sends: bool, number: int, chunk: Chunk | None, first: int, count: int
-    ) -> None:
-        self.sends = sends
-        self.number = number
-        self.chunk = chunk
-        self.first = first
-        self.count = count
+    sends: bool
+    number: int
+    chunk: Chunk | None
+    first: int
+    count: int
 
 
+@dataclass(slots=True, eq=False)
 class _Line:
     """One direction."""
 
-    def __init__(self) -> None:
-        self.posted = 0
-        self.chunks: OrderedDict[int, Chunk] = OrderedDict()
-        self.peer_ready: dict[int, int] = {}
-        self.peer_gone: set[int] = set()
+    posted: int = 0
+    chunks: OrderedDict[int, Chunk] = field(default_factory=OrderedDict)
+    peer_ready: dict[int, int] = field(default_factory=dict)
+    peer_gone: set[int] = field(default_factory=set)
 
 
 class Pair:
@@ -109,17 +104,13 @@ class Pair:
 
     def give_up(self, chunk: Chunk) -> list[Said]:
         """This end wants no more of a chunk of its own."""
-        line = self._lines[chunk.sends]
-        if line.chunks.pop(chunk.number, None) is None:
-            return []
-        line.peer_ready.pop(chunk.number, None)
-        return [Gone(chunk.sends, chunk.number)]
+        return [Gone(chunk.sends, chunk.number)] if self.forget(chunk) else []
 
-    def forget(self, chunk: Chunk) -> None:
-        """It is over."""
+    def forget(self, chunk: Chunk) -> bool:
+        """Drop a chunk that has ended. False where it was dropped before."""
         line = self._lines[chunk.sends]
-        line.chunks.pop(chunk.number, None)
         line.peer_ready.pop(chunk.number, None)
+        return line.chunks.pop(chunk.number, None) is not None
 
     def heard(self, said: Ready | Gone) -> Chunk | None:
         """Returns the chunk of which the peer wants no more, if it is posted here. Raises TransferError."""
@@ -176,9 +167,7 @@ class Pair:
         sends = not go.leader_sends
         count, rest = divmod(go.nbytes, block_bytes)
         chunk = self._lines[sends].chunks.get(go.number)
-        fits = chunk is None or (
-            go.first == chunk.launched and chunk.launched + count <= chunk.blocks
-        )
+        fits = chunk is None or (go.first == chunk.launched and chunk.launched + count <= chunk.blocks)
         if rest or not count or not fits or go.number >= self._lines[sends].posted:
             raise TransferError(f"{go} does not fit {chunk}")
         return ChunkPiece(sends, go.number, chunk, go.first, count)
@@ -198,5 +187,6 @@ class Pair:
 
 
 def _verdict(sends: bool) -> tuple[Outcome, str]:
-    """Of a chunk that is gone at the other end: what nobody wants counts as sent, what never comes has failed."""
+    """Return the end of a chunk that is gone at the other end: what nobody wants counts as sent, what never comes has
+    failed."""
     return (Outcome.DONE, "") if sends else (Outcome.FAILED, "the sender withdrew the chunk")

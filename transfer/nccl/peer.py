@@ -5,100 +5,69 @@ A socket that is lost is not dialled again before the next `connect`, which both
 them has launched on the old communicator, the other must not wait for on a new one.
 """
 
-import contextlib
-import os
 import socket
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.types import Incarnation
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.narrow import DevicePacked
-from transfer.host.tcp.door import tune
+from transfer.host.tcp.door import DoorAddress, Target, dial
+from transfer.liveness import Watchdog
 from transfer.nccl.communicator import Communicator
 from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.wire import Said, Wire
 from transfer.transport import BlockSlice, Move
-from transfer.watchdog import Watchdog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
-class NcclDetails(msgspec.Struct, frozen=True):
+class NcclDetails(DoorAddress, frozen=True):
     """How a worker is reached. `gpu` is its device, `version` that of its library."""
 
-    host: str
-    port: int
-    token: str
-    block_bytes: int
     version: int
     gpu: str
 
 
+@dataclass(slots=True, eq=False)
 class Dial:
-    """One attempt after another to reach a follower."""
+    """One attempt after another to reach a follower, until `until_s`; the next one is due at `next_s`."""
 
-    def __init__(self, details: NcclDetails, greeting: bytes, now: float, limit_s: float) -> None:
-        """Raises OSError where the host has no address."""
-        found = socket.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
-        self._family: int = found[0][0]
-        address = found[0][4]
-        self._address = (str(address[0]), int(address[1]))
-        self.greeting = greeting
-        self.until_s = now + limit_s
-        self.next_s = now
-        self._pause_s = FIRST_PAUSE_S
+    target: Target
+    greeting: bytes
+    next_s: float
+    until_s: float
+    pause_s: float = FIRST_PAUSE_S
 
     def connect(self, now: float, stall_s: float) -> socket.socket:
         """A socket that is being connected. Raises OSError."""
-        self.next_s = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        sock = socket.socket(self._family, socket.SOCK_STREAM)
-        tune(sock, stall_s)
-        try:
-            with contextlib.suppress(BlockingIOError):
-                sock.connect(self._address)
-        except OSError:
-            sock.close()
-            raise
-        return sock
+        self.next_s = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+        return dial(self.target, stall_s)
 
 
-def connected(sock: socket.socket) -> None:
-    """Raises OSError where an attempt to connect has failed."""
-    failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if failed:
-        raise OSError(failed, os.strerror(failed))
-
-
+@dataclass(slots=True, eq=False)
 class NcclPeer:
     # Mutable state: the socket, the communicator, the chunks, and why it was lost.
 
-    def __init__(
-        self,
-        incarnation: Incarnation,
-        sent: BlockSlice,
-        received: BlockSlice,
-        dial: Dial | None,
-        stall_s: float,
-    ) -> None:
-        self.incarnation = incarnation
-        self.sent = sent
-        self.received = received
-        self.dial = dial
-        self.pair = Pair(leads=dial is not None)
-        self.wire: Wire | None = None
-        self.is_met = False  # the follower has said, or heard, its welcome
-        self.lost = ""
-        self.epoch = 0
-        self.communicator: Communicator | None = None
-        self.invited: bytes = b""  # follower: the id of a communicator that waits for room
-        self.slot_bytes = 0  # of its communicator's ring, if it has one
-        self.can_put = False  # leader: the follower has said so
-        self.spare_asked = False
-        self.watchdog = Watchdog(stall_s)
-        self.progress = 0
-        self._unsaid: list[Said] = []
+    incarnation: Incarnation
+    sent: BlockSlice
+    received: BlockSlice
+    dial: Dial | None
+    watchdog: Watchdog
+    pair: Pair
+    wire: Wire | None = None
+    is_met: bool = False  # the follower has said, or heard, its welcome
+    lost: str = ""
+    epoch: int = 0
+    communicator: Communicator | None = None
+    invited: bytes = b""  # follower: the id of a communicator that waits for room
+    slot_bytes: int = 0  # of its communicator's ring, if it has one
+    can_put: bool = False  # leader: the follower has said so
+    spare_asked: bool = False
+    progress: int = 0
+    unsaid: list[Said] = field(default_factory=list)
 
     def __repr__(self) -> str:
         state = self.lost or ("met" if self.is_met else "not met")
@@ -113,14 +82,14 @@ class NcclPeer:
         if self.lost:
             return
         if self.wire is None or not self.is_met:
-            self._unsaid += messages
+            self.unsaid += messages
             return
         for message in messages:
             self.wire.say(message)
 
     def meet(self) -> None:
         self.is_met = True
-        unsaid, self._unsaid = self._unsaid, []
+        unsaid, self.unsaid = self.unsaid, []
         self.say(*unsaid)
 
 

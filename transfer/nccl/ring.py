@@ -38,7 +38,7 @@ class Ring:
         self._words[: HEADER_BYTES // _WORD].zero_()
         self._window: Window | None = None
         self._free = list(range(SLOTS))
-        self._outgoing = [self._slot(SLOTS + number) for number in range(OUTGOING_SLOTS)]
+        self._outgoing = [self.slot(SLOTS + number) for number in range(OUTGOING_SLOTS)]
         self.put = 0
         self.taken = 0
 
@@ -69,9 +69,6 @@ class Ring:
     def flag(self, slot: int) -> Tensor:
         return self._words[slot : slot + 1]
 
-    def incoming(self, slot: int) -> Tensor:
-        return self._slot(slot)
-
     def take_outgoing(self) -> Tensor:
         """A slot to put from: one is for the piece under way, and one for the next."""
         return self._outgoing.pop()
@@ -79,9 +76,7 @@ class Ring:
     def give_back_outgoing(self, slot: Tensor) -> None:
         self._outgoing.append(slot)
 
-    def send(
-        self, comm: Comm, source: Tensor, nbytes: int, slot: int, peer: int, stream: int
-    ) -> None:
+    def send(self, comm: Comm, source: Tensor, nbytes: int, slot: int, peer: int, stream: int) -> None:
         """Enqueue the put of what is in `source`, an outgoing slot, and then of the slot's flag. Raises NcclError."""
         self.put += 1
         self._words[_SOURCE].fill_(self.put)
@@ -103,7 +98,7 @@ class Ring:
         assert self._window is not None
         self._library.put(comm, self._window, pieces, peer, stream)
 
-    def _slot(self, number: int) -> Tensor:
+    def slot(self, number: int) -> Tensor:
         first = (HEADER_BYTES + number * self.slot_bytes) // _WORD
         return self._words[first : first + self.slot_bytes // _WORD]
 

@@ -33,6 +33,7 @@ from transfer.nccl.meeting import Meeting
 from transfer.nccl.pair import Chunk, Pair
 from transfer.nccl.peer import NcclPeer, PostedChunk
 from transfer.nccl.wire import Go, Gone, Grant, Ready, Said
+from transfer.polling import CompletionQueue, PeerTable
 from transfer.transport import BlockSlice, Completion, Move, Outcome, Ticket, TransferError
 
 log = logging.getLogger(__name__)
@@ -61,14 +62,10 @@ class NcclTransport:
         self._memory = memory
         self._share_gpu = config.share_gpu != "no"
         self._version = library.version
-        self._peers: dict[Incarnation, NcclPeer] = {}
+        self._peers: PeerTable[NcclPeer] = PeerTable()
         self._posted: dict[Ticket, PostedChunk] = {}
-        self._completions: list[Completion] = []
-        self._last_ticket = 0
         self._room = CommunicatorBudget(config, device, library, self._peers, self.report)
-        self._dispatch = PieceDispatcher(
-            memory, config, device, library, self._posted, self._rest, self._room.warmed
-        )
+        self._dispatch = PieceDispatcher(memory, config, device, library, self._posted, self._rest, self._room.warmed)
         self._meeting = Meeting(
             incarnation,
             host,
@@ -79,8 +76,10 @@ class NcclTransport:
             self._lose,
             lambda: self._room.can_put,
         )
+        self._reactor = self._meeting.reactor
+        self._completions = CompletionQueue(self._reactor.ring)
         self._pulse = Pulse()
-        self._meeting.watch(self._pulse)
+        self._reactor.watch(self._pulse, self._pulse.hush)
         self._progress = 0
 
     @property
@@ -107,34 +106,34 @@ class NcclTransport:
         if not self._room.can_put:
             self.report.slot_bytes = self._dispatch.reserve(sent, received)
         self._peers[peer] = self._meeting.begin(peer, details, sent, received)
-        self._meeting.ring()
+        self._reactor.ring()
 
     def send(self, peer: Incarnation, move: Move, packed: DevicePacked | None = None) -> Ticket:
-        found = self._known(peer)
+        found = self._peers[peer]
         for block in move.local:
             if not 0 <= block < self._memory.blocks:
                 raise TransferError(f"no block {block} in this pool")
         return self._post(found, move, len(move.local), True, None, packed)
 
     def recv(self, peer: Incarnation, move: Move, landing: DeviceLanding | None) -> Ticket:
-        found = self._known(peer)
+        found = self._peers[peer]
         if not found.lost and landing is not None:
             return self._post(found, move, len(move.remote), False, landing)
-        ticket = self._ticket()
+        ticket = self._completions.ticket()
         if found.lost:
-            self._complete(ticket, Outcome.LOST, found.lost)
+            self._completions.end(ticket, Outcome.LOST, found.lost)
         else:
             # Nothing comes for it, so there is nothing to drain.
             found.say(*found.pair.skip())
-            self._complete(ticket, Outcome.DONE)
+            self._completions.end(ticket, Outcome.DONE)
         return ticket
 
     def fileno(self) -> int:
-        return self._meeting.fileno()
+        return self._reactor.fileno()
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Raises StuckStreamError when the device does not end what was aborted: this process cannot go on."""
-        self._meeting.poll(timeout_s)
+        self._reactor.wait(timeout_s)
         self._pulse.hush()
         now = time.monotonic()
         self._meeting.step(now)
@@ -143,9 +142,8 @@ class NcclTransport:
         self._dispatch.step(now, self._peers, self._guarded)
         self._meeting.flush()
         self._set_pulse(now)
-        self._meeting.hush()
-        completions, self._completions = self._completions, []
-        return completions
+        self._reactor.hush()
+        return self._completions.take()
 
     def cancel(self, ticket: Ticket) -> bool:
         posted = self._posted.get(ticket)
@@ -156,7 +154,7 @@ class NcclTransport:
             return False  # the fence was all that it waited for
         posted.chunk.verdict = (Outcome.CANCELLED, "")
         posted.peer.say(*posted.peer.pair.give_up(posted.chunk))
-        self._complete(ticket, Outcome.CANCELLED)
+        self._completions.end(ticket, Outcome.CANCELLED)
         return True
 
     def disconnect(self, peer: Incarnation) -> None:
@@ -196,9 +194,7 @@ class NcclTransport:
             case _:
                 self._room.heard(peer, said, self._dispatch, time.monotonic())
 
-    def _guarded(
-        self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float
-    ) -> bool:
+    def _guarded(self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float) -> bool:
         """Whatever goes wrong with one peer costs that peer, and nobody else."""
         try:
             return bool(act(peer, now))
@@ -220,7 +216,7 @@ class NcclTransport:
                 self._dispatch.fence(posted.chunk)
                 if self._posted.pop(ticket, None) is not None:
                     posted.chunk.verdict = (outcome, why)
-                    self._complete(ticket, Outcome.FAILED if posted.chunk.sends else outcome, why)
+                    self._completions.end(ticket, Outcome.FAILED if posted.chunk.sends else outcome, why)
         peer.pair = Pair(peer.pair.leads)
 
     # ---- chunks
@@ -234,13 +230,13 @@ class NcclTransport:
         landing: DeviceLanding | None,
         packed: DevicePacked | None = None,
     ) -> Ticket:
-        ticket = self._ticket()
+        ticket = self._completions.ticket()
         key = chunk_key(move, blocks, peer.span(sends).nbytes)
         chunk, said = peer.pair.post(sends, ticket, key, blocks)
         self._posted[ticket] = PostedChunk(peer, chunk, move, landing, packed)
         peer.say(*said)
         self._rest(chunk)
-        self._meeting.ring()
+        self._reactor.ring()
         return ticket
 
     def _rest(self, chunk: Chunk) -> None:
@@ -249,24 +245,10 @@ class NcclTransport:
             return
         posted = self._posted.pop(chunk.ticket)
         posted.peer.pair.forget(chunk)
-        self._complete(chunk.ticket, *(chunk.verdict or (Outcome.DONE, "")))
-
-    def _complete(self, ticket: Ticket, outcome: Outcome, error: str = "") -> None:
-        self._completions.append(Completion(ticket, outcome, error))
-        self._meeting.ring()
+        self._completions.end(chunk.ticket, *(chunk.verdict or (Outcome.DONE, "")))
 
     def _set_pulse(self, now: float) -> None:
         waiting = self._dispatch.is_waiting or self._room.is_busy or self._meeting.is_dialling
         afresh = self._progress != self._dispatch.progress
         self._progress = self._dispatch.progress
         self._pulse.set(waiting, now, afresh=afresh)
-
-    def _known(self, peer: Incarnation) -> NcclPeer:
-        found = self._peers.get(peer)
-        if found is None:
-            raise TransferError(f"{peer} is not connected")
-        return found
-
-    def _ticket(self) -> Ticket:
-        self._last_ticket += 1
-        return Ticket(self._last_ticket)

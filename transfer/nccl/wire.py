@@ -20,42 +20,37 @@ class _Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class _OnCommunicator(_Said, frozen=True):
+    epoch: int
+
+
 class Welcome(_Said, frozen=True):
     """Follower: it knows the leader, which may speak. `puts`: it can, and may, have a ring (`nccl_ring`)."""
 
     puts: bool = False
 
 
-class BuildCommunicator(_Said, frozen=True):
+class BuildCommunicator(_OnCommunicator, frozen=True):
     """Leader: join communicator number `epoch`, as rank 1; with a ring of such slots, if any."""
 
-    epoch: int
     unique_id: bytes
     slot_bytes: int = 0
 
 
-class CommunicatorJoined(_Said, frozen=True):
+class CommunicatorJoined(_OnCommunicator, frozen=True):
     """Follower: it has joined."""
 
-    epoch: int
 
-
-class RequestDrop(_Said, frozen=True):
+class RequestDrop(_OnCommunicator, frozen=True):
     """Follower: it needs room; drop the communicator, if it is idle."""
 
-    epoch: int
 
-
-class DropCommunicator(_Said, frozen=True):
+class DropCommunicator(_OnCommunicator, frozen=True):
     """Leader: no operation will come on it any more."""
 
-    epoch: int
 
-
-class CommunicatorDropped(_Said, frozen=True):
+class CommunicatorDropped(_OnCommunicator, frozen=True):
     """Follower: its part is gone."""
-
-    epoch: int
 
 
 class Ready(_Said, frozen=True):
@@ -73,23 +68,21 @@ class Gone(_Said, frozen=True):
     number: int
 
 
-class Go(_Said, frozen=True):
+class Go(_OnCommunicator, frozen=True):
     """Leader: it has launched this operation. It must be answered in kind, whatever has become of the chunk."""
 
-    epoch: int
     leader_sends: bool
     number: int
     first: int
     nbytes: int
     """0 is the warm-up: both send and receive one word, or put one."""
     slot: int = -1
-    """With a ring, where the leader receives: it is to be put there."""
+    """The place in the ring to put it, where there is a ring and the leader receives."""
 
 
-class Grant(_Said, frozen=True):
+class Grant(_OnCommunicator, frozen=True):
     """Follower: what the leader has said that it puts goes there."""
 
-    epoch: int
     slot: int
 
 

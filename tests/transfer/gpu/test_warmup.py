@@ -21,7 +21,7 @@ from transfer.gpu.route import DeviceRoute
 from transfer.handoff.commands import Arrived, ExpectedBlock, OutgoingBlock, Settled
 from transfer.handoff.conversion import rows_by_block
 from transfer.handoff.negotiation import AS_STORED
-from transfer.watchdog import Watchdog
+from transfer.liveness import Watchdog
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of Triton's interpreter")
 

@@ -12,8 +12,8 @@ from tests.transfer.fake_device import ASYNC, FAIL, HANG, STALL, Fault, count, f
 from tests.transfer.nccl.ends import BLOCKS, LAYOUT, QUICK, Ends
 from tests.transfer.wire import IntoDevice, whole
 from transfer.gpu.device import StuckStreamError
+from transfer.liveness import Watchdog
 from transfer.transport import Move, Outcome, TransferError
-from transfer.watchdog import Watchdog
 
 FAULTS = {
     "no id": ("id", FAIL, 0),

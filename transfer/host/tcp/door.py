@@ -1,12 +1,22 @@
-"""The listening socket of the tcp transport: lets in who greets with the right token, and nobody else."""
+"""How the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the right token, and nobody
+else; the other dials."""
 
+import contextlib
 import hmac
-import selectors
+import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable
+from typing import TypeVar
 
+import msgspec
+
+from engine.messages import Endpoint
 from engine.types import Incarnation
+from transfer.polling import details_of
+from transfer.reactor import Reactor
+from transfer.transport import BlockSlice, TransferError
 
 TOKEN_BYTES = 32
 MAGIC = b"HRKVTCP1"
@@ -15,8 +25,83 @@ MAX_STRANGERS = 64
 
 _GREETING = struct.Struct(f"<8s{TOKEN_BYTES}sQQ")
 
+Target = tuple[int, tuple[str, int]]
+"""An address family, and the host's address and port."""
 
-def tune(sock: socket.socket, stall_s: float) -> None:
+
+class DoorAddress(msgspec.Struct, frozen=True):
+    """Where a worker listens, and whom it lets in. Its blocks have `block_bytes`."""
+
+    host: str
+    port: int
+    token: str
+    block_bytes: int
+
+
+DoorAddressT = TypeVar("DoorAddressT", bound=DoorAddress)
+
+
+def peer_door(endpoint: Endpoint, kind: type[DoorAddressT], received: BlockSlice) -> DoorAddressT:
+    """What a peer has told of its door. Raises TransferError where its blocks are not the `received` ones."""
+    details = details_of(endpoint, kind)
+    try:
+        token = bytes.fromhex(details.token)
+    except ValueError as error:
+        raise TransferError(f"not a {endpoint.transport} endpoint: {error}") from error
+    if len(token) != TOKEN_BYTES:
+        raise TransferError(f"not a {endpoint.transport} endpoint: its token has {len(token)} bytes")
+    if details.block_bytes != received.block_bytes:
+        raise TransferError(f"the peer's blocks are not those of its layout: {details.block_bytes} bytes")
+    return details
+
+
+def resolve(address: DoorAddress) -> Target:
+    """May wait for a name server where the host is no plain address. Raises TransferError."""
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise TransferError(f"cannot find {address.host}: {error}") from error
+    return family, (str(found[0]), int(found[1]))
+
+
+def greeting(address: DoorAddress, dialer: Incarnation, wanted: Incarnation) -> bytes:
+    """What the one that dials says first: the token it was told, who it is, and whom it means to reach."""
+    return _GREETING.pack(MAGIC, bytes.fromhex(address.token), dialer, wanted)
+
+
+def dial(target: Target, stall_s: float) -> socket.socket:
+    """A socket that is being connected. Raises OSError."""
+    family, address = target
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    _tune(sock, stall_s)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def check_connected(sock: socket.socket) -> None:
+    """Raises OSError where an attempt to connect has failed."""
+    failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket at a port of the system's choice. Raises TransferError."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listener = socket.create_server((host, 0), family=found[0][0], backlog=128)
+    except OSError as error:
+        raise TransferError(f"cannot listen on {host}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _tune(sock: socket.socket, stall_s: float) -> None:
     """Settings of both ends: small writes go at once, and a host that has been silent for `stall_s`, to data or to
     keepalives, breaks the connection, where the platform can tell."""
     sock.setblocking(False)
@@ -35,48 +120,38 @@ def tune(sock: socket.socket, stall_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def greeting(token: bytes, dialer: Incarnation, wanted: Incarnation) -> bytes:
-    """What the one that dials says first: the token it was told, who it is, and whom it means to reach."""
-    return _GREETING.pack(MAGIC, token, dialer, wanted)
-
-
 class Door:
-    """Listens on `host`, at a port of the system's choice, inside somebody else's selector.
+    """Lets in those who come to `listener`, inside somebody else's reactor.
 
     `admit(dialer, sock)` is called for each connection that greets rightly; the socket is its own if it returns True.
-    Raises OSError if it cannot listen.
     """
 
     def __init__(
         self,
-        host: str,
-        token: bytes,
+        listener: socket.socket,
         incarnation: Incarnation,
-        selector: selectors.BaseSelector,
+        reactor: Reactor,
         stall_s: float,
         admit: Callable[[Incarnation, socket.socket], bool],
     ) -> None:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self._listener = socket.create_server((host, 0), family=found[0][0], backlog=128)
-        self._listener.setblocking(False)
-        self._token = token
+        self._listener = listener
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self._incarnation = incarnation
-        self._selector = selector
+        self._reactor = reactor
         self._stall_s = stall_s
         self._admit = admit
         self._strangers: dict[socket.socket, bytearray] = {}
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        reactor.watch(listener, self._accept)
 
-    @property
-    def port(self) -> int:
-        found: int = self._listener.getsockname()[1]
-        return found
+    def address(self, host: str, block_bytes: int) -> DoorAddress:
+        """Return what a peer is told of this door."""
+        return DoorAddress(host, self._listener.getsockname()[1], self._token.hex(), block_bytes)
 
     def close(self) -> None:
         for stranger in list(self._strangers):
             self._forget(stranger)
             stranger.close()
-        self._selector.unregister(self._listener)
+        self._reactor.unwatch(self._listener)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -84,13 +159,13 @@ class Door:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        tune(sock, self._stall_s)
+        _tune(sock, self._stall_s)
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             self._forget(oldest)
             oldest.close()
         self._strangers[sock] = bytearray()
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._listen(sock))
+        self._reactor.watch(sock, lambda: self._listen(sock))
 
     def _listen(self, sock: socket.socket) -> None:
         heard = self._strangers.get(sock)
@@ -118,4 +193,4 @@ class Door:
 
     def _forget(self, sock: socket.socket) -> None:
         del self._strangers[sock]
-        self._selector.unregister(sock)
+        self._reactor.unwatch(sock)

@@ -8,6 +8,10 @@ not read any more. The receiver drains whatever comes: bytes of a receive that w
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -22,6 +26,7 @@ BYTES_PER_TURN = 16 << 20
 """A link moves at most this much before the others have their turn."""
 IOVECS = 64
 _FILLER = memoryview(bytes(1 << 18))
+_NOTHING = memoryview(b"")
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -33,8 +38,48 @@ def header(move: Move, blocks: int, block_bytes: int) -> bytes:
 
 
 def chunk_key(move: Move, blocks: int, block_bytes: int) -> int:
-    """The same in 64 bits."""
+    """Return the header as 64 bits."""
     return xxhash.xxh3_64_intdigest(header(move, blocks, block_bytes))
+
+
+class _Entry(Protocol):
+    ticket: Ticket | None
+    """None once it is withdrawn: then nobody is told of its end."""
+
+    def withdraw(self) -> None:
+        """Leave local memory alone from now on, and stay in step with the other end."""
+
+
+EntryT = TypeVar("EntryT", bound=_Entry)
+
+
+class _Link(Generic[EntryT]):
+    # Mutable state: the connection, if there is one, and the entries that have not ended, in order.
+
+    def __init__(self) -> None:
+        self.sock: socket.socket | None = None
+        self._queue: deque[EntryT] = deque()
+
+    @property
+    def is_due(self) -> bool:
+        """True while the socket has something to take, or to bring."""
+        return bool(self._queue)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        for entry in self._queue:
+            if entry.ticket == ticket:
+                entry.withdraw()
+                return True
+        return False
+
+    def abandon(self, outcome: Outcome, error: str) -> list[Completion]:
+        """Close; everything queued ends with `outcome`."""
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+        tickets = [entry.ticket for entry in self._queue if entry.ticket is not None]
+        self._queue.clear()
+        return [Completion(ticket, outcome, error) for ticket in tickets]
 
 
 class _Send:
@@ -43,8 +88,7 @@ class _Send:
     def __init__(self, ticket: Ticket, parts: list[memoryview]) -> None:
         self.ticket: Ticket | None = ticket
         self.parts = deque(parts)
-        self.size = sum(part.nbytes for part in parts)
-        self.left = self.size
+        self.size = self.left = sum(part.nbytes for part in parts)
 
     def advance(self, sent: int) -> None:
         self.left -= sent
@@ -68,18 +112,10 @@ class _Send:
         self.ticket = None
 
 
-class OutLink:
+class OutLink(_Link[_Send]):
     """Sends in order. Without a socket yet they wait for the receiver to dial."""
 
-    def __init__(self) -> None:
-        self.sock: socket.socket | None = None
-        self._queue: deque[_Send] = deque()
-
-    @property
-    def wants_write(self) -> bool:
-        return bool(self._queue)
-
-    def post(self, ticket: Ticket, head: bytes, blocks: list[memoryview]) -> None:
+    def post(self, ticket: Ticket, head: bytes, blocks: Sequence[memoryview]) -> None:
         self._queue.append(_Send(ticket, [memoryview(head), *blocks, memoryview(VOUCHED)]))
 
     def write(self) -> list[Completion]:
@@ -89,9 +125,8 @@ class OutLink:
         budget = BYTES_PER_TURN
         while self._queue and budget > 0:
             send = self._queue[0]
-            parts = [part for _, part in zip(range(IOVECS), send.parts, strict=False)]
             try:
-                sent = self.sock.sendmsg(parts)
+                sent = self.sock.sendmsg(list(islice(send.parts, IOVECS)))
             except BlockingIOError:
                 break
             budget -= sent
@@ -102,50 +137,31 @@ class OutLink:
                     done.append(Completion(send.ticket, Outcome.DONE))
         return done
 
-    def cancel(self, ticket: Ticket) -> bool:
-        for send in self._queue:
-            if send.ticket == ticket:
-                send.withdraw()
-                return True
-        return False
 
-    def abandon(self, error: str) -> list[Completion]:
-        """Close; everything queued has failed."""
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
-        tickets = [send.ticket for send in self._queue if send.ticket is not None]
-        self._queue.clear()
-        return [Completion(ticket, Outcome.FAILED, error) for ticket in tickets]
-
-
+@dataclass(slots=True, eq=False)
 class _Recv:
-    __slots__ = ("at", "head", "landing", "left", "room", "ticket")
+    ticket: Ticket | None
+    head: bytes
+    landing: Landing | None  # None: what is left of the payload goes to scrap
+    left: int
+    at: int = 0
+    room: memoryview = _NOTHING  # what is left of the place of block `at`
 
-    def __init__(self, ticket: Ticket, head: bytes, landing: Landing | None, nbytes: int) -> None:
-        self.ticket: Ticket | None = ticket
-        self.head = head
-        self.landing = landing  # None: what is left of the payload goes to scrap
-        self.at = 0
-        self.room = memoryview(b"")  # what is left of the place of block `at`
-        self.left = nbytes
+    def withdraw(self) -> None:
+        self.ticket = self.landing = None
+        self.room = _NOTHING
 
 
-class InLink:
+class InLink(_Link[_Recv]):
     """Receives in the order in which they were posted, which is the order of the frames."""
 
     def __init__(self) -> None:
-        self.sock: socket.socket | None = None
-        self._queue: deque[_Recv] = deque()
+        super().__init__()
         self._head = memoryview(bytearray(HEADER.size))
         self._head_bytes = 0
         self._scrap = memoryview(bytearray(1 << 18))
         self.read_bytes = 0
         self.scrapped_bytes = 0
-
-    @property
-    def wants_read(self) -> bool:
-        return bool(self._queue)
 
     def post(self, ticket: Ticket, head: bytes, landing: Landing | None, nbytes: int) -> None:
         self._queue.append(_Recv(ticket, head, landing, nbytes))
@@ -203,20 +219,6 @@ class InLink:
             recv.at += 1
         return read
 
-    def cancel(self, ticket: Ticket) -> bool:
-        for recv in self._queue:
-            if recv.ticket == ticket:
-                recv.ticket = recv.landing = None
-                recv.room = memoryview(b"")
-                return True
-        return False
-
     def abandon(self, outcome: Outcome, error: str) -> list[Completion]:
-        """Close; everything queued ends with `outcome`."""
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
-        tickets = [recv.ticket for recv in self._queue if recv.ticket is not None]
-        self._queue.clear()
         self._head_bytes = 0
-        return [Completion(ticket, outcome, error) for ticket in tickets]
+        return super().abandon(outcome, error)

@@ -10,145 +10,92 @@ outstanding on it. The receiver dials again only after a new `connect`, which bo
 the old connection, the other must not wait for on the new one.
 """
 
-import contextlib
-import os
-import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.messages import Endpoint
 from engine.types import BlockId, Incarnation
-from transfer.bell import Bell
-from transfer.host.tcp.door import TOKEN_BYTES, Door, greeting, tune
-from transfer.host.tcp.link import InLink, OutLink, header
-from transfer.transport import (
-    BlockSlice,
-    Completion,
-    KVMemory,
-    Landing,
-    Move,
-    Outcome,
-    Packed,
-    Ticket,
-    TransferError,
+from transfer.host.tcp.door import (
+    Door,
+    DoorAddress,
+    Target,
+    check_connected,
+    dial,
+    greeting,
+    listen,
+    peer_door,
+    resolve,
 )
-from transfer.watchdog import Watchdog
+from transfer.host.tcp.link import InLink, OutLink, header
+from transfer.liveness import Watchdog
+from transfer.polling import CompletionQueue, PeerTable
+from transfer.reactor import Reactor
+from transfer.transport import BlockSlice, Completion, KVMemory, Landing, Move, Outcome, Packed, Ticket, TransferError
 
 
-class TcpDetails(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-    token: str
-    block_bytes: int
-
-
+@dataclass(slots=True, eq=False)
 class _Peer:
-    __slots__ = (
-        "address",
-        "family",
-        "greeting",
-        "incoming",
-        "lost",
-        "outgoing",
-        "received",
-        "sent",
-        "watchdog",
-    )
-
-    def __init__(
-        self,
-        family: int,
-        address: tuple[str, int],
-        greeting: bytes,
-        sent: BlockSlice,
-        received: BlockSlice,
-        stall_s: float,
-    ) -> None:
-        self.sent = sent
-        self.received = received
-        self.family = family
-        self.address = address
-        self.greeting = greeting
-        self.incoming = InLink()
-        self.outgoing = OutLink()
-        self.lost = ""  # why the incoming connection broke
-        self.watchdog = Watchdog(stall_s)  # of the incoming connection
+    target: Target
+    greeting: bytes
+    sent: BlockSlice
+    received: BlockSlice
+    watchdog: Watchdog  # of the incoming connection
+    incoming: InLink = field(default_factory=InLink)
+    outgoing: OutLink = field(default_factory=OutLink)
+    lost: str = ""  # why the incoming connection broke
 
 
 class TcpTransport:
-    """`transfer.transport.Transport` over TCP."""
+    """`transfer.transport.Transport` over TCP. Raises TransferError if it cannot listen on `host`."""
 
     name = "tcp"
     device = None
     reads_remotely = False
 
-    def __init__(
-        self, memory: KVMemory, incarnation: Incarnation, host: str, stall_s: float
-    ) -> None:
+    def __init__(self, memory: KVMemory, incarnation: Incarnation, host: str, stall_s: float) -> None:
+        listener = listen(host)
         self._memory = memory
         self._incarnation = incarnation
         self._host = host
         self._stall_s = stall_s
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._peers: dict[Incarnation, _Peer] = {}
-        self._completions: list[Completion] = []
-        self._last_ticket = 0
+        self._peers: PeerTable[_Peer] = PeerTable()
         self.scrapped_bytes = 0
-        self._selector = selectors.EpollSelector()
-        self._bell = Bell()
-        try:
-            self._door = Door(host, self._token, incarnation, self._selector, stall_s, self._admit)
-        except OSError as error:
-            self._selector.close()
-            self._bell.close()
-            raise TransferError(f"cannot listen on {host}: {error}") from error
-        self._watch(self._bell, selectors.EVENT_READ, self._bell.hush)
+        self._reactor = Reactor()
+        self._completions = CompletionQueue(self._reactor.ring)
+        self._door = Door(listener, incarnation, self._reactor, stall_s, self._admit)
 
     def describe(self) -> Endpoint:
-        details = TcpDetails(
-            self._host, self._door.port, self._token.hex(), self._memory.block_bytes
-        )
-        return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
+        address = self._door.address(self._host, self._memory.block_bytes)
+        return Endpoint(transport=self.name, details=msgspec.structs.asdict(address))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Remember where `peer` listens; forgets an earlier connection with it. Resolves a host name, so that it may
         wait for a name server where the endpoint names no plain address."""
-        try:
-            details = msgspec.convert(endpoint.details, TcpDetails)
-            token = bytes.fromhex(details.token)
-            found = socket.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
-        except (msgspec.ValidationError, ValueError, OSError) as error:
-            raise TransferError(f"not a tcp endpoint: {error}") from error
-        if len(token) != TOKEN_BYTES:
-            raise TransferError(f"not a tcp endpoint: its token has {len(token)} bytes")
-        if details.block_bytes != received.block_bytes:
-            raise TransferError(f"the peer's blocks are not those of its layout: {details.block_bytes} bytes")
+        address = peer_door(endpoint, DoorAddress, received)
+        target, hello = resolve(address), greeting(address, self._incarnation, peer)
         self.disconnect(peer)
-        hello = greeting(token, self._incarnation, peer)
-        family, _, _, _, address = found[0]
-        place = (str(address[0]), int(address[1]))
-        self._peers[peer] = _Peer(family, place, hello, sent, received, self._stall_s)
+        self._peers[peer] = _Peer(target, hello, sent, received, Watchdog(self._stall_s))
 
     def send(self, peer: Incarnation, move: Move, packed: Packed | None = None) -> Ticket:
-        found = self._known(peer)
+        found = self._peers[peer]
         link, span = found.outgoing, found.sent
         end = span.offset + span.nbytes
         blocks = packed or [self._block(block)[span.offset : end] for block in move.local]
-        ticket = self._ticket()
-        link.post(ticket, header(move, len(blocks), span.nbytes), list(blocks))
+        ticket = self._completions.ticket()
+        link.post(ticket, header(move, len(blocks), span.nbytes), blocks)
         if link.sock is not None:
-            self._rewatch(link.sock, self._out_events(link))
+            self._reactor.rewatch(link.sock, _events(link))
         return ticket
 
     def recv(self, peer: Incarnation, move: Move, landing: Landing | None) -> Ticket:
-        found = self._known(peer)
-        ticket = self._ticket()
+        found = self._peers[peer]
+        ticket = self._completions.ticket()
         if found.lost:
-            self._finish([Completion(ticket, Outcome.LOST, found.lost)])
+            self._completions.end(ticket, Outcome.LOST, found.lost)
             return ticket
         head = header(move, len(move.remote), found.received.nbytes)
         found.incoming.post(ticket, head, landing, len(move.remote) * found.received.nbytes)
@@ -159,20 +106,18 @@ class TcpTransport:
         return ticket
 
     def fileno(self) -> int:
-        return self._selector.fileno()
+        return self._reactor.fileno()
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
+        self._reactor.wait(timeout_s)
         self._give_up_stalled(time.monotonic())
-        completions, self._completions = self._completions, []
-        self._bell.hush()
-        return completions
+        self._reactor.hush()
+        return self._completions.take()
 
     def cancel(self, ticket: Ticket) -> bool:
         for peer in self._peers.values():
             if peer.incoming.cancel(ticket) or peer.outgoing.cancel(ticket):
-                self._finish([Completion(ticket, Outcome.CANCELLED)])
+                self._completions.end(ticket, Outcome.CANCELLED)
                 return True
         return False
 
@@ -186,8 +131,7 @@ class TcpTransport:
         for peer in list(self._peers):
             self.disconnect(peer)
         self._door.close()
-        self._selector.close()
-        self._bell.close()
+        self._reactor.close()
 
     # ---- sending side
 
@@ -199,7 +143,7 @@ class TcpTransport:
         if found.outgoing.sock is not None:
             self._lose_outgoing(found, "the peer dialled again")
         found.outgoing.sock = sock
-        self._watch(sock, self._out_events(found.outgoing), lambda: self._write(found, sock))
+        self._reactor.watch(sock, lambda: self._write(found, sock), _events(found.outgoing))
         return True
 
     def _write(self, peer: _Peer, sock: socket.socket) -> None:
@@ -209,11 +153,11 @@ class TcpTransport:
         try:
             if self._closed_by_peer(sock):
                 raise ConnectionResetError("the peer closed the connection")
-            self._finish(link.write())
+            self._completions.add(link.write())
         except OSError as error:
             self._lose_outgoing(peer, f"connection lost: {error}")
             return
-        self._rewatch(sock, self._out_events(link))
+        self._reactor.rewatch(sock, _events(link))
 
     @staticmethod
     def _closed_by_peer(sock: socket.socket) -> bool:
@@ -224,59 +168,46 @@ class TcpTransport:
             return False
         return True
 
-    @staticmethod
-    def _out_events(link: OutLink) -> int:
-        # Reading is watched too, so that the end of an idle connection is noticed.
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
-
     # ---- receiving side: dial, greet, read
 
     def _dial(self, peer: _Peer) -> None:
-        sock = socket.socket(peer.family, socket.SOCK_STREAM)
-        tune(sock, self._stall_s)
-        peer.incoming.sock = sock
-        with contextlib.suppress(BlockingIOError):
-            try:
-                sock.connect(peer.address)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                self._lose_incoming(peer, f"cannot connect: {error}")
-                return
-        self._watch(sock, selectors.EVENT_WRITE, lambda: self._introduce(peer, sock))
+        try:
+            peer.incoming.sock = sock = dial(peer.target, self._stall_s)
+        except OSError as error:
+            self._lose_incoming(peer, f"cannot connect: {error}")
+            return
+        self._reactor.watch(sock, lambda: self._introduce(peer, sock), selectors.EVENT_WRITE)
 
     def _introduce(self, peer: _Peer, sock: socket.socket) -> None:
         if peer.incoming.sock is not sock:
             return
         try:
-            failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if failed:
-                raise OSError(failed, os.strerror(failed))
+            check_connected(sock)
             # A fresh connection's buffer takes these few bytes whole.
             if sock.send(peer.greeting) != len(peer.greeting):
                 raise OSError("the greeting went out in part")
         except OSError as error:
             self._lose_incoming(peer, f"cannot connect: {error}")
             return
-        self._unwatch(sock)
+        self._reactor.unwatch(sock)
         self._watch_incoming(peer)
 
     def _watch_incoming(self, peer: _Peer) -> None:
         sock = peer.incoming.sock
         assert sock is not None
-        watched = self._is_watched(sock)
-        if peer.incoming.wants_read and not watched:
-            self._watch(sock, selectors.EVENT_READ, lambda: self._read(peer, sock))
-        elif watched and not peer.incoming.wants_read:
+        watched = self._reactor.is_watched(sock)
+        if peer.incoming.is_due and not watched:
+            self._reactor.watch(sock, lambda: self._read(peer, sock))
+        elif watched and not peer.incoming.is_due:
             # What comes before its receive is posted waits in the socket, and must not wake the thread meanwhile.
-            self._unwatch(sock)
+            self._reactor.unwatch(sock)
 
     def _read(self, peer: _Peer, sock: socket.socket) -> None:
         if peer.incoming.sock is not sock:
             return
         before = peer.incoming.scrapped_bytes
         try:
-            self._finish(peer.incoming.read())
+            self._completions.add(peer.incoming.read())
         except (OSError, TransferError) as error:
             self._lose_incoming(peer, f"connection lost: {error}")
             return
@@ -288,7 +219,7 @@ class TcpTransport:
         """Called behind the reads, so that what came while this process was stopped counts."""
         for peer in self._peers.values():
             link = peer.incoming
-            if peer.watchdog.is_stuck(link.read_bytes if link.wants_read else None, now):
+            if peer.watchdog.is_stuck(link.read_bytes if link.is_due else None, now):
                 self._lose_incoming(peer, f"nothing came for {self._stall_s:g} s")
 
     # ---- both
@@ -296,45 +227,20 @@ class TcpTransport:
     def _lose_incoming(self, peer: _Peer, why: str, outcome: Outcome = Outcome.LOST) -> None:
         peer.lost = why
         if peer.incoming.sock is not None:
-            self._unwatch(peer.incoming.sock)
-        self._finish(peer.incoming.abandon(outcome, why))
+            self._reactor.unwatch(peer.incoming.sock)
+        self._completions.add(peer.incoming.abandon(outcome, why))
 
     def _lose_outgoing(self, peer: _Peer, why: str) -> None:
         if peer.outgoing.sock is not None:
-            self._unwatch(peer.outgoing.sock)
-        self._finish(peer.outgoing.abandon(why))
-
-    def _finish(self, completions: list[Completion]) -> None:
-        if completions:
-            self._completions += completions
-            self._bell.ring()
-
-    def _known(self, peer: Incarnation) -> _Peer:
-        found = self._peers.get(peer)
-        if found is None:
-            raise TransferError(f"{peer} is not connected")
-        return found
-
-    def _ticket(self) -> Ticket:
-        self._last_ticket += 1
-        return Ticket(self._last_ticket)
+            self._reactor.unwatch(peer.outgoing.sock)
+        self._completions.add(peer.outgoing.abandon(Outcome.FAILED, why))
 
     def _block(self, block: BlockId) -> memoryview:
         if not 0 <= block < self._memory.blocks:
             raise TransferError(f"no block {block} in this pool")
         return self._memory.block(block)
 
-    def _watch(self, what: socket.socket | Bell, events: int, act: Callable[[], None]) -> None:
-        self._selector.register(what, events, act)
 
-    def _rewatch(self, sock: socket.socket, events: int) -> None:
-        key = self._selector.get_key(sock)
-        if key.events != events:
-            self._selector.modify(sock, events, key.data)
-
-    def _is_watched(self, sock: socket.socket) -> bool:
-        return sock.fileno() in self._selector.get_map()
-
-    def _unwatch(self, sock: socket.socket) -> None:
-        if self._is_watched(sock):
-            self._selector.unregister(sock)
+def _events(link: OutLink) -> int:
+    # Reading is watched too, so that the end of an idle connection is noticed.
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.is_due else 0)

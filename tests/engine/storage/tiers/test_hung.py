@@ -30,7 +30,7 @@ from engine.storage.tiers.mover import TierMover
 from engine.storage.tiers.segments import SegmentFolder
 from engine.types import BlockId
 from tests.engine.storage.tiers.test_segments import BLOCK_BYTES, KIND, Device, _content, _ident
-from transfer.watchdog import Watchdog
+from transfer.liveness import Watchdog
 
 STUCK_S, SOON_S = 0.3, 10.0
 IDENTS = (_ident(0), _ident(1))

@@ -8,8 +8,7 @@ import pytest
 from cluster.processes.hosting import Hosted
 from cluster.processes.spec import ChildSpec, LaunchError
 from engine.config import EngineConfig
-from transfer.allocator import is_exported, without_handles
-from transfer.config import NcclConfig, TransferConfig
+from transfer.config import NcclConfig, TransferConfig, is_exported, without_handles
 from worker.config import DecodeConfig
 
 

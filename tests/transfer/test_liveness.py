@@ -1,6 +1,6 @@
 """When a thread, or a stream of bytes, is stuck: the judge of time, without a clock."""
 
-from transfer.watchdog import Watchdog
+from transfer.liveness import Watchdog
 
 
 def test_a_thread_without_progress_is_stuck() -> None:
