@@ -74,9 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ValueError where a pool of so many bytes does not hold even one."""
         blocks = kv_bytes // block_bytes
         if blocks < 1:
-            raise ValueError(
-                f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}"
-            )
+            raise ValueError(f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}")
         return blocks
 
     def kv_dtype_of(self, dtype: str) -> str:

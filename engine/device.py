@@ -99,9 +99,7 @@ def _open(
 ) -> EngineDevice:
     model_dir, kernels = Path(config.model_dir), config.kernels
     native = _native(config)
-    model = load_model(
-        model_dir, device=config.device, panels=native is not None, progress=progress
-    )
+    model = load_model(model_dir, device=config.device, panels=native is not None, progress=progress)
     stable = (
         kernels != "triton"
         and config.deterministic != "off"

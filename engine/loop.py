@@ -148,9 +148,7 @@ class EngineThread:
     the shell raises, the thread ends and `failure` says why.
     """
 
-    def __init__(
-        self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005
-    ) -> None:
+    def __init__(self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
         self._inbox = inbox
         self._shell = shell
         self._idle_s = idle_s

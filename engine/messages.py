@@ -233,18 +233,7 @@ class OrphansTold(Record):
     """There are no more orphans for now."""
 
 
-DecodeRecord = (
-    WorkerInfo
-    | Accepted
-    | Refused
-    | NeedPrefill
-    | Tokens
-    | Yielded
-    | Ended
-    | Orphan
-    | OrphansTold
-    | Load
-)
+DecodeRecord = (WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load)
 
 
 # decode worker <-> the worker that has, or computes, the KV of a prompt: the handoff. A prefill worker, or a leaving

@@ -115,9 +115,7 @@ def end_tokens(record: RequestRecord, stop_ids: frozenset[int]) -> frozenset[int
     return frozenset(record.stop_token_ids) | (frozenset() if record.ignore_eos else stop_ids)
 
 
-def banned_tokens(
-    record: RequestRecord, output_tokens: int, stop_ids: frozenset[int]
-) -> tuple[int, ...]:
+def banned_tokens(record: RequestRecord, output_tokens: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
     """Which ids may not follow `output_tokens` output tokens: those that would end the text before `min_tokens`."""
     if output_tokens >= record.min_tokens:
         return ()

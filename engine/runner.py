@@ -73,9 +73,7 @@ class ModelRunner:
             SequenceSlice(list(row.tokens[row.start : row.end]), row.start, list(row.blocks), row.draw)
             for row in rows
         ]
-        batch = ForwardBatch.build(
-            slices, self.kv.layout.block_size, self._model.device, self._attention.row_multiple
-        )
+        batch = ForwardBatch.build(slices, self.kv.layout.block_size, self._model.device, self._attention.row_multiple)
         self._attention.begin(batch, self.kv)
         return self._model.forward(batch, self.kv, self._attention)
 

@@ -52,9 +52,7 @@ def _is_plain_greedy(want: Draw) -> bool:
 
 def _has_penalties(want: Draw) -> bool:
     params = want.record.sampling
-    return bool(
-        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    )
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def _draw_one(logits: Tensor, want: Draw) -> int:

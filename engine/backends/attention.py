@@ -79,9 +79,7 @@ class TorchAttention:
 
     row_multiple = ROW_MULTIPLE
 
-    def __init__(
-        self, heads: int, stable: bool = True, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, heads: int, stable: bool = True, dtype: torch.dtype | None = None) -> None:
         self._heads = heads
         self._stable = stable
         self._dtype = dtype

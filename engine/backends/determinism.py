@@ -75,9 +75,7 @@ class _Probe:
         ways: dict[str, Callable[[], bool]] = {
             "one chunk": lambda: torch.equal(self._in_chunks(total), want),
             "chunks of 50": lambda: torch.equal(self._in_chunks(50), want),
-            "one token alone": lambda: all(
-                torch.equal(self._step((0, at, at + 1))[0], want[at]) for at in watched
-            ),
+            "one token alone": lambda: all(torch.equal(self._step((0, at, at + 1))[0], want[at]) for at in watched),
             "one token in company": lambda: all(
                 torch.equal(self._step((1, 0, other), (0, at, at + 1))[-1], want[at]) for at in watched
             ),
@@ -95,9 +93,7 @@ class _Probe:
             SequenceSlice(self._tokens[which][start:end], start, self._tables[which], True)
             for which, start, end in parts
         ]
-        batch = ForwardBatch.build(
-            slices, self._kv.layout.block_size, row_multiple=self._attention.row_multiple
-        )
+        batch = ForwardBatch.build(slices, self._kv.layout.block_size, row_multiple=self._attention.row_multiple)
         self._attention.begin(batch, self._kv)
         return self._model.hidden(batch, self._kv, self._attention)[: batch.rows]
 
@@ -107,6 +103,4 @@ class _Probe:
     def _logits_agree(self, rows: Tensor) -> bool:
         least = self._attention.row_multiple
         alone = self._model.logits(rows[:least])
-        return all(
-            torch.equal(self._model.logits(rows[:n])[:least], alone) for n in (4, 8, 12, 32) if n <= len(rows)
-        )
+        return all(torch.equal(self._model.logits(rows[:n])[:least], alone) for n in (4, 8, 12, 32) if n <= len(rows))

@@ -60,9 +60,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
@@ -82,9 +80,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-def measure_workspace(
-    model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None
-) -> int:
+def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None) -> int:
     """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
     given. Raises ModelError."""
     whole = ModelConfig.load(model_dir)

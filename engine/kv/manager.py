@@ -42,9 +42,7 @@ class Lease:
 class KVCacheManager:
     """Owner: the engine thread. Expected shortage is None or False, never an exception."""
 
-    def __init__(
-        self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None
-    ) -> None:
+    def __init__(self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None) -> None:
         self.tiers = tiers
         self.pool = BlockPool(blocks)
         self.cache = RadixCache(block_size, fingerprint)

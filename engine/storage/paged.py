@@ -56,9 +56,7 @@ class KVTensors:
     Who may touch it: the runner writes rows of leased blocks, the transport copies whole leased blocks.
     """
 
-    def __init__(
-        self, layout: KVLayout, memory: Tensor, generations: npt.NDArray[np.uint64]
-    ) -> None:
+    def __init__(self, layout: KVLayout, memory: Tensor, generations: npt.NDArray[np.uint64]) -> None:
         self.layout = layout
         self.blocks = len(memory)
         self.block_bytes = layout.block_bytes

@@ -92,9 +92,7 @@ class TritonAttention:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" and not interpreted():
-            raise ValueError(
-                f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)"
-            )
+            raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
         self._heads, self._kv_heads = shape.heads, layout.kv_heads
         self._head_dim, self._block_size = layout.head_dim, layout.block_size
@@ -108,10 +106,7 @@ class TritonAttention:
         self._configs = {
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
-        } | {
-            name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch))
-            for name in ("rms_norm", "silu_mul")
-        }
+        } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
         self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         # Mutable: buffers by kind and size, the step under way, its decoding rows, and the plan for their successors.
@@ -129,17 +124,11 @@ class TritonAttention:
             room = self._load(batch.context_lens[:decoding], tables[:decoding])
         tiles = chunk_tables = None
         if decoding < len(counts):
-            planned = plan_prefill(
-                counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile
-            )
+            planned = plan_prefill(counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile)
             tiles = self._int32([(s, row + decoding, n, at) for s, row, n, at in planned])
             width = max(map(len, tables[decoding:]))
-            chunk_tables = self._int32(
-                [table + [0] * (width - len(table)) for table in tables[decoding:]]
-            )
-        slots = torch.nn.functional.pad(
-            batch.slots, (0, len(batch.tokens) - batch.rows), value=-1
-        )
+            chunk_tables = self._int32([table + [0] * (width - len(table)) for table in tables[decoding:]])
+        slots = torch.nn.functional.pad(batch.slots, (0, len(batch.tokens) - batch.rows), value=-1)
         self._step = _Step(room, decoding, tiles, chunk_tables, slots)
 
     def kinds(self, rows: int) -> Sequence[str]:

@@ -101,9 +101,7 @@ class DecodeGraphs:
         shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
-        self._hosts = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)
-        ]
+        self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._inputs[2] = -1
         # Not of the recordings: each would keep as many rows as it has, together several times the largest.

@@ -20,15 +20,11 @@ Pair = tuple[BlockId, BlockId]
 class DeviceKV(KVTensors):
     """A pool on `device`. Raises ValueError for a layout whose rows are not whole 64-bit words."""
 
-    def __init__(
-        self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90
-    ) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90) -> None:
         memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         self._shared = Generations(blocks)
         super().__init__(layout, memory, self._shared.counts)
-        self._shape = BlockShape(
-            layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0
-        )
+        self._shape = BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
         self._words = as_words(memory.view(blocks, layout.kv_heads, layout.head_bytes))
         key = ConfigKey("copy_blocks", layout.head_dim, 0, layout.block_size, layout.dtype, arch)
         self._config = config_for(key)
@@ -55,9 +51,7 @@ class DeviceKV(KVTensors):
         heads = range(self.layout.kv_heads) if heads is None else heads
         words = self._words[:, heads.start : heads.stop]
         ids = self._ids(blocks)
-        found = copy_blocks(
-            words, None, ids, ids, self._shape, self._config, tokens=self._ids(tokens)
-        )
+        found = copy_blocks(words, None, ids, ids, self._shape, self._config, tokens=self._ids(tokens))
         assert found is not None
         return [[digest % 2**64 for digest in block] for block in found.tolist()]
 

@@ -44,26 +44,19 @@ class TritonOpener:
         began_s, counted = time.monotonic(), count_compilations()
         before = counted.total
         kv = DeviceKV(layout, blocks, model.device, arch_of(model.device))
-        attention = TritonAttention(
-            model.config, layout, model.device, max_batch=limits.batch + limits.prompts
-        )
+        attention = TritonAttention(model.config, layout, model.device, max_batch=limits.batch + limits.prompts)
         graphs = None
         if limits.batch and self._recorder is not None:
             graphs = DecodeGraphs(model, kv, attention, self._recorder(), ladder(limits.batch))
             with torch.inference_mode():
                 graphs.prepare()
         runner = ModelRunner(model, kv, attention, graphs)
-        warm_up(
-            runner,
-            Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens),
-        )
+        warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens))
         took_s = time.monotonic() - began_s
         log.info("warmed up over %d blocks in %.1f s, %d kernels compiled", blocks, took_s, counted.total - before)
         return Opened(kv, runner)
 
-    def sized(
-        self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int = 0
-    ) -> Opened:
+    def sized(self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int = 0) -> Opened:
         """A pool as large as the config says, or as a trial leaves room for but for `kept_bytes`, which others of this
         process will take. Raises ValueError for one that holds no block, or that does not fit."""
         try:
@@ -74,9 +67,7 @@ class TritonOpener:
                 f"pool_bytes {config.pool_bytes}: the largest step has no room beside it on {config.device}: {why}"
             ) from error
 
-    def _sized(
-        self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int
-    ) -> Opened:
+    def _sized(self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int) -> Opened:
         kv_bytes, workspace_bytes = config.pool_bytes, 0
         if kv_bytes == "auto" or config.profile_workspace:
             trial_bytes = TRIAL_BLOCKS * self._layout.block_bytes

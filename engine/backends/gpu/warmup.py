@@ -60,19 +60,10 @@ def shared_prefix(reach: Reach) -> StepPlan | None:
     return StepPlan((_row(1, end, reach), _row(1, end, reach)))
 
 
-STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (
-    largest_step,
-    single_tokens,
-    shared_prefix,
-    copied_block,
-)
+STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (largest_step, single_tokens, shared_prefix, copied_block)
 
 
-def warm_up(
-    runner: Runner,
-    reach: Reach,
-    steps: Sequence[Callable[[Reach], StepPlan | None]] = STEPS,
-) -> None:
+def warm_up(runner: Runner, reach: Reach, steps: Sequence[Callable[[Reach], StepPlan | None]] = STEPS) -> None:
     """Run them; waits for the device. Writes to the first two blocks of the runner's pool."""
     for make in steps:
         plan = make(reach)

@@ -145,9 +145,7 @@ class Tiers:
 
     # up
 
-    def find(
-        self, parent: bytes, tokens: Sequence[int], start: int, limit: int, block_size: int
-    ) -> list[bytes]:
+    def find(self, parent: bytes, tokens: Sequence[int], start: int, limit: int, block_size: int) -> list[bytes]:
         """The identities of the whole blocks of `tokens[start:limit]` after `parent` that are in a tier, up to the
         first that is in none."""
         found: list[bytes] = []
