@@ -22,7 +22,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Stored
 from engine.kv.tiers.cost import FADING
 from engine.kv.tiers.stashes import Stashes
-from engine.measure import mean
+from engine.plan import mean
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ long anybody is overtaken. Source: RadixAttention (Zheng et al. 2024, section 3)
 from collections.abc import Iterable
 from typing import Protocol
 
-from engine.measure import mean
+from engine.plan import mean
 
 FIRST_SPEED = 300.0
 """Tokens per second, until the first step has been measured."""

@@ -3,7 +3,7 @@
 The trial runs over a pool of two blocks, before the real one: kernels are compiled, every decode step is recorded, the
 largest step runs. What the card then lacks is read off the card, so that compiled code, recordings, the libraries'
 workspaces and the allocator's slack count like tensors. Then the trial is thrown away, since recordings hold the
-addresses of its pool, and all is done once more over the real one.
+addresses of its pool, and all is done once more over the real one. Beside it, what the metrics say of the card.
 """
 
 import gc
@@ -73,6 +73,20 @@ def alone_on(device: torch.device) -> Iterator[None]:
     card = torch.cuda.get_device_properties(device).uuid
     with locked(Path(tempfile.gettempdir()) / f"headrace-gpu-{os.getuid()}-{card}.lock"):
         yield
+
+
+def device_memory(device: str) -> dict[str, int]:
+    """Bytes, as of now, in any thread: `tensors` of this process, `reserved` by its allocator with these included,
+    `used` by all processes of the device, and their `total`. Empty for the CPU."""
+    if device == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "tensors": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "used": total - free,
+        "total": total,
+    }
 
 
 class CudaMemory:

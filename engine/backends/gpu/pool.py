@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.backends.gpu.generations import Generations
 from engine.kv.layout import KVLayout
-from engine.storage.paged import KVTensors
+from engine.storage.paged import KVTensors, PoolFile
 from engine.types import BlockId
 from kernels.block_copy import as_words, copy_blocks
 from kernels.block_shape import BlockShape
@@ -22,20 +21,11 @@ class DeviceKV(KVTensors):
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90) -> None:
         memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._shared = Generations(blocks)
-        super().__init__(layout, memory, self._shared.counts)
+        super().__init__(layout, memory, PoolFile("headrace-generations", blocks))
         self._shape = BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
         self._words = as_words(memory.view(blocks, layout.kv_heads, layout.head_bytes))
         key = ConfigKey("copy_blocks", layout.head_dim, 0, layout.block_size, layout.dtype, arch)
         self._config = config_for(key)
-
-    @property
-    def fd(self) -> int:
-        """The memfd with the generations and nothing else."""
-        return self._shared.fd
-
-    def close(self) -> None:
-        self._shared.close()
 
     def copy(self, pairs: list[Pair]) -> None:
         """One launch for all that do not depend on each other; ordered before the next work of the current stream."""

@@ -36,8 +36,7 @@ from engine.kv.tiers.commands import (
     TierLoad,
     TierSlot,
 )
-from engine.kv.tiers.cost import TierCost
-from engine.kv.tiers.counts import TierCounts
+from engine.kv.tiers.cost import TierCost, TierCounts
 from engine.kv.tiers.disk_index import DiskIndex, segment_bytes
 from engine.kv.tiers.host_index import HostIndex
 from engine.types import BlockId

@@ -25,8 +25,7 @@ from engine.kv.tiers.commands import (
 )
 from engine.kv.tiers.tiers import Tiers
 from engine.storage.tiers import segments
-from engine.storage.tiers.memory import HostMemory
-from engine.storage.tiers.mover import TierMover
+from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 from engine.types import BlockId
 from tests.engine.storage.tiers.test_segments import BLOCK_BYTES, KIND, Device, _content, _ident
