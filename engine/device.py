@@ -52,7 +52,7 @@ class EngineDevice:
     arithmetic: str = ""
     """Names whose rounding it is: KV computed by another may differ in its last bits."""
     compilations: Compilations = field(default_factory=Compilations)
-    """Of this process's GPU kernels; of another device, none."""
+    """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)

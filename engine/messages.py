@@ -80,7 +80,7 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     address: str
     incarnation: Incarnation = Incarnation(0)
-    """Which life answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
+    """The life that answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
 
 
 class RouterHello(Record):
@@ -119,8 +119,8 @@ class UsePrefill(PlacementMessage):
 
 
 class Yield(PlacementMessage):
-    """To a leaving worker: stop computing this request as soon as all KV of its tokens but the newest's is there, and
-    keep its blocks for whoever goes on with it. Answered by `Yielded`, or by `Ended` where it was over before."""
+    """Tells a leaving worker to stop computing this request as soon as all KV of its tokens but the newest's is there,
+    and to keep its blocks for whoever goes on with it. Answered by `Yielded`, or by `Ended` where it had ended."""
 
 
 class Release(PlacementMessage):
@@ -206,9 +206,9 @@ class Orphan(Record, kw_only=True):
     """The prefill worker that serves it; empty where the decode worker prefills by itself."""
     tokens: list[int]
     age_s: float
-    """Since this placement was accepted."""
+    """Time since this placement was accepted."""
     remaining_s: float | None = None
-    """To its deadline."""
+    """Time to its deadline."""
     losses: int = 0
 
 
@@ -262,7 +262,7 @@ class Hello(Record, kw_only=True):
     digest_share: float = 1.0
     """The share of blocks that shall have a digest, 0 to 1; the larger of both hellos holds."""
     wire: str = "as_stored"
-    """In which form blocks shall travel, where both say the same."""
+    """The form in which blocks shall travel, where both say the same."""
 
 
 class StartPrefill(HandoffMessage, kw_only=True):

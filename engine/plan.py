@@ -154,7 +154,7 @@ class StageClock:
         self.resume(stage, now)
 
     def resume(self, stage: str, now: float) -> None:
-        """It goes on after all, in `stage`: the time since it was taken to be over belongs to none."""
+        """Go on in `stage` after all: the time since the request was taken to be over belongs to no stage."""
         self.stage, self._since = stage, now
 
     def split(self, queue_s: float, run_s: float, now: float) -> None:

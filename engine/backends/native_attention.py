@@ -12,8 +12,8 @@ _LANES = 16
 
 
 class NativeAttention(TorchAttention):
-    """For a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's kernels
-    attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
+    """Attention for a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's
+    kernels attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
 
     row_multiple = 1
 

@@ -52,7 +52,7 @@ EVERY_OPTION = SamplingParams(
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, counts the bytes of every storage that an operator returned and that is still alive."""
+    """Counts, while active, the bytes of every storage that an operator returned and that is still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def estimate_workspace(
 
 
 class _InPlace(TorchAttention):
-    """For tensors without content: allocates rotated queries and the answer alone."""
+    """Attention for tensors without content: allocates rotated queries and the answer alone."""
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         pass
@@ -165,17 +165,10 @@ def _shallow(shape: ModelConfig) -> ModelConfig:
 
 def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     family = FAMILIES[shape.family]
-    found = {
-        weight.name: torch.empty(weight.shape(shape), dtype=dtype)
-        for weight in family.weights
-        if weight.present(shape)
-    }
+    named = [(weight.name, weight) for weight in family.weights]
     for layer in range(shape.layers):
-        for weight in family.layer_weights:
-            if weight.present(shape):
-                name = layer_key(layer, weight.name)
-                found[name] = torch.empty(weight.shape(shape), dtype=dtype)
-    return found
+        named += [(layer_key(layer, weight.name), weight) for weight in family.layer_weights]
+    return {name: torch.empty(weight.shape(shape), dtype=dtype) for name, weight in named if weight.present(shape)}
 
 
 def _largest(limits: StepLimits, shape: ModelConfig, block_size: int) -> list[Row]:

@@ -85,7 +85,7 @@ class KVTensors:
 
     @cached_property
     def pool(self) -> KVPool:
-        """As GPU kernels see it. Raises ValueError for a block size that is no power of two."""
+        """The pool as GPU kernels see it. Raises ValueError for a block size that is no power of two."""
         return KVPool(self.tensor, self.scales)
 
     @property

@@ -110,7 +110,7 @@ class DecodeGraphs:
                 self._record(kind, size)
 
     def takes(self, rows: Sequence[Row]) -> bool:
-        """Is this a pure decode step of a size that is recorded?"""
+        """True for a pure decode step of a size that is recorded."""
         return len(rows) <= self._sizes[-1] and all(row.end - row.start == 1 for row in rows)
 
     def run(self, rows: Sequence[Row]) -> Tensor:

@@ -68,8 +68,8 @@ def auto_pool_bytes(peak: Peak, share: float, weights_bytes: int, kept_bytes: in
 
 @contextmanager
 def alone_on(device: torch.device) -> Iterator[None]:
-    """While a worker loads its weights, tries what it takes, and takes its pool, no other worker of this host does so
-    on the same card. A lock file in the temporary folder, which containers that share a card must share too."""
+    """Keep other workers of this host from loading weights, trying what they take, and taking their pool on the same
+    card meanwhile. A lock file in the temporary folder, which containers that share a card must share too."""
     card = torch.cuda.get_device_properties(device).uuid
     with locked(Path(tempfile.gettempdir()) / f"headrace-gpu-{os.getuid()}-{card}.lock"):
         yield

@@ -28,7 +28,7 @@ class DeviceKV(KVTensors):
         self._config = config_for(key)
 
     def copy(self, pairs: list[Pair]) -> None:
-        """One launch for all that do not depend on each other; ordered before the next work of the current stream."""
+        """Copy by one launch all that do not depend on each other, before the next work of the current stream."""
         for some in _independent(pairs):
             sources, targets = (self._ids(side) for side in zip(*some, strict=True))
             copy_blocks(self._words, self._words, sources, targets, self._shape, self._config)

@@ -62,7 +62,7 @@ class TierCounts:
     torn_segments: int = 0
     """Files of an earlier life that were not whole."""
     hung_calls: int = 0
-    """Of the disk, that did not come back."""
+    """Calls of the disk that did not come back."""
     refused: int = 0
     """Loads that were not begun because computing was predicted to be sooner."""
 

@@ -74,7 +74,7 @@ class TierMover:
         self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[TierSlot, int] = {}
-        """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
+        """What was stored in each slot. A slot is pinned, or it is nobody's: no two threads change one at once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
@@ -82,7 +82,7 @@ class TierMover:
         """Held by the thread while it changes what others see, and by whoever abandons it."""
         self._under_way: TierCommand | None = None
         self._loaded = Loaded(0, 0, 0.0, 0.0)
-        """Of the load under way: how far it has come."""
+        """How far the load under way has come."""
         self._beats = 0
 
     @property
@@ -108,22 +108,22 @@ class TierMover:
         self._thread.start()
 
     def abandon(self, beat: int | None, why: str) -> None:
-        """The thread is stuck at `beat`: if the disk has it, give the disk up, and answer what is under way with what
-        is there. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
+        """Give the disk up if the thread is stuck in it at `beat`, and answer what is under way with what is there.
+        Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
         with self._lock:
             if beat != self.beat:
                 return  # it has just come back
             answer: TierEvent | None = None
             match self._under_way:
-                case _ if self._folder is None:
+                case _ if self._folder is None:  # 1. There is no disk that it could be stuck in.
                     raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
-                case Spill(segment):
+                case Spill(segment):  # 2. A segment that may be half written counts as not written.
                     answer = Spilled(segment, why)
                 case TierLoad(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
-                    answer = self._loaded
-                case TierLoad() | Store():
+                    answer = self._loaded  # 3. The blocks before the one that does not come are in place.
+                case TierLoad() | Store():  # 4. It is at a block in memory.
                     raise RuntimeError(f"the tier thread is stuck in one copy: {why}")
-                case TierDrop():
+                case TierDrop():  # 5. Nobody waits for an answer.
                     pass
             log.warning("the disk tier does not answer, and is given up: %s", why)
             self._under_way, self._folder = None, None

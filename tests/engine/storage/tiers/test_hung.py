@@ -232,7 +232,7 @@ def test_a_slow_disk_is_no_hung_one(bench: Bench, monkeypatch: pytest.MonkeyPatc
 def test_who_is_stuck_in_a_copy_cannot_be_left(bench: Bench) -> None:
     """Guards device blocks that are still being written: the worker must end."""
     there, go = threading.Event(), threading.Event()
-    bench.mover._lift = lambda *rest: there.set() or go.wait(SOON_S)  # type: ignore[method-assign, func-returns-value]
+    bench.mover._fill = lambda *rest: there.set() or go.wait(SOON_S)  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(RuntimeError, match="stuck in one copy"):
         bench.hang(bench.load(1, TierSlot(0)))
     assert there.is_set()
