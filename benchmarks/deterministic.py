@@ -20,7 +20,6 @@ from benchmarks.figures import Middle, middle, show, write_json
 from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention
-from engine.kv.layout import KVLayout
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
@@ -112,13 +111,7 @@ class _Work:
 
     def __init__(self, model: Llama, attention: TorchAttention, context: int, sequences: int, steps: int) -> None:
         shape = model.config
-        layout = KVLayout(
-            kv_heads=shape.kv_heads,
-            layers=shape.layers,
-            block_size=BLOCK_TOKENS,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-        )
+        layout = shape.kv_layout(BLOCK_TOKENS)
         each = layout.blocks_for(context + steps)
         self.kv = PagedKV(layout, each * sequences)
         self._runner = ModelRunner(model, self.kv, attention)

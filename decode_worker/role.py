@@ -12,9 +12,9 @@ from decode_worker.journal import DecodeJournal
 from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
-from engine.measure import mean
 from engine.messages import Ended, Load, Record, decode_router_frame, encode
 from engine.model.config import Progress
+from engine.plan import mean
 from engine.step import StepPlan
 from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics

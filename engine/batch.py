@@ -1,24 +1,15 @@
 """The tensors of one step: what the runner makes of a plan, and all that a forward pass may look at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.types import BlockId
+from engine.step import Row
 
 ROW_MULTIPLE = 4
 """Libraries' products over a multiple of four rows give a row the same bits whatever the others are (CPU, 32-bit)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
-    """One sequence's part of a step: compute `tokens` at positions `start ..`; `blocks` cover all up to their end."""
-
-    tokens: list[int]
-    start: int
-    blocks: list[BlockId]
-    want_logits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +29,26 @@ class ForwardBatch:
 
     @staticmethod
     def build(
-        slices: list[SequenceSlice],
+        sequences: Sequence[Row],
         block_size: int,
         device: torch.device | str = "cpu",
         row_multiple: int = ROW_MULTIPLE,
     ) -> "ForwardBatch":
-        """Lay the slices out one after the other; block tables stay with the CPU, which plans with them. At least one
-        slice, each with at least one token."""
+        """Lay the sequences' parts out one after the other; block tables stay with the CPU, which plans with them. At
+        least one sequence, each with at least one token."""
         tokens: list[int] = []
         positions: list[Tensor] = []
         slots: list[Tensor] = []
         tables: list[Tensor] = []
         wanted: list[int] = []
-        for piece in slices:
-            end = piece.start + len(piece.tokens)
-            table = torch.tensor(piece.blocks[: -(-end // block_size)], dtype=torch.int64)
-            span = torch.arange(piece.start, end)
-            tokens += piece.tokens
+        for part in sequences:
+            table = torch.tensor(part.blocks[: -(-part.end // block_size)], dtype=torch.int64)
+            span = torch.arange(part.start, part.end)
+            tokens += part.tokens[part.start : part.end]
             positions.append(span)
             slots.append(table[span // block_size] * block_size + span % block_size)
             tables.append(table)
-            if piece.want_logits:
+            if part.draw:
                 wanted.append(len(tokens) - 1)
         rows = len(tokens)
         padding = -rows % row_multiple
@@ -68,8 +58,8 @@ class ForwardBatch:
             positions=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(device),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device),
             slots=torch.cat(slots).to(device),
-            query_counts=[len(piece.tokens) for piece in slices],
-            context_lens=[piece.start + len(piece.tokens) for piece in slices],
+            query_counts=[part.end - part.start for part in sequences],
+            context_lens=[part.end for part in sequences],
             block_tables=tables,
             rows=rows,
             logits=len(wanted),

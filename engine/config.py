@@ -14,7 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str = ""
     dtype: str = "auto"
-    """In which type the model computes: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
+    """The type that the model computes in: float32, float16 or bfloat16. "auto": on the CPU float32, whatever the file
     holds; on a GPU the 16-bit type of the checkpoint itself, and bfloat16 where that is kept in another. So a quantized
     file is widened to bfloat16, and one in 32 bits is rounded to it: that is half the memory, half of what each step
     reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
@@ -31,8 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
-    """Of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`; on a GPU,
-    where it is the default, of the card's memory."""
+    """Bytes of KV blocks. "auto": what weights, measured workspace, host tier and reserve leave of `memory_bytes`; on a
+    GPU, where it is the default, of the card's memory."""
     memory_bytes: int = 0
     """All that this worker may use; for "auto", `cluster` sets it to the memory available at start / workers on the
     host. A worker that replaces another is told the same number, whatever the others have filled by then."""
@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     largest step leaves free there, but for this and for what transports will take; `memory_bytes`, which is the
     host's, does not count."""
     device_share: float = 1.0
-    """Of the GPU, above 0: no more than this share of its memory is taken by "auto". `cluster` sets it to 1 / workers
+    """The share of the GPU's memory, above 0, that "auto" takes at most. `cluster` sets it to 1 / workers
     of one GPU where it can tell how many there are; what another process has taken already is never counted on."""
     profile_workspace: bool = False
     """Measure the workspace of the largest step at start, also where the pool's size is given."""
@@ -65,22 +65,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory_bytes - rest
 
     def in_dtype(self, prepared: str) -> "EngineConfig":
-        """The same with `prepared`, the type of `model_dir`, in place of "auto". Raises ValueError for another type."""
+        """Put `prepared`, the type of `model_dir`, in place of "auto". Raises ValueError for another type."""
         if self.dtype not in ("auto", prepared):
             raise ValueError(f"engine.dtype: {self.dtype}, but {self.model_dir} was prepared in {prepared}")
         return msgspec.structs.replace(self, dtype=prepared)
 
     def blocks_in(self, kv_bytes: int, block_bytes: int) -> int:
-        """Raises ValueError where a pool of so many bytes does not hold even one."""
+        """How many blocks a pool of `kv_bytes` holds. Raises ValueError where it does not hold even one."""
         blocks = kv_bytes // block_bytes
         if blocks < 1:
-            raise ValueError(
-                f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}"
-            )
+            raise ValueError(f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}")
         return blocks
 
     def kv_dtype_of(self, dtype: str) -> str:
-        """Of a model in `dtype`."""
+        """The type in which KV is kept beside a model in `dtype`."""
         return dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
@@ -103,7 +101,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where cached KV blocks go when they must leave the pool (`engine.kv.tiers`); 0 bytes: no such tier."""
 
     host_bytes: int = 128 * 1024 * 1024
-    """Of this machine's memory; taken as it fills. On a GPU 4 GiB, by default, locked at start."""
+    """Size of the tier in this machine's memory; taken as it fills. On a GPU 4 GiB, by default, locked at start."""
     disk_bytes: int = 0
     """Off unless asked for: it writes what users said, as KV, to a disk, and wears it."""
     disk_dir: str = ""
@@ -121,4 +119,4 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 1
     """Sequences that may share the chunk, beside a full batch; each may have its first token drawn."""
     context_tokens: int = 0
-    """Of each sequence; 0 stands for the model's longest."""
+    """Length of each sequence; 0 stands for the model's longest."""

@@ -60,7 +60,7 @@ class Cores:
         self._write(threads, busy=False)
 
     def threads(self) -> int:
-        """For the call at hand: this worker's own, and its part of those that nobody uses."""
+        """How many to use for the call at hand: this worker's own, and its part of those that nobody uses."""
         now = time.monotonic()
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now
@@ -70,7 +70,7 @@ class Cores:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While a step runs."""
+        """Mark this worker as running a step."""
         with self._lock:
             self._steps += 1
             self._write(self._own, busy=True)
@@ -125,7 +125,7 @@ def _lock(kind: int, at: int) -> bytes:
 
 @cache
 def process_cores(threads: int) -> Cores | None:
-    """This process's slot in this host's file; None where it cannot have one."""
+    """Claim this process's slot in this host's file; None where it cannot have one."""
     try:
         return Cores(Path(tempfile.gettempdir()) / f"headrace-cores-{os.getuid()}", threads)
     except OSError as error:

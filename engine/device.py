@@ -1,6 +1,7 @@
 """Everything one engine computes with, opened from its config: the model, its KV pool, a runner."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,9 +50,9 @@ class EngineDevice:
     is_deterministic: bool = True
     """Every token is a function of its own sequence alone."""
     arithmetic: str = ""
-    """Whose rounding it is: KV computed by another may differ in its last bits."""
+    """Names whose rounding it is: KV computed by another may differ in its last bits."""
     compilations: Compilations = field(default_factory=Compilations)
-    """Of this process's GPU kernels; of another device, none."""
+    """Counts this process's GPU kernels; on another device there are none."""
 
     def manager(self, tiers: Tiers | None = None) -> KVCacheManager:
         return KVCacheManager(self.blocks, self.layout.block_size, self.fingerprint, tiers)
@@ -77,55 +78,31 @@ def open_device(
     torch.set_num_threads(config.threads)
     model_dir = Path(config.model_dir)
     config = config.in_dtype(ModelConfig.load(model_dir).dtype)
-    _ = config.kernels  # refused whether or not this machine has such a device
-    if config.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
-    if config.device != "cpu":
-        torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
-    if config.device == "cpu":
-        return _open(config, limits, host_tier_bytes, progress, transport_bytes)
-    from engine.backends.gpu.memory import alone_on
-
-    with alone_on(torch.device(config.device)):
-        return _open(config, limits, host_tier_bytes, progress, transport_bytes)
-
-
-def _open(
-    config: EngineConfig,
-    limits: StepLimits | None,
-    host_tier_bytes: int,
-    progress: Progress | None,
-    transport_bytes: int,
-) -> EngineDevice:
-    model_dir, kernels = Path(config.model_dir), config.kernels
-    native = _native(config)
-    model = load_model(
-        model_dir, device=config.device, panels=native is not None, progress=progress
-    )
-    stable = (
-        kernels != "triton"
-        and config.deterministic != "off"
-        and _holds(model, config, _attention(model, native, stable=True))
-    )
+    kernels = config.kernels  # refused whether or not this machine has such a device
     if kernels == "triton" and config.deterministic == "on":
         raise ValueError("engine.deterministic: the triton kernels split work by the whole batch")
-    shape = model.config
-    layout = KVLayout(
-        kv_heads=shape.kv_heads,
-        layers=shape.layers,
-        block_size=config.block_size,
-        head_dim=shape.head_dim,
-        dtype=config.kv_dtype_of(config.dtype),
-    )
-    weights_bytes = loaded_bytes(model_dir) + model.table_bytes
     if limits is None and (config.profile_workspace or config.pool_bytes == "auto"):
         raise ValueError("a workspace can only be measured for known step limits")
-    compilations = Compilations()
+    native = _native(config)
+    alone: AbstractContextManager[None] = nullcontext()
     if config.device != "cpu":
-        opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
-        compilations = OWN
-    else:
-        opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
+        if not torch.cuda.is_available():
+            raise ValueError(f"engine.device {config.device}: PyTorch sees no GPU; `headrace doctor` says why")
+        torch.cuda.set_device(config.device)  # of this thread: Triton launches on the current one
+        from engine.backends.gpu.memory import alone_on
+
+        alone = alone_on(torch.device(config.device))
+    with alone:
+        model = load_model(model_dir, device=config.device, panels=native is not None, progress=progress)
+        shape = model.config
+        layout = shape.kv_layout(config.block_size, config.kv_dtype_of(config.dtype))
+        weights_bytes = loaded_bytes(model_dir) + model.table_bytes
+        is_tried = kernels != "triton" and config.deterministic != "off"
+        stable = is_tried and _holds(model, config, _attention(model, native, stable=True))
+        if config.device == "cpu":
+            opened = _open_on_cpu(config, model, layout, native, stable, limits, weights_bytes, host_tier_bytes)
+        else:
+            opened = _open_on_gpu(config, model, layout, limits, weights_bytes, transport_bytes)
     memory = MemoryUse(weights_bytes, opened.workspace_bytes, opened.kv.nbytes)
     log.info("memory of %s: %s", shape.name, memory)
     return EngineDevice(
@@ -141,7 +118,7 @@ def _open(
         memory=memory,
         is_deterministic=stable,
         arithmetic=_arithmetic(native, opened.kv),
-        compilations=compilations,
+        compilations=Compilations() if config.device == "cpu" else OWN,
     )
 
 
@@ -157,8 +134,7 @@ def _open_on_cpu(
 ) -> Opened:
     workspace_bytes = 0
     if limits is not None and (config.profile_workspace or config.pool_bytes == "auto"):
-        kv_dtype = config.kv_dtype_of(model.config.dtype)
-        workspace_bytes = measure_workspace(Path(config.model_dir), config.block_size, limits, kv_dtype)
+        workspace_bytes = measure_workspace(Path(config.model_dir), config.block_size, limits, layout.dtype)
     kv_bytes = config.kv_bytes(weights_bytes, workspace_bytes, host_tier_bytes)
     kv = PagedKV(layout, config.blocks_in(kv_bytes, layout.block_bytes))
     if config.kernels == "triton":

@@ -1,16 +1,14 @@
 """Block identities: who a KV block is, wherever it lies.
 
-An identity names a block's whole past: it chains BLAKE2b-128 over the identity of the block before
-it and its own tokens, from a root that is keyed with the namespace and covers the model's
-fingerprint and the adapter. So equal identities mean equal KV contents, identities form a prefix
-tree, and whoever does not know a namespace can neither name nor probe its blocks: every identity
-below the root depends on it.
+An identity names a block's whole past: it chains BLAKE2b-128 over the identity of the block before it and its own
+tokens, from a root that is keyed with the namespace and covers the model's fingerprint and the adapter. So equal
+identities mean equal KV contents, identities form a prefix tree, and whoever does not know a namespace can neither name
+nor probe its blocks: every identity below the root depends on it.
 
-Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its
-input, so a partly filled block never shares an identity with a full one. The block size enters
-through the cuts alone: a worker names another's blocks by cutting the tokens at the other's borders,
-and where the identities of two sizes coincide (a full block and one partly filled to the same
-token, both first in their sequence), so do their rows.
+Token counts need no field of their own: a token is four bytes and BLAKE2b covers the length of its input, so a partly
+filled block never shares an identity with a full one. The block size enters through the cuts alone: a worker names
+another's blocks by cutting the tokens at the other's borders, and where the identities of two sizes coincide (a full
+block and one partly filled to the same token, both first in their sequence), so do their rows.
 """
 
 import sys
@@ -29,10 +27,8 @@ _BLOCK = blake2b(digest_size=IDENTITY_BYTES, person=b"headrace block")
 
 @lru_cache(maxsize=4096)
 def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
-    """The parent of every first block: 16 bytes that depend on all three arguments.
-
-    `namespace` separates tenants (empty: the shared one), `fingerprint` covers weights and dtype.
-    """
+    """The parent of every first block: 16 bytes that depend on all three arguments. `namespace` separates tenants
+    (empty: the shared one), `fingerprint` covers weights and dtype."""
     if len(namespace) > _KEY_BYTES:
         namespace = blake2b(namespace, person=_NAMESPACE).digest()
     keyed = blake2b(key=namespace, digest_size=IDENTITY_BYTES, person=_ROOT)
@@ -43,15 +39,13 @@ def root(namespace: bytes, fingerprint: str, adapter: str = "") -> bytes:
 
 
 def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The identity of the block that holds `tokens` after `parent`: a full or a partly filled one.
-
-    Raises OverflowError for a token outside 0 .. 2**32 - 1.
-    """
+    """The identity of the block that holds `tokens` after `parent`: a full or a partly filled one. Raises OverflowError
+    for a token outside 0 .. 2**32 - 1."""
     return extend_packed(parent, _packed(tokens))
 
 
 def extend_packed(parent: bytes, packed: bytes) -> bytes:
-    """The same for tokens that are packed already: four bytes each, little-endian."""
+    """Do what `extend` does for tokens that are packed already: four bytes each, little-endian."""
     block = _BLOCK.copy()
     block.update(parent + packed)
     return block.digest()
@@ -75,10 +69,8 @@ def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
 def blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Identities of all blocks that `tokens` fill, a partly filled last one included."""
     identities = chain(root, tokens, block_size)
-    rest = len(tokens) % block_size
-    if rest:
-        parent = identities[-1] if identities else root
-        identities.append(extend(parent, tokens[len(tokens) - rest :]))
+    if rest := tokens[len(identities) * block_size :]:
+        identities.append(extend(identities[-1] if identities else root, rest))
     return identities
 
 

@@ -113,7 +113,7 @@ class Shell(Protocol):
         """Take in what has arrived, in order."""
 
     def is_settling(self) -> bool:
-        """Is news expected within milliseconds that the next step should know of: a copy, a digest?"""
+        """True while news is expected within milliseconds that the next step should know of: a copy, a digest."""
 
     def step(self) -> bool:
         """Run the next step, if there is one. True: there may be more to compute."""
@@ -126,11 +126,11 @@ class Inbox:
         self._items: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def put(self, item: object) -> None:
-        """From any thread; never blocks. None only wakes the engine."""
+        """Add an item, from any thread; never blocks. None only wakes the engine."""
         self._items.put(item)
 
     def take(self, wait_s: float) -> list[object]:
-        """All that has arrived; waits up to `wait_s` for the first of it."""
+        """Return all that has arrived; waits up to `wait_s` for the first of it."""
         items: list[object] = []
         try:
             items.append(self._items.get(block=wait_s > 0, timeout=wait_s or None))
@@ -148,9 +148,7 @@ class EngineThread:
     the shell raises, the thread ends and `failure` says why.
     """
 
-    def __init__(
-        self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005
-    ) -> None:
+    def __init__(self, name: str, inbox: Inbox, shell: Shell, idle_s: float, linger_s: float = 0.005) -> None:
         self._inbox = inbox
         self._shell = shell
         self._idle_s = idle_s
@@ -164,7 +162,7 @@ class EngineThread:
         self._thread.start()
 
     def end(self) -> None:
-        """From within the shell: this turn is the last one."""
+        """Make this turn the last one; called from within the shell."""
         self._stopping = True
 
     def stop(self, timeout_s: float) -> None:

@@ -16,6 +16,13 @@ class Record(msgspec.Struct, frozen=True, tag=True):
     """Base of all records; the class name is the tag on the wire."""
 
 
+class PlacementMessage(Record):
+    """Base of what a router and a decode worker say of one placement of a request."""
+
+    request: RequestId
+    placement: int
+
+
 # who a worker is, and how it fares
 
 
@@ -73,7 +80,7 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     address: str
     incarnation: Incarnation = Incarnation(0)
-    """Which life answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
+    """The life that answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
 
 
 class RouterHello(Record):
@@ -93,43 +100,31 @@ class Place(Record, kw_only=True):
     fork_of: RequestId | None = None
 
 
-class Cancel(Record):
+class Cancel(PlacementMessage):
     """The client left (CANCELLED) or its time is over (DEADLINE)."""
 
-    request: RequestId
-    placement: int
     reason: FinishReason
 
 
-class Finish(Record):
+class Finish(PlacementMessage):
     """The router found a stop string: the request ended well after `tokens_kept` output tokens."""
 
-    request: RequestId
-    placement: int
     tokens_kept: int
 
 
-class UsePrefill(Record):
+class UsePrefill(PlacementMessage):
     """The answer to `NeedPrefill`: another prefill worker, or None where none is left: prefill it yourself."""
 
-    request: RequestId
-    placement: int
     prefill: PeerAddress | None
 
 
-class Yield(Record):
-    """To a leaving worker: stop computing this request as soon as all KV of its tokens but the newest's is there, and
-    keep its blocks for whoever goes on with it. Answered by `Yielded`, or by `Ended` where it was over before."""
-
-    request: RequestId
-    placement: int
+class Yield(PlacementMessage):
+    """Tells a leaving worker to stop computing this request as soon as all KV of its tokens but the newest's is there,
+    and to keep its blocks for whoever goes on with it. Answered by `Yielded`, or by `Ended` where it had ended."""
 
 
-class Release(Record):
+class Release(PlacementMessage):
     """Nobody will ask for the KV of a yielded request again: its blocks go as soon as nobody reads them."""
-
-    request: RequestId
-    placement: int
 
 
 RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
@@ -162,50 +157,38 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_worker: str = ""
 
 
-class Accepted(Record):
-    request: RequestId
-    placement: int
+class Accepted(PlacementMessage):
     cached_tokens: int
 
 
-class Refused(Record):
+class Refused(PlacementMessage):
     """No room now. The router keeps the request in its line and offers it again when a report shows room."""
 
-    request: RequestId
-    placement: int
     blocks_needed: int
 
 
-class NeedPrefill(Record):
+class NeedPrefill(PlacementMessage):
     """The prefill worker `failed` is lost to this request; the decode worker keeps what has landed and goes on with
     another. Answered by `UsePrefill`."""
 
-    request: RequestId
-    placement: int
     failed: str
 
 
-class Tokens(Record):
+class Tokens(PlacementMessage):
     """Output tokens `index ..` of a request (0 is the first token after the prompt)."""
 
-    request: RequestId
-    placement: int
     index: int
     ids: list[int]
 
 
-class Yielded(Record, kw_only=True):
+class Yielded(PlacementMessage, kw_only=True):
     """The worker computes this request no more, and has said all of its tokens. Whoever goes on with it asks this
     worker for its KV, as it would ask a prefill worker; `stats` is what the request cost here."""
 
-    request: RequestId
-    placement: int
     stats: RequestStats
 
 
-class Ended(Record, kw_only=True):
-    request: RequestId
-    placement: int
+class Ended(PlacementMessage, kw_only=True):
     reason: FinishReason
     stats: RequestStats
     fault: Fault | None = None
@@ -223,9 +206,9 @@ class Orphan(Record, kw_only=True):
     """The prefill worker that serves it; empty where the decode worker prefills by itself."""
     tokens: list[int]
     age_s: float
-    """Since this placement was accepted."""
+    """Time since this placement was accepted."""
     remaining_s: float | None = None
-    """To its deadline."""
+    """Time to its deadline."""
     losses: int = 0
 
 
@@ -233,18 +216,7 @@ class OrphansTold(Record):
     """There are no more orphans for now."""
 
 
-DecodeRecord = (
-    WorkerInfo
-    | Accepted
-    | Refused
-    | NeedPrefill
-    | Tokens
-    | Yielded
-    | Ended
-    | Orphan
-    | OrphansTold
-    | Load
-)
+DecodeRecord = (WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load)
 
 
 # decode worker <-> the worker that has, or computes, the KV of a prompt: the handoff. A prefill worker, or a leaving
@@ -259,6 +231,12 @@ class Handoff(msgspec.Struct, frozen=True, order=True):
     attempt: int
     decode: Incarnation
     prefill: Incarnation
+
+
+class HandoffMessage(Record):
+    """Base of what the two sides say of one handoff."""
+
+    handoff: Handoff
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,28 +262,24 @@ class Hello(Record, kw_only=True):
     digest_share: float = 1.0
     """The share of blocks that shall have a digest, 0 to 1; the larger of both hellos holds."""
     wire: str = "as_stored"
-    """In which form blocks shall travel, where both say the same."""
+    """The form in which blocks shall travel, where both say the same."""
 
 
-class StartPrefill(Record, kw_only=True):
+class StartPrefill(HandoffMessage, kw_only=True):
     """Prefill `record`; of its prompt, the prefill worker's blocks `[have_tokens // block_size, ..)` are wanted."""
 
-    handoff: Handoff
     record: RequestRecord
     have_tokens: int
 
 
-class Landed(Record):
+class Landed(HandoffMessage):
     """Chunk `seq` has been copied and verified: its source blocks will not be read again for this handoff."""
 
-    handoff: Handoff
     seq: int
 
 
-class Stop(Record):
+class Stop(HandoffMessage):
     """The receiver wants no more, and no read of its own is outstanding: every source block may be unpinned."""
-
-    handoff: Handoff
 
 
 DecodeToPrefill = Hello | StartPrefill | Landed | Stop
@@ -322,18 +296,16 @@ class BlockOffer(msgspec.Struct, frozen=True):
     digest: int
 
 
-class Offer(Record):
+class Offer(HandoffMessage):
     """Blocks of one chunk, ready to be read (shm) or on their way (tcp)."""
 
-    handoff: Handoff
     seq: int
     blocks: list[BlockOffer]
 
 
-class FirstToken(Record, kw_only=True):
+class FirstToken(HandoffMessage, kw_only=True):
     """Prefill is done. `chunks` offers were or will be made in all; the durations are on the prefill worker's clock."""
 
-    handoff: Handoff
     token: int
     chunks: int
     queue_s: float
@@ -341,10 +313,9 @@ class FirstToken(Record, kw_only=True):
     cached_tokens: int
 
 
-class PrefillFailed(Record):
+class PrefillFailed(HandoffMessage):
     """The prefill worker gave up; it will offer nothing more for this handoff."""
 
-    handoff: Handoff
     fault: Fault
 
 

@@ -1,7 +1,6 @@
 """What both schedulers decide in the same way: is a record sound, who gets the step's tokens, when is a request over,
-and where did its time go. Pure: no torch, no clock; time is an argument."""
+what does a step cost by now, and where did a request's time go. Pure: no torch, no clock; time is an argument."""
 
-import math
 from collections.abc import Sequence
 
 from engine.messages import Fault
@@ -31,14 +30,13 @@ SAMPLING_RANGES = {
 }
 """What a sampling value may be, ends included: at the router's border and at the worker's."""
 
-
 MAX_PRIORITY = 100
 MAX_BEAM_WIDTH = 16
 LENGTH_PENALTIES = (-10.0, 10.0)
 
 
 def refusal(record: RequestRecord, vocab: int, context_tokens: int) -> Fault | None:
-    """As `check_record`; what to answer instead of raising."""
+    """Return what to answer where `check_record` raises."""
     try:
         check_record(record, vocab, context_tokens)
     except TooLongError as error:
@@ -49,65 +47,54 @@ def refusal(record: RequestRecord, vocab: int, context_tokens: int) -> Fault | N
 
 
 def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None:
-    """The worker's border: whatever a router let through, no record may upset a step.
-
-    Raises FieldError or TooLongError, naming the field.
-    """
-    params = record.sampling
-    if not record.tokens:
-        raise FieldError("prompt", "must not be empty")
-    if not 1 <= record.prompt_tokens <= len(record.tokens):
-        raise FieldError("prompt_tokens", f"must lie in 1 .. {len(record.tokens)}")
-    if min(record.tokens) < 0 or max(record.tokens) >= vocab:
-        raise FieldError("token_ids", f"must lie in 0 .. {vocab - 1}")
-    if record.max_tokens < 1:
-        raise FieldError("max_tokens", "must be at least 1")
-    if len(record.tokens) >= record.prompt_tokens + record.max_tokens:
-        raise FieldError("max_tokens", "is already used up by the tokens of this record")
-    if record.prompt_tokens + record.max_tokens > context_tokens:
-        raise TooLongError(
-            "max_tokens",
-            f"{record.prompt_tokens} prompt tokens and {record.max_tokens} output tokens exceed the "
-            f"context of {context_tokens}",
-        )
-    if any(not 0 <= token < vocab for token in record.stop_token_ids):
-        raise FieldError("stop_token_ids", f"must lie in 0 .. {vocab - 1}")
-    if not 0 <= record.seed < 1 << 64:
-        raise FieldError("seed", "must be an unsigned 64-bit number")
-    if not 0 <= record.sample_index < 1 << 32:
-        raise FieldError("sample_index", "must be an unsigned 32-bit number")
-    for name, (low, high) in SAMPLING_RANGES.items():
-        value = getattr(params, name)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise FieldError(name, f"must be a number in {low:g} .. {high:g}")
-    if params.top_k < 0:
-        raise FieldError("top_k", "must not be negative")
-    if not -MAX_PRIORITY <= record.priority <= MAX_PRIORITY:
-        raise FieldError("priority", f"must lie in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
+    """The worker's border: whatever a router let through, no record may upset a step. Raises FieldError or
+    TooLongError, naming the field."""
+    prompt, output, held = record.prompt_tokens, record.max_tokens, len(record.tokens)
+    _require(held > 0, "prompt", "must not be empty")
+    _require(1 <= prompt <= held, "prompt_tokens", f"must lie in 1 .. {held}")
+    _require(min(record.tokens) >= 0 and max(record.tokens) < vocab, "token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(output >= 1, "max_tokens", "must be at least 1")
+    _require(held < prompt + output, "max_tokens", "is already used up by the tokens of this record")
+    if prompt + output > context_tokens:
+        what = f"{prompt} prompt tokens and {output} output tokens exceed the context of {context_tokens}"
+        raise TooLongError("max_tokens", what)
+    are_ids = all(0 <= token < vocab for token in record.stop_token_ids)
+    _require(are_ids, "stop_token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(0 <= record.seed < 1 << 64, "seed", "must be an unsigned 64-bit number")
+    _require(0 <= record.sample_index < 1 << 32, "sample_index", "must be an unsigned 32-bit number")
+    for name, limits in SAMPLING_RANGES.items():
+        _require_number(name, getattr(record.sampling, name), limits)
+    _require(record.sampling.top_k >= 0, "top_k", "must not be negative")
+    is_known = -MAX_PRIORITY <= record.priority <= MAX_PRIORITY
+    _require(is_known, "priority", f"must lie in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
     if record.beams is not None:
         check_beams(record.beams)
 
 
 def check_beams(beams: BeamParams) -> None:
     """Raise FieldError unless a beam search can be made of it."""
-    if not 1 <= beams.width <= MAX_BEAM_WIDTH:
-        raise FieldError("beam_width", f"must lie in 1 .. {MAX_BEAM_WIDTH}")
-    if not 1 <= beams.answers <= beams.width:
-        raise FieldError("n", f"must not exceed beam_width, which is {beams.width}")
-    low, high = LENGTH_PENALTIES
-    if not low <= beams.length_penalty <= high:
-        raise FieldError("length_penalty", f"must be a number in {low:g} .. {high:g}")
+    _require(1 <= beams.width <= MAX_BEAM_WIDTH, "beam_width", f"must lie in 1 .. {MAX_BEAM_WIDTH}")
+    _require(1 <= beams.answers <= beams.width, "n", f"must not exceed beam_width, which is {beams.width}")
+    _require_number("length_penalty", beams.length_penalty, LENGTH_PENALTIES)
+
+
+def _require(is_sound: bool, field: str, allowed: str) -> None:
+    if not is_sound:
+        raise FieldError(field, allowed)
+
+
+def _require_number(field: str, value: float, limits: tuple[float, float]) -> None:
+    low, high = limits
+    _require(low <= value <= high, field, f"must be a number in {low:g} .. {high:g}")  # NaN lies in no range
 
 
 def finish_reason(
     record: RequestRecord, output_tokens: int, token: int, stop_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Is the request over with `token` as its `output_tokens`-th (1-based) output token?"""
-    if output_tokens > record.min_tokens:
-        if token in record.stop_token_ids:
-            return FinishReason.STOP
-        if not record.ignore_eos and token in stop_ids:
-            return FinishReason.STOP
+    """Return why the request is over with `token` as its `output_tokens`-th (1-based) output token, if it is."""
+    is_end = token in record.stop_token_ids or (not record.ignore_eos and token in stop_ids)
+    if is_end and output_tokens > record.min_tokens:
+        return FinishReason.STOP
     return FinishReason.LENGTH if output_tokens >= record.max_tokens else None
 
 
@@ -116,10 +103,8 @@ def end_tokens(record: RequestRecord, stop_ids: frozenset[int]) -> frozenset[int
     return frozenset(record.stop_token_ids) | (frozenset() if record.ignore_eos else stop_ids)
 
 
-def banned_tokens(
-    record: RequestRecord, output_tokens: int, stop_ids: frozenset[int]
-) -> tuple[int, ...]:
-    """Which ids may not follow `output_tokens` output tokens: those that would end the text before `min_tokens`."""
+def banned_tokens(record: RequestRecord, output_tokens: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
+    """The ids that may not follow `output_tokens` output tokens: they would end the text before `min_tokens`."""
     if output_tokens >= record.min_tokens:
         return ()
     return tuple(sorted(end_tokens(record, stop_ids)))
@@ -160,28 +145,32 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
+NEWEST = 0.2
+"""Share of the newest measurement in a running mean."""
+
+
+def mean(known: float, latest: float) -> float:
+    """The running mean after the newest measurement; `known` 0.0: there was none."""
+    return latest if known == 0.0 else known + NEWEST * (latest - known)
+
+
 class StageClock:
     """Consecutive intervals of one request on one process's clock: at any time it is in exactly one stage."""
 
-    __slots__ = ("_since", "_stage", "seconds")
+    __slots__ = ("_since", "seconds", "stage")
 
     def __init__(self, stage: str, now: float) -> None:
         self.seconds: dict[str, float] = {}
-        self._stage = stage
-        self._since = now
-
-    @property
-    def stage(self) -> str:
-        return self._stage
+        self.resume(stage, now)
 
     def enter(self, stage: str, now: float) -> None:
         """The current stage ends and `stage` begins. Entering it again adds to what it has."""
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
-        self._stage, self._since = stage, now
+        self._add(self.stage, now - self._since)
+        self.resume(stage, now)
 
     def resume(self, stage: str, now: float) -> None:
-        """It goes on after all, in `stage`: the time since it was taken to be over belongs to none."""
-        self._stage, self._since = stage, now
+        """Go on in `stage` after all: the time since the request was taken to be over belongs to no stage."""
+        self.stage, self._since = stage, now
 
     def split(self, queue_s: float, run_s: float, now: float) -> None:
         """End a wait of which the other side says that `queue_s` and `run_s` went into its prefill: the rest is what
@@ -189,10 +178,10 @@ class StageClock:
         waited = now - self._since
         run_s = min(run_s, waited)
         queue_s = min(queue_s, waited - run_s)
-        for stage, seconds in (
-            ("prefill_queue", queue_s),
-            ("prefill_run", run_s),
-            ("migrate", waited - run_s - queue_s),
-        ):
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self._add("prefill_queue", queue_s)
+        self._add("prefill_run", run_s)
+        self._add("migrate", waited - run_s - queue_s)
         self._since = now
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

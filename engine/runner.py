@@ -1,4 +1,5 @@
-"""Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors."""
+"""Runs one step: a torch-free plan in, tokens out. The only place where decisions meet tensors. What becomes of the
+logits is said in `engine/sampling.py`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from engine.backends.attention import AttentionBackend
 from engine.backends.gpu.graphs import DecodeGraphs
-from engine.batch import ForwardBatch, SequenceSlice
+from engine.batch import ForwardBatch
 from engine.cores import Cores
 from engine.model.llama import Llama
-from engine.sampling import Draw
 from engine.step import Drawn, Row, StepPlan
 from engine.storage.paged import KVTensors
 
@@ -57,37 +57,25 @@ class ModelRunner:
         self.kv.copy(list(plan.copies))
         if not plan.rows:
             return []
-        order = sorted(range(len(plan.rows)), key=lambda at: _computed(plan.rows[at]) > 1)
+        order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].end - plan.rows[at].start > 1)
         rows = [plan.rows[at] for at in order]
         if self._graphs is not None and self._graphs.takes(rows):
             logits = self._graphs.run(rows)
         else:
             logits = self._forward(rows)
-        draws = [Draw(row.record, row.tokens, row.banned, row.candidates) for row in rows if row.draw]
-        drawn = self._attention.sample(logits, draws)
+        drawn = self._attention.sample(logits, [row for row in rows if row.draw])
         drawing = [at for at in order if plan.rows[at].draw]
         return [token for _, token in sorted(zip(drawing, drawn, strict=True))]
 
     def _forward(self, rows: list[Row]) -> Tensor:
-        slices = [
-            SequenceSlice(list(row.tokens[row.start : row.end]), row.start, list(row.blocks), row.draw)
-            for row in rows
-        ]
-        batch = ForwardBatch.build(
-            slices, self.kv.layout.block_size, self._model.device, self._attention.row_multiple
-        )
+        batch = ForwardBatch.build(rows, self.kv.layout.block_size, self._model.device, self._attention.row_multiple)
         self._attention.begin(batch, self.kv)
         return self._model.forward(batch, self.kv, self._attention)
 
 
 class Opened(NamedTuple):
-    """A pool and the runner over it. `workspace_bytes`: what steps take beside weights and pool, where it was found
-    out."""
+    """A pool and the runner over it. `workspace_bytes`: what steps take beside weights and pool, where it is known."""
 
     kv: KVTensors
     runner: ModelRunner
     workspace_bytes: int = 0
-
-
-def _computed(row: Row) -> int:
-    return row.end - row.start

@@ -46,8 +46,4 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def recomputed_tokens(self) -> int:
         """Those of sequences that came with output: another worker computed them once, and was lost."""
-        return sum(
-            row.end - row.start
-            for row in self.rows
-            if len(row.record.tokens) > row.record.prompt_tokens
-        )
+        return sum(row.end - row.start for row in self.rows if len(row.record.tokens) > row.record.prompt_tokens)

@@ -52,14 +52,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EarlyStopping(StrEnum):
-    """When a beam search that has as many answers as it is wide stops looking for better ones."""
+    """Says when a beam search that has as many answers as it is wide stops looking for better ones."""
 
     FULL = "full"
-    """At once."""
+    """Stops at once."""
     HEURISTIC = "heuristic"
-    """When the best hypothesis, were it to end as it is, would be no better than the worst answer."""
+    """Stops when the best hypothesis, were it to end as it is, would be no better than the worst answer."""
     NEVER = "never"
-    """When no hypothesis can become better any more, whatever its length."""
+    """Stops when no hypothesis can become better any more, whatever its length."""
 
 
 class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The W3C trace context under which workers say what they did; empty where nobody traces."""
 
     def __repr__(self) -> str:
-        """Without the caller's text, and without what lets others read the answer."""
+        """Leave out the caller's text, and what lets others read the answer."""
         return (
             f"RequestRecord({self.request}: {self.prompt_tokens} prompt tokens, "
             f"{len(self.tokens) - self.prompt_tokens} emitted, at most {self.max_tokens})"

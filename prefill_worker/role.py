@@ -7,9 +7,9 @@ from typing import Never
 
 import msgspec
 
-from engine.measure import mean
 from engine.messages import Load
 from engine.model.config import Progress
+from engine.plan import mean
 from engine.step import StepPlan
 from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler

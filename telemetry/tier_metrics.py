@@ -9,7 +9,7 @@ TIERS = ("host", "disk")
 
 
 class TierTotals(Protocol):
-    """Totals since the worker started, by tier where there are two. Fulfilled by `engine.kv.tiers.counts`."""
+    """Totals since the worker started, by tier where there are two. Fulfilled by `engine.kv.tiers.cost`."""
 
     saved_blocks: int
     spilled_blocks: int

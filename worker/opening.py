@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from engine.backends.gpu.device_memory import device_memory
+from engine.backends.gpu.memory import device_memory
 from engine.device import EngineDevice, open_device
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox

@@ -19,7 +19,6 @@ from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder
 from engine.backends.gpu.pool import DeviceKV
-from engine.kv.layout import KVLayout
 from engine.kv.manager import KVCacheManager
 from engine.loop import Engine
 from engine.messages import Ended, PeerAddress, Place, Refused
@@ -70,13 +69,7 @@ class EngineBench:
         size, most = card.sizes, batches[-1]
         model = random_llama(card)
         shape = model.config
-        layout = KVLayout(
-            kv_heads=shape.kv_heads,
-            layers=shape.layers,
-            block_size=BLOCK,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-        )
+        layout = shape.kv_layout(BLOCK)
         self._card, self._shape, self._layout = card, shape, layout
         self._prompt = size.tokens(PROMPT)
         self._answer = min(ANSWER, shape.context_tokens - self._prompt)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention import TorchAttention
-from engine.batch import ForwardBatch, SequenceSlice
-from engine.kv.layout import KVLayout
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.model.llama import load_model
 from engine.storage.paged import TORCH_DTYPES, PagedKV
 from engine.types import BlockId
@@ -27,13 +27,7 @@ class Reference:
     def __init__(self, model_dir: Path, context_tokens: int) -> None:
         self._model = load_model(model_dir, packed=False)
         shape = self._model.config
-        layout = KVLayout(
-            kv_heads=shape.kv_heads,
-            layers=shape.layers,
-            block_size=BLOCK,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-        )
+        layout = shape.kv_layout(BLOCK)
         self._kv = PagedKV(layout, layout.blocks_for(context_tokens))
         self._attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
 
@@ -62,7 +56,7 @@ class Reference:
     @torch.inference_mode()
     def _rows(self, tokens: list[int], start: int, end: int) -> Tensor:
         blocks = [BlockId(n) for n in range(self._kv.blocks)]
-        piece = SequenceSlice(tokens[start:end], start, blocks, True)
+        piece = trial_row(tokens[:end], start, blocks)
         batch = ForwardBatch.build([piece], BLOCK)
         self._attention.begin(batch, self._kv)
         return self._model.hidden(batch, self._kv, self._attention)[: end - start]

@@ -21,7 +21,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Stored
 from engine.kv.tiers.cost import FADING
 from engine.kv.tiers.stashes import Stashes
-from engine.measure import mean
+from engine.plan import mean
 from worker.config import DecodeConfig
 
 

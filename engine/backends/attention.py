@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from engine.batch import ROW_MULTIPLE, ForwardBatch
-from engine.sampling import Draw, sample
-from engine.step import Drawn
+from engine.sampling import sample
+from engine.step import Drawn, Row
 from engine.storage.paged import KVTensors
 from kernels.kv_write import plan_kv_write, write_kv
 from kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
@@ -40,6 +40,17 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class LayerInput(NamedTuple):
+    """What one layer attends with. `qkv` is `[rows, heads + 2 * kv_heads, head_dim]`: all rows of the step `batch`."""
+
+    layer: int
+    qkv: Tensor
+    rotation: Rotation
+    batch: ForwardBatch
+    kv: KVTensors
+    norms: HeadNorms | None = None
+
+
 class AttentionBackend(Protocol):
     """What a step computes beside products of matrices. One step at a time."""
 
@@ -49,18 +60,9 @@ class AttentionBackend(Protocol):
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         """Plan a step; called once before its first layer."""
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        kv: KVTensors,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        """Norm, where the model does so, and rotate queries and keys of `qkv` `[rows, heads + 2 * kv_heads, head_dim]`,
-        write keys and values into the pool, then attend. Returns `[rows, heads * head_dim]`; padding rows are zero, and
-        write nothing."""
+    def attend(self, given: LayerInput) -> Tensor:
+        """Norm (where the model does so) and rotate queries and keys, write keys and values into the pool, then attend.
+        Returns `[rows, heads * head_dim]`; padding rows are zero, and write nothing."""
 
     def norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `x` `[rows, hidden]` in place; return the RMS norm of the sum, times `weight`."""
@@ -68,7 +70,7 @@ class AttentionBackend(Protocol):
     def gate(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * width]`, the gate first -> silu(gate) * up, `[rows, width]`. May write to its argument."""
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
         """A token, or candidates, for each draw, row i of `logits` for draw i. All work of the step has ended when it
         returns."""
 
@@ -79,9 +81,7 @@ class TorchAttention:
 
     row_multiple = ROW_MULTIPLE
 
-    def __init__(
-        self, heads: int, stable: bool = True, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, heads: int, stable: bool = True, dtype: torch.dtype | None = None) -> None:
         self._heads = heads
         self._stable = stable
         self._dtype = dtype
@@ -89,26 +89,12 @@ class TorchAttention:
         self._rows: Tensor | None = None
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
-        self._plan = plan_attention(
-            batch.query_counts,
-            batch.context_lens,
-            batch.block_tables,
-            kv.tensor,
-            self._heads,
-            self._stable,
-            dtype=self._dtype,
-        )
+        rows = batch.query_counts, batch.context_lens, batch.block_tables
+        self._plan = plan_attention(*rows, kv.tensor, self._heads, self._stable, dtype=self._dtype)
         self._rows = plan_kv_write(batch.slots, kv.tensor)
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        kv: KVTensors,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, given: LayerInput) -> Tensor:
+        layer, qkv, rotation, batch, kv, norms = given
         if self._plan is None or self._rows is None:
             raise RuntimeError("attend before begin")
         kv_heads = kv.tensor.shape[1]
@@ -135,5 +121,5 @@ class TorchAttention:
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
         return sample(logits, draws)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.backends.attention import HeadNorms, Rotation, TorchAttention
+from engine.backends.attention import LayerInput, TorchAttention
 from engine.batch import ForwardBatch
 from engine.storage.paged import KVTensors
 from kernels.native import STORAGE, Native, PoolShape, Sequences
@@ -12,8 +12,8 @@ _LANES = 16
 
 
 class NativeAttention(TorchAttention):
-    """For a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's kernels
-    attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
+    """Attention for a model in float32. Rows need no padding: none of these kernels looks at two at once. PyTorch's
+    kernels attend where the native ones do not: over 8-bit KV, and with heads whose size is no multiple of 16."""
 
     row_multiple = 1
 
@@ -30,31 +30,17 @@ class NativeAttention(TorchAttention):
         self._slots = batch.slots
         self._sequences = Sequences.of(batch.query_counts, batch.context_lens, batch.block_tables)
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        kv: KVTensors,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, given: LayerInput) -> Tensor:
+        layer, qkv, rotation, batch, kv, norms = given
         if not attends(kv):
-            return super().attend(layer, qkv, rotation, batch, kv, norms)
+            return super().attend(given)
         if self._sequences is None or self._slots is None:
             raise RuntimeError("attend before begin")
         _, kv_heads, layers, _, block_size, head_dim = kv.tensor.shape
         shape = PoolShape(kv_heads, layers, block_size, head_dim)
+        tables = rotation.cos, rotation.sin
         self._kernels.rotate_and_write(
-            qkv,
-            self._heads,
-            (rotation.cos, rotation.sin),
-            rotation.positions,
-            None if norms is None else (norms.q, norms.k, norms.eps),
-            kv.tensor,
-            shape,
-            layer,
-            self._slots,
+            qkv, self._heads, tables, rotation.positions, norms, kv.tensor, shape, layer, self._slots
         )
         out = torch.empty(len(qkv), self._heads * head_dim)
         out[batch.rows :] = 0
@@ -69,5 +55,5 @@ class NativeAttention(TorchAttention):
 
 
 def attends(kv: KVTensors) -> bool:
-    """Whether the native kernels can read and write this pool."""
+    """True where the native kernels can read and write this pool."""
     return kv.tensor.dtype in STORAGE and kv.tensor.shape[-1] % _LANES == 0

@@ -12,27 +12,26 @@ inside themselves is not seen; `docs/capacity.md` compares the count with a proc
 
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.backends.attention import HeadNorms, Rotation, TorchAttention
-from engine.batch import ForwardBatch, SequenceSlice
+from engine.backends.attention import LayerInput, TorchAttention
+from engine.batch import ForwardBatch
 from engine.config import StepLimits
-from engine.kv.layout import KVLayout
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES, layer_key
 from engine.model.llama import Llama
 from engine.model.prepared.loading import map_weights
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
-from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV
+from engine.storage.paged import TORCH_DTYPES, KVTensors, PagedKV, PoolFile
 from engine.types import BlockId, RequestId, RequestRecord, SamplingParams
 
 LAYERS = 2
@@ -53,16 +52,14 @@ EVERY_OPTION = SamplingParams(
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, counts the bytes of every storage that an operator returned and that is still alive."""
+    """Counts, while active, the bytes of every storage that an operator returned and that is still alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
@@ -82,31 +79,39 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-def measure_workspace(
-    model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None
-) -> int:
+def trial_row(tokens: Sequence[int], start: int, blocks: Sequence[BlockId]) -> Row:
+    """A row that no request asks for: compute `tokens[start:]`, and draw what follows with every option on."""
+    record = RequestRecord(
+        request=RequestId("trial"),
+        tokens=list(tokens),
+        prompt_tokens=1,
+        max_tokens=1,
+        seed=0,
+        sampling=EVERY_OPTION,
+    )
+    return Row(record.request, record, record.tokens, start, len(tokens), blocks, draw=True)
+
+
+def blank_row(tokens: int, end: int, block_size: int) -> Row:
+    """`tokens` new ones at the end of a context of `end`, all of it in block 0: what is read makes no difference to
+    memory, nor to which kernels run."""
+    return trial_row([0] * end, end - tokens, [BlockId(0)] * -(-end // block_size))
+
+
+def measure_workspace(model_dir: Path, block_size: int, limits: StepLimits, kv_dtype: str | None = None) -> int:
     """Bytes; runs two small steps and one maximal one, over a pool of one block. `kv_dtype` is the model's unless
     given. Raises ModelError."""
-    whole = ModelConfig.load(model_dir)
-    shape = _shallow(whole)
-    kv = PagedKV(_layout(shape, block_size, kv_dtype or shape.dtype), 1)
+    shape = _shallow(ModelConfig.load(model_dir))
     model = Llama(shape, map_weights(model_dir))
-
-    def run(rows: Sequence[tuple[int, int]]) -> None:
-        # An attention of its own: one keeps the plan of its latest step.
-        attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
-        ModelRunner(model, kv, attention).run(_plan(rows, block_size))
-
-    counter = LiveBytes()
-    try:
-        with counter:
+    one, two = blank_row(1, 2, block_size), blank_row(2, 2, block_size)
+    with closing(PagedKV(shape.kv_layout(block_size, kv_dtype), 1)) as kv, LiveBytes() as counter:
+        for rows in ([two], [one, two], _largest(limits, shape, block_size)):
             # What is there before a step, weights and pool, is counted as it is first seen.
-            for rows in ([(2, 2)], [(1, 2), (2, 2)]):
-                run(rows)
             before = counter.peak = counter.live
-            run(_largest(limits, shape))
-    finally:
-        kv.close()
+            # An attention of its own: one keeps the plan of its latest step.
+            attention = TorchAttention(shape.heads, dtype=TORCH_DTYPES[shape.dtype])
+            ModelRunner(model, kv, attention).run(StepPlan(tuple(rows)))
+            del attention
     return counter.peak - before
 
 
@@ -124,22 +129,18 @@ def estimate_workspace(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape = _shallow(shape)
-    layout = _layout(shape, block_size, kv_dtype or dtype)
+    layout = shape.kv_layout(block_size, kv_dtype or dtype)
     kind, counter = TORCH_DTYPES[dtype], LiveBytes()
     backend = (_InPlace if in_place else TorchAttention)(shape.heads, dtype=kind)
     with FakeTensorMode(), torch.inference_mode():
         memory = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
-        kv = KVTensors(layout, memory, np.zeros(1, dtype=np.uint64))
+        kv = KVTensors(layout, memory, PoolFile("headrace-estimate", 1))
         model = Llama(shape, _weights(shape, kind))
         with counter:
             # Steps see the pool, through views of it; it is not theirs.
             memory.view(-1)
             before = counter.live
-            pieces = [
-                SequenceSlice([0] * count, end - count, _table(end, block_size), True)
-                for count, end in _largest(limits, shape)
-            ]
-            batch = ForwardBatch.build(pieces, block_size)
+            batch = ForwardBatch.build(_largest(limits, shape, block_size), block_size)
             backend.begin(batch, kv)
             logits = model.forward(batch, kv, backend)
             drawing = counter.live + SAMPLER_BYTES * shape.vocab
@@ -148,21 +149,13 @@ def estimate_workspace(
 
 
 class _InPlace(TorchAttention):
-    """For tensors without content: allocates rotated queries and the answer alone."""
+    """Attention for tensors without content: allocates rotated queries and the answer alone."""
 
     def begin(self, batch: ForwardBatch, kv: KVTensors) -> None:
         pass
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        kv: KVTensors,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q = torch.empty_like(qkv[:, : self._heads])
+    def attend(self, given: LayerInput) -> Tensor:
+        q = torch.empty_like(given.qkv[:, : self._heads])
         return torch.empty_like(q).view(len(q), -1)
 
 
@@ -170,65 +163,15 @@ def _shallow(shape: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(shape, layers=min(LAYERS, shape.layers))
 
 
-def _layout(shape: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    return KVLayout(
-        kv_heads=shape.kv_heads,
-        layers=shape.layers,
-        block_size=block_size,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-    )
-
-
 def _weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     family = FAMILIES[shape.family]
-    found = {
-        weight.name: torch.empty(weight.shape(shape), dtype=dtype)
-        for weight in family.weights
-        if weight.present(shape)
-    }
+    named = [(weight.name, weight) for weight in family.weights]
     for layer in range(shape.layers):
-        for weight in family.layer_weights:
-            if weight.present(shape):
-                name = layer_key(layer, weight.name)
-                found[name] = torch.empty(weight.shape(shape), dtype=dtype)
-    return found
+        named += [(layer_key(layer, weight.name), weight) for weight in family.layer_weights]
+    return {name: torch.empty(weight.shape(shape), dtype=dtype) for name, weight in named if weight.present(shape)}
 
 
-def _largest(limits: StepLimits, shape: ModelConfig) -> list[tuple[int, int]]:
-    """(new tokens, context with them) of each sequence of the largest step."""
+def _largest(limits: StepLimits, shape: ModelConfig, block_size: int) -> list[Row]:
     end = limits.context_tokens or shape.context_tokens
-    return [(1, end)] * limits.batch + [(min(limits.chunk_tokens, end), end)]
-
-
-def _plan(rows: Sequence[tuple[int, int]], block_size: int) -> StepPlan:
-    """Every row draws. All block tables name block 0 again and again: what is read makes no difference to memory."""
-    return StepPlan(
-        tuple(
-            Row(
-                request=(record := _record(end)).request,
-                record=record,
-                tokens=record.tokens,
-                start=end - count,
-                end=end,
-                blocks=_table(end, block_size),
-                draw=True,
-            )
-            for count, end in rows
-        )
-    )
-
-
-def _record(tokens: int) -> RequestRecord:
-    return RequestRecord(
-        request=RequestId("workspace"),
-        tokens=[0] * tokens,
-        prompt_tokens=1,
-        max_tokens=1,
-        seed=0,
-        sampling=EVERY_OPTION,
-    )
-
-
-def _table(end: int, block_size: int) -> list[BlockId]:
-    return [BlockId(0)] * -(-end // block_size)
+    decoding = [blank_row(1, end, block_size)] * limits.batch
+    return [*decoding, blank_row(min(limits.chunk_tokens, end), end, block_size)]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of weights, and of KV that is kept in the type it was computed in."""
+"""Bytes of a weight, and of a KV value that is kept in the type it was computed in."""
 
 KV_DTYPES = {**dict.fromkeys(DTYPE_BYTES, 0), "int8": 4, "fp8": 4}
 """What a pool may hold, with the bytes of the scale beside each row: 8-bit rows (fp8 is E4M3) have one per token and
@@ -53,7 +53,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def heads(self) -> range:
-        """Which of the model's KV heads are held."""
+        """The model's KV heads that are held."""
         return range(self.first_head, self.first_head + self.kv_heads)
 
     @cached_property
@@ -63,7 +63,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def scale_bytes(self) -> int:
-        """Beside each row; 0 where values are stored as they are."""
+        """The size of the scale beside each row; 0 where values are stored as they are."""
         return KV_DTYPES[self.dtype]
 
     @cached_property
@@ -84,7 +84,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.kv_heads * self.head_bytes
 
     def restricted(self, heads: range) -> "KVLayout":
-        """The same blocks, with these of the held heads alone. Raises ValueError if there are none."""
+        """Return the layout of the same blocks with these of the held heads alone. Raises ValueError for none."""
         return msgspec.structs.replace(self, first_head=heads.start, kv_heads=len(heads))
 
     def blocks_for(self, tokens: int) -> int:
@@ -95,5 +95,5 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (blocks, self.kv_heads, self.layers, 2, self.block_size, self.head_dim)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, for `Hello.layout`."""
+        """Return the layout as plain data, for `Hello.layout`."""
         return dict(msgspec.to_builtins(self))

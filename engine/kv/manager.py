@@ -16,7 +16,7 @@ comes back by `engine.kv.tiers.fetches`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
@@ -36,15 +36,13 @@ class Lease:
     namespace: bytes
     path: list[Node]
     """Committed nodes, one per leading block."""
-    released: bool = field(default=False)
+    released: bool = False
 
 
 class KVCacheManager:
     """Owner: the engine thread. Expected shortage is None or False, never an exception."""
 
-    def __init__(
-        self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None
-    ) -> None:
+    def __init__(self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None) -> None:
         self.tiers = tiers
         self.pool = BlockPool(blocks)
         self.cache = RadixCache(block_size, fingerprint)
@@ -53,7 +51,7 @@ class KVCacheManager:
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
         self._identities: set[bytes] = set()
-        """Of all cached blocks, where there are tiers."""
+        """The names of all cached blocks, where there are tiers."""
 
     # what there is
 
@@ -83,7 +81,7 @@ class KVCacheManager:
         migrating: bool = False,
         spare: int = 0,
     ) -> Lease | None:
-        """A lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
+        """Return a lease that holds blocks for `room_tokens` tokens now and the promise of blocks up to `grow_tokens`.
 
         At most `match_limit` leading tokens are taken from the cache. `migrating`: only whole blocks are reused, and
         new blocks are RESERVED until `landed`. None when there is no room that leaves `spare` blocks to others; then
@@ -101,35 +99,21 @@ class KVCacheManager:
             return None
         for block in shared:
             self._hold(block)
-        copies: list[tuple[BlockId, BlockId]] = []
-        cached = len(shared) * self.block_size
         if partial is not None:
             self._hold(partial.block)
         own = self._allocate(new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
-        if partial is not None:
-            copies.append((partial.block, own[0]))
-            cached += match.partial_tokens
         self._promised += promised
-        return Lease(
-            blocks=shared + own,
-            cached_tokens=cached,
-            copies=copies,
-            promised=promised,
-            namespace=namespace,
-            path=match.nodes,
-        )
+        lease = Lease(shared + own, len(shared) * self.block_size, [], promised, namespace, match.nodes)
+        if partial is not None:
+            lease.copies.append((partial.block, own[0]))
+            lease.cached_tokens += match.partial_tokens
+        return lease
 
     def promise(self, namespace: bytes, blocks: int, spare: int = 0) -> Lease | None:
-        """A lease of no blocks that may grow to `blocks`: for a fork to come. None when there is no room, or fewer than
-        `spare` blocks would be left to others."""
-        return self.acquire(
-            namespace,
-            (),
-            match_limit=0,
-            room_tokens=0,
-            grow_tokens=blocks * self.block_size,
-            spare=spare,
-        )
+        """Return a lease of no blocks that may grow to `blocks`, for a fork to come; None when there is no room that
+        leaves `spare` blocks to others."""
+        tokens = blocks * self.block_size
+        return self.acquire(namespace, (), match_limit=0, room_tokens=0, grow_tokens=tokens, spare=spare)
 
     def fork(self, parent: Lease, child: Lease, tokens: int) -> None:
         """`child`, which holds nothing yet, begins with the parent's first `tokens` tokens, all of them computed.
@@ -213,10 +197,12 @@ class KVCacheManager:
             node = self.cache.insert(parent, tokens[start : min(start + size, last)], block)
             if node is None:
                 break  # the tail begins a longer block that is cached
+            # Three cases. 1. The content is new, and indexed under this block now: nothing more to do.
+            # 2. A block that nobody holds has it too: this block takes its place in the index.
             if node.block != block and self._is_idle(node.block):
                 self.pool.recycle(self.cache.rebind(node, block))
+            # 3. Somebody holds a block with it: to keep both would be more than was counted for this lease.
             elif node.block != block:
-                # Somebody has the same content: to keep both would be more than was counted for this lease.
                 self._hold(node.block)
                 lease.blocks[start // size] = node.block
                 self._let_go(block)
@@ -246,9 +232,7 @@ class KVCacheManager:
 
     def take_handed_out(self) -> list[BlockId]:
         """Blocks allocated since the last call: their generation in memory must be advanced before they are written."""
-        taken = self._handed_out
-        if taken:
-            self._handed_out = []
+        taken, self._handed_out = self._handed_out, []
         return taken
 
     def take_evicted(self) -> list[bytes]:
@@ -270,9 +254,7 @@ class KVCacheManager:
             assert state is not BlockState.FREE and state is not BlockState.RESERVED
             cached += state is BlockState.CACHED
             if state is not BlockState.CACHED and node.parent is not None and node.parent.block >= 0:
-                assert self.pool.state(node.parent.block) is not BlockState.CACHED or self.pool.refs(
-                    node.block
-                ), "a held block's parent is held"
+                assert not self._is_idle(node.parent.block), "a held block's parent is held"
         assert cached == self.cache.idle == self.pool.counts()["cached"]
         if self.tiers is not None:
             self.tiers.check()

@@ -14,6 +14,7 @@ is one block, and what all this costs: docs/kv-memory.md.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
+from typing import NamedTuple
 
 from engine import identity
 from engine.kv.sorted_keys import SortedKeys
@@ -35,7 +36,7 @@ class Node:
         self.identity = ident
         self.children: dict[bytes, Node] = {}
         self.order: SortedKeys | None = None
-        """Of the keys of `children`; None as long as there has been but one."""
+        """The keys of `children`; None as long as there has been but one."""
 
     def add(self, child: "Node") -> None:
         if self.order is not None:
@@ -60,15 +61,12 @@ class Node:
         return f"Node(block={self.block}, {tokens} tokens, {len(self.children)} children)"
 
 
-class Match:
+class Match(NamedTuple):
     """The longest cached prefix: whole blocks along `nodes`, then `partial_tokens` of `partial`'s first tokens."""
 
-    __slots__ = ("nodes", "partial", "partial_tokens")
-
-    def __init__(self, nodes: list[Node], partial: Node | None, partial_tokens: int) -> None:
-        self.nodes = nodes
-        self.partial = partial
-        self.partial_tokens = partial_tokens
+    nodes: list[Node]
+    partial: Node | None = None
+    partial_tokens: int = 0
 
 
 class RadixCache:
@@ -98,7 +96,7 @@ class RadixCache:
         nodes: list[Node] = []
         node = self._roots.get(namespace)
         if node is None:
-            return Match(nodes, None, 0)
+            return Match(nodes)
         size, pack, at = self.block_size, self._pack, 0
         while at + size <= limit:
             child = node.children.get(pack(*tokens[at : at + size]))
@@ -121,7 +119,7 @@ class RadixCache:
         return identity.root(namespace, self._fingerprint)
 
     def root(self, namespace: bytes) -> Node:
-        """Where this namespace's sequences begin: valid until the next `evict`, or as long as it has children."""
+        """The node where this namespace's sequences begin: valid until the next `evict`, or while it has children."""
         root = self._roots.get(namespace)
         if root is None:
             ident = self.root_identity(namespace)

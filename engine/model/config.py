@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.kv.layout import KVLayout
+
 CONFIG_FILE = "config.json"
 
 Progress = Callable[[int, int], None]
@@ -93,6 +95,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_rows(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def kv_layout(self, block_size: int, dtype: str | None = None) -> KVLayout:
+        """How a pool keeps the model's KV: in `dtype`, or in the one that the model computes in."""
+        return KVLayout(
+            kv_heads=self.kv_heads,
+            layers=self.layers,
+            block_size=block_size,
+            head_dim=self.head_dim,
+            dtype=dtype or self.dtype,
+        )
 
     def check(self, path: Path) -> "ModelConfig":
         """Return itself, or raise ModelError where the sizes cannot be those of a model."""

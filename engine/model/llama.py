@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.backends.attention import AttentionBackend, HeadNorms, Rotation
+from engine.backends.attention import AttentionBackend, HeadNorms, LayerInput, Rotation
 from engine.batch import ForwardBatch
 from engine.model.config import (
     FactorsRope,
@@ -113,7 +113,7 @@ class Llama:
         for number, layer in enumerate(self._layers):
             normed = attention.norm(x, delta, layer.attention_norm, eps)
             qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
-            attended = attention.attend(number, qkv, rotation, batch, kv, layer.head_norms)
+            attended = attention.attend(LayerInput(number, qkv, rotation, batch, kv, layer.head_norms))
             delta = linear(attended, layer.output, layer.output_bias)
             normed = attention.norm(x, delta, layer.mlp_norm, eps)
             gated = attention.gate(linear(normed, layer.gate_up, layer.gate_up_bias))

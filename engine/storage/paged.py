@@ -16,7 +16,6 @@ import weakref
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,6 +37,26 @@ def header_bytes(blocks: int) -> int:
     return -(-blocks * 8 // PAGE_BYTES) * PAGE_BYTES
 
 
+class PoolFile:
+    """A file of this process's memory for the generations of `blocks` blocks, and for the blocks where they are on the
+    CPU. `generations` is uint64 `[blocks]`."""
+
+    def __init__(self, name: str, blocks: int, block_bytes: int = 0) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        size = header_bytes(blocks) + blocks * block_bytes
+        os.ftruncate(self.fd, size)
+        # Readers in other processes rely on its size: reading past a cut end would kill them.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.map = mmap.mmap(self.fd, size)
+        self.generations = np.frombuffer(self.map, dtype=np.uint64, count=blocks)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping itself goes when the last view of it does."""
+        self._close()
+        self.fd = -1
+
+
 def pool_views(memory: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
     """`memory`, uint8 `[blocks, block_bytes]`, as `[blocks, kv_heads, layers, 2, block_size, head_dim]`, and the scales
     `[.., block_size]` of 8-bit rows."""
@@ -56,19 +75,17 @@ class KVTensors:
     Who may touch it: the runner writes rows of leased blocks, the transport copies whole leased blocks.
     """
 
-    def __init__(
-        self, layout: KVLayout, memory: Tensor, generations: npt.NDArray[np.uint64]
-    ) -> None:
+    def __init__(self, layout: KVLayout, memory: Tensor, file: PoolFile) -> None:
         self.layout = layout
         self.blocks = len(memory)
         self.block_bytes = layout.block_bytes
         self.memory = memory
         self.tensor, self.scales = pool_views(memory, layout)
-        self._generations = generations
+        self._file = file
 
     @cached_property
     def pool(self) -> KVPool:
-        """As GPU kernels see it. Raises ValueError for a block size that is no power of two."""
+        """The pool as GPU kernels see it. Raises ValueError for a block size that is no power of two."""
         return KVPool(self.tensor, self.scales)
 
     @property
@@ -82,21 +99,21 @@ class KVTensors:
 
     @property
     def fd(self) -> int:
-        """The memfd that backs the pool, or its generations alone; -1 where neither is shared."""
-        return -1
+        """The memfd that backs the pool, or its generations alone; -1 once the pool is closed."""
+        return self._file.fd
 
     def block(self, block: BlockId) -> memoryview:
         """A writable flat byte view of one block. Raises TypeError where the CPU cannot see it."""
         raise TypeError(f"block {block} is on {self.device}: this process has no bytes of it")
 
     def generation(self, block: BlockId) -> int:
-        return int(self._generations[block])
+        return int(self._file.generations[block])
 
     def advance(self, blocks: list[BlockId]) -> None:
         """Mark blocks as handed out anew, once for each time they are named: whoever still reads them under the old
         generation reads a stale block."""
         if blocks:
-            np.add.at(self._generations, np.asarray(blocks), np.uint64(1))
+            np.add.at(self._file.generations, np.asarray(blocks), np.uint64(1))
 
     def copy(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks (source, target), one after the other: the copy of copy-on-write."""
@@ -105,31 +122,17 @@ class KVTensors:
 
     def close(self) -> None:
         """Give back what is not memory. The memory itself goes when the last view of it does."""
+        self._file.close()
 
 
 class PagedKV(KVTensors):
     """A pool in this host's memory, which a peer may map."""
 
     def __init__(self, layout: KVLayout, blocks: int) -> None:
-        self._fd = os.memfd_create("headrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        size = header_bytes(blocks) + blocks * layout.block_bytes
-        os.ftruncate(self._fd, size)
-        # Readers in other processes rely on its size: reading past a cut end would kill them.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self._fd, size)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=header_bytes(blocks))
-        generations = np.frombuffer(self._map, dtype=np.uint64, count=blocks)
-        super().__init__(layout, raw.view(blocks, layout.block_bytes), generations)
-        self._bytes = memoryview(self._map)[header_bytes(blocks) :]
-
-    @property
-    def fd(self) -> int:
-        return self._fd
+        file = PoolFile("headrace-kv", blocks, layout.block_bytes)
+        raw = torch.frombuffer(file.map, dtype=torch.uint8, offset=header_bytes(blocks))
+        super().__init__(layout, raw.view(blocks, layout.block_bytes), file)
+        self._bytes = memoryview(file.map)[header_bytes(blocks) :]
 
     def block(self, block: BlockId) -> memoryview:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
-
-    def close(self) -> None:
-        self._close()
-        self._fd = -1

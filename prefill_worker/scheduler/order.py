@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from engine.kv.manager import Lease
 from engine.kv.tiers.fetches import Fetch
-from engine.measure import mean
 from engine.messages import Handoff
+from engine.plan import mean
 from engine.types import RequestRecord
 
 FIRST_SPEED = 300.0

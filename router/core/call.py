@@ -55,7 +55,7 @@ class Call:
     prefill_life: Life | None = None
     decode_life: Life | None = None
     key: ModelKey = ("", 1)
-    """Of the decode worker."""
+    """The model of the decode worker."""
     prefill_key: ModelKey = ("", 1)
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.backends.attention import TorchAttention
-from engine.batch import ForwardBatch, SequenceSlice
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.kv.layout import KVLayout
@@ -29,16 +30,14 @@ TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 def logits_of(model: Llama, ids: list[int], kv_dtype: str) -> torch.Tensor:
     """float32 `[tokens, vocab]`, in chunks, so that what was kept is read again."""
     shape = model.config
-    layout = KVLayout(
-        kv_heads=shape.kv_heads, layers=shape.layers, block_size=16, head_dim=shape.head_dim, dtype=kv_dtype
-    )
+    layout = shape.kv_layout(16, kv_dtype)
     kv = PagedKV(layout, layout.blocks_for(len(ids)))
     attention = TorchAttention(shape.heads, dtype=torch.float32)
     blocks = [BlockId(block) for block in reversed(range(kv.blocks))]
     found = []
     with torch.inference_mode():
         for start in range(0, len(ids), 64):
-            piece = SequenceSlice(ids[start : start + 64], start, blocks, True)
+            piece = trial_row(ids[: start + 64], start, blocks)
             batch = ForwardBatch.build([piece], 16)
             attention.begin(batch, kv)
             hidden = model.hidden(batch, kv, attention)[: batch.rows]

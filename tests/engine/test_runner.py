@@ -7,7 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.backends.attention import TorchAttention
 from engine.batch import ForwardBatch
-from engine.kv.layout import KVLayout
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
@@ -29,9 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 def _runner(model: Llama) -> ModelRunner:
     config = model.config
-    layout = KVLayout(
-        kv_heads=config.kv_heads, layers=config.layers, block_size=4, head_dim=config.head_dim
-    )
+    layout = config.kv_layout(4)
     return ModelRunner(model, PagedKV(layout, 64), TorchAttention(config.heads))
 
 

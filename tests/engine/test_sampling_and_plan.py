@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.plan import StageClock, check_record, finish_reason, share_budget
-from engine.sampling import Draw, sample
+from engine.sampling import sample
+from engine.step import Row
 from engine.types import (
     FieldError,
     FinishReason,
@@ -56,12 +57,16 @@ def test_filters_equal_the_reference(top_k: int, top_p: float, min_p: float) -> 
         assert draw(probs, u) == reference.sample(logits, u, **options)
 
 
+def _row(record: RequestRecord, tokens: list[int], banned: tuple[int, ...] = ()) -> Row:
+    return Row(record.request, record, tokens, len(tokens) - 1, len(tokens), [], True, banned)
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
     params = SamplingParams(temperature=1.0)
     counts = [0] * 4
     for seed in range(2000):
-        (token,) = sample(logits[None], [Draw(_record(seed=seed, sampling=params), [1, 2, 3])])
+        (token,) = sample(logits[None], [_row(_record(seed=seed, sampling=params), [1, 2, 3])])
         counts[token] += 1
     assert all(abs(n / 2000 - p) < 0.04 for n, p in zip(counts, (0.5, 0.25, 0.125, 0.125), strict=True))
 
@@ -71,16 +76,16 @@ def test_penalties_are_functions_of_the_tokens() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 1], logits[0, 5] = 2.0, 1.9
     plain = SamplingParams(temperature=0.0)
-    assert sample(logits, [Draw(_record(sampling=plain), [1, 2, 3])]) == [1]
+    assert sample(logits, [_row(_record(sampling=plain), [1, 2, 3])]) == [1]
     repeat = SamplingParams(temperature=0.0, repetition_penalty=1.2)
-    assert sample(logits, [Draw(_record(sampling=repeat), [1, 2, 3])]) == [5]
+    assert sample(logits, [_row(_record(sampling=repeat), [1, 2, 3])]) == [5]
     presence = SamplingParams(temperature=0.0, presence_penalty=0.5)
-    assert sample(logits, [Draw(_record(sampling=presence), [1, 2, 3])]) == [1]
-    assert sample(logits, [Draw(_record(sampling=presence), [1, 2, 3, 1])]) == [5]
+    assert sample(logits, [_row(_record(sampling=presence), [1, 2, 3])]) == [1]
+    assert sample(logits, [_row(_record(sampling=presence), [1, 2, 3, 1])]) == [5]
     frequency = SamplingParams(temperature=0.0, frequency_penalty=0.06)
-    assert sample(logits, [Draw(_record(sampling=frequency), [1, 2, 3, 1])]) == [1]
-    assert sample(logits, [Draw(_record(sampling=frequency), [1, 2, 3, 1, 1])]) == [5]
-    assert sample(logits, [Draw(_record(sampling=plain), [1, 2, 3], banned=(1,))]) == [5]
+    assert sample(logits, [_row(_record(sampling=frequency), [1, 2, 3, 1])]) == [1]
+    assert sample(logits, [_row(_record(sampling=frequency), [1, 2, 3, 1, 1])]) == [5]
+    assert sample(logits, [_row(_record(sampling=plain), [1, 2, 3], banned=(1,))]) == [5]
 
 
 @pytest.mark.parametrize(
@@ -170,5 +175,5 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     torch.manual_seed(1)
     logits = torch.randn(1, 64) * 9
     params = SamplingParams(temperature=temperature)
-    (token,) = sample(logits, [Draw(_record(sampling=params), [1, 2, 3])])
+    (token,) = sample(logits, [_row(_record(sampling=params), [1, 2, 3])])
     assert token == int(logits.argmax())

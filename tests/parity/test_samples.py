@@ -16,7 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.model.prepared.cache import find_demo_model, prepare
-from engine.sampling import Draw, sample
+from engine.sampling import sample
+from engine.step import Row
 from engine.text.bundle import TextModel
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated, ColocatedAnswer
@@ -117,7 +118,8 @@ class _OurDraws(LogitsProcessor):  # type: ignore[misc]
         for at, (answer, seen) in enumerate(zip(self._answers, ids.tolist(), strict=True)):
             record = answer.record
             ours = answer.tokens[len(seen) - record.prompt_tokens]
-            (theirs,) = sample(scores[at : at + 1].float(), [Draw(record, seen)])
+            row = Row(record.request, record, seen, len(seen) - 1, len(seen), [], draw=True)
+            (theirs,) = sample(scores[at : at + 1].float(), [row])
             if theirs != ours:
                 self.distances.append(self._distance(record, seen, scores[at].float(), ours))
             only[at, ours] = 0.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.backends.gpu.device_memory import device_memory
+from engine.backends.gpu.memory import device_memory
 from kernels.compilations import Compilations
 from telemetry.gpu_metrics import COMPILED, DEVICE_MEMORY, GpuMetrics
 from telemetry.metrics import WorkerMetrics

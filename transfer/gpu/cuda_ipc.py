@@ -20,7 +20,7 @@ from transfer.gpu.device import Device, DeviceMemory, words_of
 from transfer.gpu.landing import DeviceLanding
 from transfer.gpu.pulse import Pulse
 from transfer.gpu.scatter import Copy, Scatter
-from transfer.host.peer_file import PeerFile, PoolFile, peer_pool_file, pool_file
+from transfer.host.peer_file import PeerFile, PoolFileDetails, peer_pool_file, pool_file
 from transfer.host.pull import Pull, PullTransport, expect
 from transfer.reactor import Reactor
 from transfer.transport import BlockSlice, Outcome, TransferError
@@ -30,7 +30,7 @@ COPIES = 4
 """Enqueued at once, so that the device does not wait for this thread."""
 
 
-class CudaIpcDetails(PoolFile, frozen=True):
+class CudaIpcDetails(PoolFileDetails, frozen=True):
     """`handle` names the pool, whose generations are in the file."""
 
     handle: bytes

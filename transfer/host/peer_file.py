@@ -14,7 +14,7 @@ from transfer.polling import details_of
 from transfer.transport import BlockSlice, KVMemory, TransferError
 
 
-class PoolFile(msgspec.Struct, frozen=True):
+class PoolFileDetails(msgspec.Struct, frozen=True):
     """What process `pid` has open as `fd`. `device` and `inode` name the file itself: a recycled pid or descriptor
     number leads to another one."""
 
@@ -26,16 +26,16 @@ class PoolFile(msgspec.Struct, frozen=True):
     block_bytes: int
 
 
-PoolFileT = TypeVar("PoolFileT", bound=PoolFile)
+PoolFileDetailsT = TypeVar("PoolFileDetailsT", bound=PoolFileDetails)
 
 
-def pool_file(memory: KVMemory) -> PoolFile:
+def pool_file(memory: KVMemory) -> PoolFileDetails:
     """The file of a pool of this process."""
     found = os.fstat(memory.fd)
-    return PoolFile(os.getpid(), memory.fd, found.st_dev, found.st_ino, memory.blocks, memory.block_bytes)
+    return PoolFileDetails(os.getpid(), memory.fd, found.st_dev, found.st_ino, memory.blocks, memory.block_bytes)
 
 
-def peer_pool_file(endpoint: Endpoint, kind: type[PoolFileT], received: BlockSlice) -> PoolFileT:
+def peer_pool_file(endpoint: Endpoint, kind: type[PoolFileDetailsT], received: BlockSlice) -> PoolFileDetailsT:
     """What a peer has told of its pool's file. Raises TransferError where its blocks are not the `received` ones."""
     details = details_of(endpoint, kind)
     if details.block_bytes != received.block_bytes or details.blocks <= 0:
@@ -47,7 +47,7 @@ class PeerFile:
     """The first `size` bytes of a peer's file, which begins with the generations of its blocks
     (`engine.storage.paged`). Raises TransferError if it is gone, another, or shorter."""
 
-    def __init__(self, file: PoolFile, size: int) -> None:
+    def __init__(self, file: PoolFileDetails, size: int) -> None:
         self.map = _map(file, size)
         self._generations = np.frombuffer(self.map, dtype=np.uint64, count=file.blocks)
 
@@ -58,7 +58,7 @@ class PeerFile:
         return int(self._generations[block])
 
 
-def _map(file: PoolFile, size: int) -> mmap.mmap:
+def _map(file: PoolFileDetails, size: int) -> mmap.mmap:
     path = f"/proc/{file.pid}/fd/{file.fd}"
     try:
         mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from engine.messages import Endpoint
 from engine.storage.paged import header_bytes
 from engine.types import BlockId, Incarnation
-from transfer.host.peer_file import PeerFile, PoolFile, peer_pool_file, pool_file
+from transfer.host.peer_file import PeerFile, PoolFileDetails, peer_pool_file, pool_file
 from transfer.host.pull import HostPullTransport
 from transfer.transport import BlockSlice, KVMemory, TransferError
 
@@ -19,7 +19,7 @@ from transfer.transport import BlockSlice, KVMemory, TransferError
 class _Mapping(PeerFile):
     """A peer's whole pool, read-only, of which `span` of each block is read. Fulfils `transfer.host.pull.HostPool`."""
 
-    def __init__(self, file: PoolFile, span: BlockSlice) -> None:
+    def __init__(self, file: PoolFileDetails, span: BlockSlice) -> None:
         header = header_bytes(file.blocks)
         size = header + file.blocks * file.block_bytes
         super().__init__(file, size)
@@ -47,4 +47,4 @@ class ShmTransport(HostPullTransport):
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(pool_file(self._memory)))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
-        self._peers[peer] = _Mapping(peer_pool_file(endpoint, PoolFile, received), received)
+        self._peers[peer] = _Mapping(peer_pool_file(endpoint, PoolFileDetails, received), received)

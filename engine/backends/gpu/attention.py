@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.attention import HeadNorms, Rotation
+from engine.backends.attention import LayerInput
 from engine.backends.gpu.sampling import draw_tokens
 from engine.batch import ROW_MULTIPLE, ForwardBatch
 from engine.kv.layout import KVLayout
 from engine.model.config import ModelConfig
-from engine.sampling import Draw, sample
-from engine.step import Drawn
+from engine.sampling import sample
+from engine.step import Drawn, Row
 from engine.storage.paged import TORCH_DTYPES, KVTensors
 from kernels.configs import ConfigKey, KernelConfig, config_for, table_arch
 from kernels.decode_attention import decode_attention
@@ -43,8 +43,8 @@ sequences."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """A decode launch of one kind, and its buffers."""
+class _DecodeLaunch:
+    """One kind of decode launch, with its buffers."""
 
     kind: str
     config: KernelConfig
@@ -53,9 +53,9 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`decoding` rows by the plan in `room`; then, if there are any, the tiles of chunks."""
+    """`decoding` rows by the plan in the buffers of `launch`; then, if there are any, the tiles of chunks."""
 
-    room: _Room | None
+    launch: _DecodeLaunch | None
     decoding: int
     tiles: Tensor | None
     tables: Tensor | None
@@ -92,9 +92,7 @@ class TritonAttention:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" and not interpreted():
-            raise ValueError(
-                f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)"
-            )
+            raise ValueError(f"Triton kernels need a CUDA device, not {device} (or TRITON_INTERPRET=1, for tests)")
         self.planning = Planning()
         self._heads, self._kv_heads = shape.heads, layout.kv_heads
         self._head_dim, self._block_size = layout.head_dim, layout.block_size
@@ -108,14 +106,11 @@ class TritonAttention:
         self._configs = {
             name: config_for(ConfigKey(name, layout.head_dim, group, layout.block_size, dtype, arch))
             for name in (PLAIN, SHARED, "prefill", "rope_kv_write")
-        } | {
-            name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch))
-            for name in ("rms_norm", "silu_mul")
-        }
+        } | {name: config_for(ConfigKey(name, 0, 0, 0, shape.dtype, arch)) for name in ("rms_norm", "silu_mul")}
         self._configs["sample"] = config_for(ConfigKey("sample", 0, 0, 0, "float32", arch))
         self._rows_per_tile = rows_per_tile(self._configs["prefill"], group)
         # Mutable: buffers by kind and size, the step under way, its decoding rows, and the plan for their successors.
-        self._rooms: dict[tuple[str, int], _Room] = {}
+        self._launches: dict[tuple[str, int], _DecodeLaunch] = {}
         self._step: _Step | None = None
         self._latest: _Rows | None = None
         self._ahead: tuple[_Rows, DecodePlan] | None = None
@@ -124,70 +119,56 @@ class TritonAttention:
         counts = batch.query_counts
         decoding = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         tables = [table.tolist() for table in batch.block_tables]
-        room = self._latest = None
+        launch = self._latest = None
         if decoding:
-            room = self._load(batch.context_lens[:decoding], tables[:decoding])
+            launch = self._launch(self.load(batch.context_lens[:decoding], tables[:decoding]), decoding)
         tiles = chunk_tables = None
         if decoding < len(counts):
-            planned = plan_prefill(
-                counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile
-            )
+            planned = plan_prefill(counts[decoding:], batch.context_lens[decoding:], self._rows_per_tile)
             tiles = self._int32([(s, row + decoding, n, at) for s, row, n, at in planned])
             width = max(map(len, tables[decoding:]))
-            chunk_tables = self._int32(
-                [table + [0] * (width - len(table)) for table in tables[decoding:]]
-            )
-        slots = torch.nn.functional.pad(
-            batch.slots, (0, len(batch.tokens) - batch.rows), value=-1
-        )
-        self._step = _Step(room, decoding, tiles, chunk_tables, slots)
+            chunk_tables = self._int32([table + [0] * (width - len(table)) for table in tables[decoding:]])
+        slots = torch.nn.functional.pad(batch.slots, (0, len(batch.tokens) - batch.rows), value=-1)
+        self._step = _Step(launch, decoding, tiles, chunk_tables, slots)
 
     def kinds(self, rows: int) -> Sequence[str]:
-        """Of which kinds the work list of so many rows may be: one row shares with nobody."""
+        """The kinds that the work list of so many rows may be of: one row shares with nobody."""
         return (PLAIN, SHARED) if rows > 1 else (PLAIN,)
 
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str:
         """Bring the work list of these decoding rows to the device, and say of which kind it is. `lengths` with the new
         tokens; `tables` cover them."""
-        return self._load(lengths, tables).kind
+        shared = shared_prefixes(tables, lengths, self._block_size, self.share_tokens)
+        launch = self._launch(SHARED if shared else PLAIN, len(lengths))
+        if self._ahead is not None and self._ahead[0] == (lengths, shared):
+            plan = self._ahead[1]
+            self.planning.ahead += 1
+        else:
+            plan = plan_decode(lengths, launch.buffers.geometry, shared)
+            self.planning.at_once += 1
+        self._ahead, self._latest = None, (lengths, shared)
+        launch.buffers.load(plan, lengths, tables)
+        return launch.kind
 
     def fix(self, kind: str, rows: int, slots: Tensor) -> None:
         """The step to come is a pure decode step of `rows` rows that reads the plan of `kind`, and `slots`, where they
         lie: what is recorded in a graph."""
-        self._step = _Step(self._room(kind, rows), rows, None, None, slots)
+        self._step = _Step(self._launch(kind, rows), rows, None, None, slots)
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Rotation,
-        batch: ForwardBatch,
-        kv: KVTensors,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, given: LayerInput) -> Tensor:
+        layer, qkv, rotation, batch, kv, norms = given
         step = self._step
         if step is None:
             raise RuntimeError("attend before begin")
         pool, configs = kv.pool, self._configs
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        q = rope_kv_write(
-            qkv,
-            pool,
-            layer,
-            step.slots,
-            rotation.positions,
-            rotation.cos,
-            rotation.sin,
-            configs["rope_kv_write"],
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-        )
+        rope = rotation.positions, rotation.cos, rotation.sin, configs["rope_kv_write"]
+        q = rope_kv_write(qkv, pool, layer, step.slots, *rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
         out = torch.empty_like(q)
         out[batch.rows :] = 0
-        if step.room is not None:
-            rows, room = slice(step.decoding), step.room
-            decode_attention(q[rows], pool, layer, room.buffers, room.config, out=out[rows])
+        if (launch := step.launch) is not None:
+            rows = slice(step.decoding)
+            decode_attention(q[rows], pool, layer, launch.buffers, launch.config, out=out[rows])
         if step.tiles is not None and step.tables is not None:
             prefill_attention(q, pool, layer, step.tiles, step.tables, configs["prefill"], out=out)
         return out.view(len(q), -1)
@@ -201,18 +182,16 @@ class TritonAttention:
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, self._configs["silu_mul"])
 
-    def sample(self, logits: Tensor, draws: list[Draw]) -> Sequence[Drawn]:
+    def sample(self, logits: Tensor, draws: list[Row]) -> Sequence[Drawn]:
         if any(draw.candidates for draw in draws):
             # A beam search is among them: the kernel draws tokens only.
             self._plan_ahead()
             return sample(logits.cpu(), draws)
         tokens = draw_tokens(logits, draws, self._configs["sample"]) if draws else None
         self._plan_ahead()
-        if tokens is not None:
-            return list(tokens.tolist())
-        if self.device.type == "cuda":
+        if tokens is None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return []
+        return [] if tokens is None else list(tokens.tolist())
 
     def _plan_ahead(self) -> None:
         """The device is at work; the CPU is not."""
@@ -220,47 +199,32 @@ class TritonAttention:
             return
         lengths, shared = self._latest
         rows = ([length + 1 for length in lengths], shared)
-        room = self._room(SHARED if shared else PLAIN, len(lengths))
-        self._ahead = rows, plan_decode(rows[0], room.buffers.geometry, shared)
+        geometry = self._launch(SHARED if shared else PLAIN, len(lengths)).buffers.geometry
+        self._ahead = rows, plan_decode(rows[0], geometry, shared)
 
-    def _load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> _Room:
-        shared = shared_prefixes(tables, lengths, self._block_size, self.share_tokens)
-        room = self._room(SHARED if shared else PLAIN, len(lengths))
-        if self._ahead is not None and self._ahead[0] == (lengths, shared):
-            plan = self._ahead[1]
-            self.planning.ahead += 1
-        else:
-            plan = plan_decode(lengths, room.buffers.geometry, shared)
-            self.planning.at_once += 1
-        self._ahead, self._latest = None, (lengths, shared)
-        room.buffers.load(plan, lengths, tables)
-        return room
-
-    def _room(self, kind: str, rows: int) -> _Room:
-        """With buffers for at least so many rows. Those for `max_batch` are made once and never move."""
+    def _launch(self, kind: str, rows: int) -> _DecodeLaunch:
+        """The launch with buffers for at least so many rows. Those for `max_batch` are made once and never move."""
         size = max(self.max_batch, 1 << max(0, rows - 1).bit_length())
-        if (kind, size) not in self._rooms:
+        if (kind, size) not in self._launches:
             config = self._configs[kind]
-            self._rooms[kind, size] = _Room(kind, config, self._make(config, size))
-        return self._rooms[kind, size]
-
-    def _make(self, config: KernelConfig, batch: int) -> DecodeBuffers:
-        geometry = geometry_for(
-            batch=batch,
-            kv_heads=self._kv_heads,
-            group=self._heads // self._kv_heads,
-            programs=self._programs,
-            tile=config.tile,
-            packed_rows=config.rows,
-        )
-        return DecodeBuffers(
-            geometry,
-            batch=batch,
-            heads=self._heads,
-            head_dim=self._head_dim,
-            table_blocks=self._table_blocks,
-            device=self.device,
-        )
+            geometry = geometry_for(
+                batch=size,
+                kv_heads=self._kv_heads,
+                group=self._heads // self._kv_heads,
+                programs=self._programs,
+                tile=config.tile,
+                packed_rows=config.rows,
+            )
+            buffers = DecodeBuffers(
+                geometry,
+                batch=size,
+                heads=self._heads,
+                head_dim=self._head_dim,
+                table_blocks=self._table_blocks,
+                device=self.device,
+            )
+            self._launches[kind, size] = _DecodeLaunch(kind, config, buffers)
+        return self._launches[kind, size]
 
     def _int32(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)

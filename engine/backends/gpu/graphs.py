@@ -29,7 +29,7 @@ class GraphAttention(AttentionBackend, Protocol):
     max_batch: int
 
     def kinds(self, rows: int) -> Sequence[str]:
-        """Of which kinds the work list of so many decoding rows may be."""
+        """The kinds that the work list of so many decoding rows may be of."""
 
     def load(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> str: ...
 
@@ -80,12 +80,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        model: Llama,
-        kv: KVTensors,
-        attention: GraphAttention,
-        recorder: Recorder,
-        sizes: Sequence[int],
+        self, model: Llama, kv: KVTensors, attention: GraphAttention, recorder: Recorder, sizes: Sequence[int]
     ) -> None:
         if not sizes or max(sizes) > attention.max_batch:
             raise ValueError(f"batches of {list(sizes)} where {attention.max_batch} is the largest")
@@ -101,12 +96,10 @@ class DecodeGraphs:
         shape = (3, self._sizes[-1] + self._sizes[-1] % 2)
         on_device = model.device.type == "cuda"
         # Two, in turns: the copy of the step before may still be reading the other one.
-        self._hosts = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)
-        ]
+        self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_device) for _ in range(2)]
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._inputs[2] = -1
-        # Not of the recordings: each would keep as many rows as it has, together several times the largest.
+        # One for all recordings: each would keep as many rows as it has, together several times the largest.
         self._logits = torch.empty(self._sizes[-1], model.config.vocab, device=model.device)
         self._every_row = torch.arange(self._sizes[-1], device=model.device)
 
@@ -117,7 +110,7 @@ class DecodeGraphs:
                 self._record(kind, size)
 
     def takes(self, rows: Sequence[Row]) -> bool:
-        """Is this a pure decode step of a size that is recorded?"""
+        """True for a pure decode step of a size that is recorded."""
         return len(rows) <= self._sizes[-1] and all(row.end - row.start == 1 for row in rows)
 
     def run(self, rows: Sequence[Row]) -> Tensor:
@@ -128,18 +121,12 @@ class DecodeGraphs:
         self._hosts.reverse()
         host[:2, :size] = 0
         host[2, :size] = -1
-        host[:, : len(rows)] = torch.tensor(
-            [
-                [row.tokens[row.start] for row in rows],
-                [row.start for row in rows],
-                [_slot(row, block_size) for row in rows],
-            ]
-        )
+        tokens = [row.tokens[row.start] for row in rows]
+        slots = [row.blocks[row.start // block_size] * block_size + row.start % block_size for row in rows]
+        host[:, : len(rows)] = torch.tensor([tokens, [row.start for row in rows], slots])
         self._inputs.copy_(host, non_blocking=True)
-        kind = self._attention.load(
-            [row.end for row in rows],
-            [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows],
-        )
+        tables = [row.blocks[: self._kv.layout.blocks_for(row.end)] for row in rows]
+        kind = self._attention.load([row.end for row in rows], tables)
         recording = self._recordings[kind, size]
         recording.replay()
         self.replays[kind, size] += 1
@@ -166,7 +153,3 @@ def ladder(most: int) -> list[int]:
     """Batch sizes up to `most`: powers of two to 8, then by eights to 64, then by 32; the last is `most`."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
     return [*(size for size in steps if size < most), most]
-
-
-def _slot(row: Row, block_size: int) -> int:
-    return row.blocks[row.start // block_size] * block_size + row.start % block_size

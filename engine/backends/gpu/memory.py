@@ -3,7 +3,7 @@
 The trial runs over a pool of two blocks, before the real one: kernels are compiled, every decode step is recorded, the
 largest step runs. What the card then lacks is read off the card, so that compiled code, recordings, the libraries'
 workspaces and the allocator's slack count like tensors. Then the trial is thrown away, since recordings hold the
-addresses of its pool, and all is done once more over the real one.
+addresses of its pool, and all is done once more over the real one. Beside it, what the metrics say of the card.
 """
 
 import gc
@@ -68,11 +68,25 @@ def auto_pool_bytes(peak: Peak, share: float, weights_bytes: int, kept_bytes: in
 
 @contextmanager
 def alone_on(device: torch.device) -> Iterator[None]:
-    """While a worker loads its weights, tries what it takes, and takes its pool, no other worker of this host does so
-    on the same card. A lock file in the temporary folder, which containers that share a card must share too."""
+    """Keep other workers of this host from loading weights, trying what they take, and taking their pool on the same
+    card meanwhile. A lock file in the temporary folder, which containers that share a card must share too."""
     card = torch.cuda.get_device_properties(device).uuid
     with locked(Path(tempfile.gettempdir()) / f"headrace-gpu-{os.getuid()}-{card}.lock"):
         yield
+
+
+def device_memory(device: str) -> dict[str, int]:
+    """Bytes, as of now, in any thread: `tensors` of this process, `reserved` by its allocator with these included,
+    `used` by all processes of the device, and their `total`. Empty for the CPU."""
+    if device == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "tensors": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "used": total - free,
+        "total": total,
+    }
 
 
 class CudaMemory:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.backends.gpu.generations import Generations
 from engine.kv.layout import KVLayout
-from engine.storage.paged import KVTensors
+from engine.storage.paged import KVTensors, PoolFile
 from engine.types import BlockId
 from kernels.block_copy import as_words, copy_blocks
 from kernels.block_shape import BlockShape
@@ -20,29 +19,16 @@ Pair = tuple[BlockId, BlockId]
 class DeviceKV(KVTensors):
     """A pool on `device`. Raises ValueError for a layout whose rows are not whole 64-bit words."""
 
-    def __init__(
-        self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90
-    ) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str, arch: int = 90) -> None:
         memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._shared = Generations(blocks)
-        super().__init__(layout, memory, self._shared.counts)
-        self._shape = BlockShape(
-            layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0
-        )
+        super().__init__(layout, memory, PoolFile("headrace-generations", blocks))
+        self._shape = BlockShape(layout.layers, layout.block_size, layout.row_bytes, layout.scale_bytes > 0)
         self._words = as_words(memory.view(blocks, layout.kv_heads, layout.head_bytes))
         key = ConfigKey("copy_blocks", layout.head_dim, 0, layout.block_size, layout.dtype, arch)
         self._config = config_for(key)
 
-    @property
-    def fd(self) -> int:
-        """The memfd with the generations and nothing else."""
-        return self._shared.fd
-
-    def close(self) -> None:
-        self._shared.close()
-
     def copy(self, pairs: list[Pair]) -> None:
-        """One launch for all that do not depend on each other; ordered before the next work of the current stream."""
+        """Copy by one launch all that do not depend on each other, before the next work of the current stream."""
         for some in _independent(pairs):
             sources, targets = (self._ids(side) for side in zip(*some, strict=True))
             copy_blocks(self._words, self._words, sources, targets, self._shape, self._config)
@@ -55,9 +41,7 @@ class DeviceKV(KVTensors):
         heads = range(self.layout.kv_heads) if heads is None else heads
         words = self._words[:, heads.start : heads.stop]
         ids = self._ids(blocks)
-        found = copy_blocks(
-            words, None, ids, ids, self._shape, self._config, tokens=self._ids(tokens)
-        )
+        found = copy_blocks(words, None, ids, ids, self._shape, self._config, tokens=self._ids(tokens))
         assert found is not None
         return [[digest % 2**64 for digest in block] for block in found.tolist()]
 

@@ -24,15 +24,9 @@ TRIAL_BLOCKS = 2
 
 
 class TritonOpener:
-    """Makes pools with their runners for one model. `recorder` is None where steps are not recorded."""
+    """Makes pools with their runners for one model; each runner has a recorder of its own."""
 
-    def __init__(
-        self,
-        model: Llama,
-        layout: KVLayout,
-        limits: StepLimits,
-        recorder: Callable[[], Recorder] | None,
-    ) -> None:
+    def __init__(self, model: Llama, layout: KVLayout, limits: StepLimits, recorder: Callable[[], Recorder]) -> None:
         self._model = model
         self._layout = layout
         self._limits = limits
@@ -44,54 +38,38 @@ class TritonOpener:
         began_s, counted = time.monotonic(), count_compilations()
         before = counted.total
         kv = DeviceKV(layout, blocks, model.device, arch_of(model.device))
-        attention = TritonAttention(
-            model.config, layout, model.device, max_batch=limits.batch + limits.prompts
-        )
+        attention = TritonAttention(model.config, layout, model.device, max_batch=limits.batch + limits.prompts)
         graphs = None
-        if limits.batch and self._recorder is not None:
+        if limits.batch:
             graphs = DecodeGraphs(model, kv, attention, self._recorder(), ladder(limits.batch))
             with torch.inference_mode():
                 graphs.prepare()
         runner = ModelRunner(model, kv, attention, graphs)
-        warm_up(
-            runner,
-            Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens),
-        )
+        warm_up(runner, Reach(limits, model.config.context_tokens, layout.block_size, blocks, attention.share_tokens))
         took_s = time.monotonic() - began_s
         log.info("warmed up over %d blocks in %.1f s, %d kernels compiled", blocks, took_s, counted.total - before)
         return Opened(kv, runner)
 
-    def sized(
-        self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int = 0
-    ) -> Opened:
+    def sized(self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int = 0) -> Opened:
         """A pool as large as the config says, or as a trial leaves room for but for `kept_bytes`, which others of this
         process will take. Raises ValueError for one that holds no block, or that does not fit."""
+        kv_bytes, workspace_bytes = config.pool_bytes, 0
         try:
-            return self._sized(config, memory, weights_bytes, kept_bytes)
+            if kv_bytes == "auto" or config.profile_workspace:
+                trial_bytes = TRIAL_BLOCKS * self._layout.block_bytes
+                peak = measure_peak(memory, lambda: self.open(TRIAL_BLOCKS), trial_bytes)
+                workspace_bytes = peak.own_bytes
+                if kv_bytes == "auto":
+                    kept_bytes += config.reserve_bytes
+                    kv_bytes = auto_pool_bytes(peak, config.device_share, weights_bytes, kept_bytes)
+            blocks = config.blocks_in(kv_bytes, self._layout.block_bytes)
+            memory.release()
+            if blocks * self._layout.block_bytes > (free_bytes := memory.free_bytes()):
+                beside = f"{config.device} has {free_bytes} bytes free, beside {weights_bytes} of weights"
+                raise ValueError(f"pool_bytes {config.pool_bytes}: {beside}")
+            return self.open(blocks)._replace(workspace_bytes=workspace_bytes)
         except torch.OutOfMemoryError as error:
             why = str(error).splitlines()[0]
             raise ValueError(
                 f"pool_bytes {config.pool_bytes}: the largest step has no room beside it on {config.device}: {why}"
             ) from error
-
-    def _sized(
-        self, config: EngineConfig, memory: GpuMemory, weights_bytes: int, kept_bytes: int
-    ) -> Opened:
-        kv_bytes, workspace_bytes = config.pool_bytes, 0
-        if kv_bytes == "auto" or config.profile_workspace:
-            trial_bytes = TRIAL_BLOCKS * self._layout.block_bytes
-            peak = measure_peak(memory, lambda: self.open(TRIAL_BLOCKS), trial_bytes)
-            workspace_bytes = peak.own_bytes
-            if kv_bytes == "auto":
-                kept_bytes += config.reserve_bytes
-                kv_bytes = auto_pool_bytes(peak, config.device_share, weights_bytes, kept_bytes)
-        blocks = config.blocks_in(kv_bytes, self._layout.block_bytes)
-        memory.release()
-        free_bytes = memory.free_bytes()
-        if blocks * self._layout.block_bytes > free_bytes:
-            raise ValueError(
-                f"pool_bytes {config.pool_bytes}: {config.device} has {free_bytes} bytes free, beside "
-                f"{weights_bytes} of weights"
-            )
-        opened = self.open(blocks)
-        return Opened(opened.kv, opened.runner, workspace_bytes)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sampling import Draw, adjusted, is_adjusted
+from engine.sampling import adjusted, is_adjusted
+from engine.step import Row
 from kernels.configs import KernelConfig
 from kernels.sample import SamplingRows, sample
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw], config: KernelConfig) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig) -> Tensor:
     """int64 `[draws]` on the logits' device, without waiting for it. `logits` float32 `[>= draws, vocab]`."""
     logits = logits[: len(draws)]
     if any(map(is_adjusted, draws)):
@@ -20,22 +21,14 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], config: KernelConfig) -> 
     return sample(logits.contiguous(), _rows(draws, logits.device), config)
 
 
-def _rows(draws: Sequence[Draw], device: torch.device) -> SamplingRows:
+def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:
     params = [want.record.sampling for want in draws]
     records = [want.record for want in draws]
-    floats = torch.tensor(
-        [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]],
-        dtype=torch.float64,
-    ).to(device)
-    longs = torch.tensor(
-        [
-            [p.top_k for p in params],
-            [_signed(record.seed) for record in records],
-            [record.sample_index for record in records],
-            [len(want.tokens) for want in draws],
-        ],
-        dtype=torch.int64,
-    ).to(device)
+    filters = [p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]
+    keys = [_signed(one.seed) for one in records], [one.sample_index for one in records]
+    counts = [p.top_k for p in params], *keys, [len(want.tokens) for want in draws]
+    floats = torch.tensor(filters, dtype=torch.float64).to(device)
+    longs = torch.tensor(counts, dtype=torch.int64).to(device)
     return SamplingRows(
         temperature=floats[0],
         top_k=longs[0].clamp(max=2**31 - 1).int(),

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.backends.workspace import EVERY_OPTION
+from engine.backends.workspace import blank_row
 from engine.config import StepLimits
 from engine.runner import Runner
 from engine.step import Row, StepPlan
-from engine.types import BlockId, RequestId, RequestRecord
+from engine.types import BlockId
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +30,29 @@ class Reach(NamedTuple):
     blocks: int
     share_tokens: int = 0
 
+    def row(self, tokens: int, end: int) -> Row:
+        return blank_row(tokens, end, self.block_size)
+
 
 def copied_block(reach: Reach) -> StepPlan | None:
-    """Copy-on-write."""
+    """The copy of copy-on-write."""
     return StepPlan((), ((BlockId(0), BlockId(1)),)) if reach.blocks > 1 else None
 
 
 def largest_step(reach: Reach) -> StepPlan:
     """A full batch beside a whole chunk, which belongs to as many prompts as may share it."""
     limits = reach.limits
-    batch = [_row(1, 2, reach)] * limits.batch
+    batch = [reach.row(1, 2)] * limits.batch
     spare = limits.chunk_tokens - limits.prompts
     each = 2 if spare >= limits.prompts else 1
     first = min(limits.chunk_tokens - each * (limits.prompts - 1), reach.context_tokens)
-    chunks = [_row(first, first, reach)] + [_row(each, each, reach)] * (limits.prompts - 1)
+    chunks = [reach.row(first, first)] + [reach.row(each, each)] * (limits.prompts - 1)
     return StepPlan(tuple(batch + chunks))
 
 
 def single_tokens(reach: Reach) -> StepPlan:
     """Rows of one token, also of prompts that were cached but for their last."""
-    return StepPlan((_row(1, 2, reach),))
+    return StepPlan((reach.row(1, 2),))
 
 
 def shared_prefix(reach: Reach) -> StepPlan | None:
@@ -57,22 +60,13 @@ def shared_prefix(reach: Reach) -> StepPlan | None:
     end = -(-reach.share_tokens // reach.block_size) * reach.block_size + 1
     if not reach.share_tokens or end > reach.context_tokens:
         return None
-    return StepPlan((_row(1, end, reach), _row(1, end, reach)))
+    return StepPlan((reach.row(1, end), reach.row(1, end)))
 
 
-STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (
-    largest_step,
-    single_tokens,
-    shared_prefix,
-    copied_block,
-)
+STEPS: tuple[Callable[[Reach], StepPlan | None], ...] = (largest_step, single_tokens, shared_prefix, copied_block)
 
 
-def warm_up(
-    runner: Runner,
-    reach: Reach,
-    steps: Sequence[Callable[[Reach], StepPlan | None]] = STEPS,
-) -> None:
+def warm_up(runner: Runner, reach: Reach, steps: Sequence[Callable[[Reach], StepPlan | None]] = STEPS) -> None:
     """Run them; waits for the device. Writes to the first two blocks of the runner's pool."""
     for make in steps:
         plan = make(reach)
@@ -80,17 +74,3 @@ def warm_up(
             began_s = time.monotonic()
             runner.run(plan)
             log.debug("%s: %.1f s", make.__name__, time.monotonic() - began_s)
-
-
-def _row(tokens: int, end: int, reach: Reach) -> Row:
-    """`tokens` new ones at the end of a context of `end`, all of it in the first block."""
-    record = RequestRecord(
-        request=RequestId("warm-up"),
-        tokens=[0] * end,
-        prompt_tokens=end,
-        max_tokens=1,
-        seed=0,
-        sampling=EVERY_OPTION,
-    )
-    blocks = [BlockId(0)] * -(-end // reach.block_size)
-    return Row(record.request, record, record.tokens, end - tokens, end, blocks, draw=True)

@@ -1,20 +1,19 @@
-"""What passes between the index of the lower tiers (`engine.kv.tiers`) and who moves their bytes (`tier_mover`)."""
+"""What passes between the index of the lower tiers (`engine.kv.tiers`) and who moves their bytes
+(`engine.storage.tiers.mover`)."""
 
-from dataclasses import dataclass
+import msgspec
 
 from engine.types import BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class TierSlot:
-    """Where a block lies in host memory."""
+class TierSlot(msgspec.Struct, frozen=True):
+    """A block's place in host memory."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Where a block lies on disk: the `at`-th of a segment."""
+class OnDisk(msgspec.Struct, frozen=True):
+    """A block's place on disk: the `at`-th of a segment."""
 
     segment: int
     at: int
@@ -23,16 +22,14 @@ class OnDisk:
 Place = TierSlot | OnDisk
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(msgspec.Struct, frozen=True):
     """Copy a device block into host memory, at once: before anybody writes to the block again."""
 
     block: BlockId
     slot: TierSlot
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(msgspec.Struct, frozen=True):
     """Copy device blocks into host memory beside the engine, and keep a digest of each. Whoever asks holds the blocks
     until it is answered, by `Stored`."""
 
@@ -42,8 +39,7 @@ class Store:
     slots: tuple[TierSlot, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TierLoad:
+class TierLoad(msgspec.Struct, frozen=True):
     """Copy blocks into device blocks, in order, up to the first that is not whole. Answered by `Loaded`."""
 
     number: int
@@ -52,8 +48,7 @@ class TierLoad:
     targets: tuple[BlockId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Spill:
+class Spill(msgspec.Struct, frozen=True):
     """Write a new segment of these blocks of the host memory. Answered by `Spilled`."""
 
     segment: int
@@ -61,15 +56,13 @@ class Spill:
     slots: tuple[TierSlot, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TierDrop:
+class TierDrop(msgspec.Struct, frozen=True):
     """Remove a segment's file."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """All blocks of a store, so many, are in host memory, after so many seconds; or `error` says why they are not."""
 
     number: int
@@ -78,8 +71,7 @@ class Stored:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The first `blocks` of a load are in place; with fewer than were asked for, the next one could not be read.
     The seconds are those that its copies out of host memory and its reads from disk took."""
 
@@ -89,23 +81,20 @@ class Loaded:
     disk_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Spilled:
+class Spilled(msgspec.Struct, frozen=True):
     """A segment is written, or could not be: `error` says why."""
 
     segment: int
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskHung:
+class DiskHung(msgspec.Struct, frozen=True):
     """A call of the disk does not come back, and is left to itself; the disk is not used any more."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class TiersDied:
+class TiersDied(msgspec.Struct, frozen=True):
     """Whoever moves the bytes has failed at something that is not the disk's fault; nothing is moved any more."""
 
     error: str

@@ -1,4 +1,4 @@
-"""Is loading a block sooner than computing it? Pure.
+"""What the lower tiers have done, and whether loading a block is sooner than computing it. Pure.
 
 Both sides are measured: the seconds that a block took to come out of a tier, and the worker's tokens per second. What
 has never been loaded counts as free, so that it is tried once. What is refused is not measured any more, so each
@@ -6,11 +6,14 @@ refusal takes a little off its price: a disk that was busy for a while is tried 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from engine.measure import mean
+from engine.plan import mean
 
 FADING = 0.02
 """Share of its price that a refused load loses."""
+
+TIERS = ("host", "disk")
 
 
 class TierCost:
@@ -40,3 +43,30 @@ class TierCost:
             self.disk_s *= 1 - FADING * any(refused)
             self.host_s *= 1 - FADING * (not all(refused))
         return best
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks and seconds since the worker started: numbers that only grow. Written by the engine thread."""
+
+    saved_blocks: int = 0
+    """Copied from the device into host memory."""
+    spilled_blocks: int = 0
+    """Written from host memory to disk."""
+    loaded_blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    load_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIERS, 0.0))
+    evicted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    """Blocks that had to leave a tier for others."""
+    broken_blocks: int = 0
+    """Found torn or unreadable when they were wanted."""
+    torn_segments: int = 0
+    """Files of an earlier life that were not whole."""
+    hung_calls: int = 0
+    """Calls of the disk that did not come back."""
+    refused: int = 0
+    """Loads that were not begun because computing was predicted to be sooner."""
+
+    def loaded(self, host_blocks: int, host_s: float, disk_blocks: int, disk_s: float) -> None:
+        for tier, blocks, seconds in zip(TIERS, (host_blocks, disk_blocks), (host_s, disk_s), strict=True):
+            self.loaded_blocks[tier] += blocks
+            self.load_s[tier] += seconds

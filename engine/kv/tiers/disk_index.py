@@ -1,4 +1,4 @@
-"""Which blocks lie in which segments of the disk tier. Pure.
+"""The index of the disk tier: which blocks lie in which segments. Pure.
 
 A segment is written once and removed as a whole: the one that was used least recently goes first, and with it all
 blocks that it holds. One that is being written counts with its full size; one that is being read stays.
@@ -13,17 +13,17 @@ from engine.kv.tiers.commands import OnDisk
 
 PAGE_BYTES = 4096
 FIXED_BYTES = 48
-"""Of a segment's header, before what it says of each block."""
+"""Size of a segment's header before what it says of each block."""
 ENTRY_BYTES = IDENTITY_BYTES + 8
 
 
 def header_bytes(blocks: int) -> int:
-    """Of a segment of so many blocks: where the first of them begins."""
+    """Size of the header of a segment of so many blocks: the first of them begins behind it."""
     return -(-(FIXED_BYTES + blocks * ENTRY_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 def segment_bytes(blocks: int, block_bytes: int) -> int:
-    """A segment's file."""
+    """Size of a segment's file."""
     return header_bytes(blocks) + blocks * block_bytes
 
 

@@ -24,7 +24,7 @@ class Fetch:
 
     lease: Lease
     tokens: Sequence[int]
-    """Up to the end of the last block that is loaded."""
+    """The sequence up to the end of the last block that is loaded."""
     cached_tokens: int
     identities: frozenset[bytes]
     is_over: bool = False
@@ -41,11 +41,9 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def wanted(
-        self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float
-    ) -> Fetch | None:
-        """What a sequence should wait for before it is computed, begun if it was not: its next blocks, where a tier has
-        them and gives them back sooner than they are computed. None: nothing, or there is no room now."""
+    def wanted(self, namespace: bytes, tokens: Sequence[int], limit: int, tokens_per_s: float) -> Fetch | None:
+        """Return what a sequence should wait for before it is computed, begun if it was not: its next blocks, where a
+        tier has them and gives them back sooner than they are computed. None: nothing, or there is no room now."""
         kv, tiers = self._kv, self._tiers
         match = kv.cache.match(namespace, tokens, limit)
         nodes = match.nodes
@@ -62,16 +60,9 @@ class Fetches:
             tiers.counts.refused += 1
         if not count or len(self) == MAX_FETCHES:
             return None
-        return self._begin(namespace, tokens[: start + count * kv.block_size], start, found[:count])
-
-    def _begin(
-        self, namespace: bytes, tokens: Sequence[int], start: int, found: list[bytes]
-    ) -> Fetch | None:
-        kv, tiers = self._kv, self._tiers
+        tokens, found = tokens[: start + count * kv.block_size], found[:count]
         places = tiers.pin(found)  # what is evicted to make room must not push them out
-        lease = kv.acquire(
-            namespace, tokens, match_limit=start, room_tokens=len(tokens), migrating=True
-        )
+        lease = kv.acquire(namespace, tokens, match_limit=start, room_tokens=len(tokens), migrating=True)
         if lease is None:
             tiers.unpin(places, found)
             return None

@@ -1,4 +1,4 @@
-"""Which blocks lie in which slots of the host tier. Pure.
+"""The index of the host tier: which blocks lie in which slots. Pure.
 
     free slot --put--> idle, in the line --pin--> pinned --last unpin--> idle
     idle --the first in line gives way to a newcomer--> forgotten
@@ -60,14 +60,14 @@ class HostIndex:
             self._idle.move_to_end(identity)
 
     def pin(self, identity: bytes) -> TierSlot:
-        """Out of the line until it is unpinned as often."""
+        """Take the block out of the line until it is unpinned as often."""
         self._idle.pop(identity, None)
         self._pins[identity] = self._pins.get(identity, 0) + 1
         return self._slots[identity]
 
     def unpin(self, identity: bytes, *, first: bool = False) -> bool:
-        """Back into the line, once nobody pins it: last, or `first` to give way. Returns whether it is gone instead:
-        it was spoilt."""
+        """Put the block back into the line once nobody pins it: last, or `first` to give way. Returns True if it is
+        gone instead, because it was spoilt."""
         self._pins[identity] -= 1
         if self._pins[identity]:
             return False
@@ -87,7 +87,7 @@ class HostIndex:
         self._spoilt.add(identity)
 
     def oldest(self, count: int) -> list[bytes]:
-        """At most `count` idle blocks, the first in line first."""
+        """Return at most `count` idle blocks, the first in line first."""
         return list(islice(self._idle, count))
 
     def check(self) -> None:

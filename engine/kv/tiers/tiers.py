@@ -36,8 +36,7 @@ from engine.kv.tiers.commands import (
     TierLoad,
     TierSlot,
 )
-from engine.kv.tiers.cost import TierCost
-from engine.kv.tiers.counts import TierCounts
+from engine.kv.tiers.cost import TierCost, TierCounts
 from engine.kv.tiers.disk_index import DiskIndex, segment_bytes
 from engine.kv.tiers.host_index import HostIndex
 from engine.types import BlockId
@@ -68,7 +67,7 @@ class Tiers:
         self._loads: dict[int, TierLoad] = {}
         self._stores: dict[int, Store] = {}
         self._storing: dict[bytes, int] = {}
-        """By identity, in which store."""
+        """The number of each block's store, by identity."""
         self._spill: Spill | None = None
         self._numbers = 0
         self._saving: list[bytes] = []
@@ -135,7 +134,7 @@ class Tiers:
                 self.disk.written(segment, identities)
 
     def disable_disk(self, error: str) -> None:
-        """From now on there is no disk tier: a cache must not be what keeps a disk full."""
+        """Give the disk tier up for good: a cache must not be what keeps a disk full."""
         if self.disk is None:
             return
         segments, identities = self.disk.clear()
@@ -145,9 +144,7 @@ class Tiers:
 
     # up
 
-    def find(
-        self, parent: bytes, tokens: Sequence[int], start: int, limit: int, block_size: int
-    ) -> list[bytes]:
+    def find(self, parent: bytes, tokens: Sequence[int], start: int, limit: int, block_size: int) -> list[bytes]:
         """The identities of the whole blocks of `tokens[start:limit]` after `parent` that are in a tier, up to the
         first that is in none."""
         found: list[bytes] = []
@@ -164,7 +161,7 @@ class Tiers:
         return self.cost.worthwhile(on_disk, block_size / tokens_per_s)
 
     def pin(self, identities: Sequence[bytes]) -> tuple[Place, ...]:
-        """These stay where they are until `unpin`."""
+        """Keep these where they are until `unpin`."""
         return tuple(map(self._pin, identities))
 
     def unpin(self, places: Iterable[Place], identities: Iterable[bytes]) -> None:
@@ -185,7 +182,8 @@ class Tiers:
     # what the shell is told, and tells
 
     def take_commands(self) -> list[TierCommand]:
-        """To be carried out in order, the saves among them at once: after this call their content is relied on."""
+        """Return what is to be carried out in order, the saves among it at once: from now on their content is relied
+        on."""
         for ident in self._saving:
             self.host.unpin(ident)
         self._saving.clear()
@@ -259,14 +257,12 @@ class Tiers:
     def _spilled(self, spill: Spill, error: str) -> None:
         for ident in reversed(spill.identities):
             self.host.unpin(ident, first=True)
-        if self.disk is None:
-            return  # it was given up meanwhile
-        if not error:
+        if error:
+            self.disable_disk(error)
+        elif self.disk is not None:  # else it was given up meanwhile
             self.disk.written(spill.segment, spill.identities)
             self.counts.spilled_blocks += len(spill.identities)
             self._spill_ahead()
-            return
-        self.disable_disk(error)
 
     def _put(self, ident: bytes) -> TierSlot | None:
         """A pinned slot for a block that has none; None where all are pinned."""

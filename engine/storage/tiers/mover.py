@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
+import torch
+
 from engine.kv.tiers.commands import (
     DiskHung,
     Loaded,
@@ -33,7 +35,7 @@ from engine.kv.tiers.commands import (
     TiersDied,
     TierSlot,
 )
-from engine.storage.tiers.memory import HostMemory, TierDeviceMemory
+from engine.storage.paged import KVTensors
 from engine.storage.tiers.segments import SegmentFolder, block_digest
 from engine.types import BlockId
 
@@ -45,12 +47,22 @@ _STOP, _STORE, _LOAD, _DROP, _SPILL = range(5)
 _URGENCY = {Store: _STORE, TierLoad: _LOAD, TierDrop: _DROP, Spill: _SPILL}
 
 
+class HostMemory:
+    """`slots` blocks of this process's memory; locked where a GPU copies into it, else taken as it is written."""
+
+    def __init__(self, slots: int, block_bytes: int, *, pinned: bool = False) -> None:
+        self.memory = torch.empty(slots, block_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def block(self, slot: TierSlot) -> memoryview:
+        return self.memory[slot.index].numpy().data
+
+
 class TierMover:
     """`save` and `submit` are the engine thread's; `on_event` is called in the mover's own. Without one: `run_once`."""
 
     def __init__(
         self,
-        device: TierDeviceMemory,
+        device: KVTensors,
         host: HostMemory,
         folder: SegmentFolder | None,
         on_event: Callable[[TierEvent | TiersDied], None],
@@ -62,7 +74,7 @@ class TierMover:
         self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[TierSlot, int] = {}
-        """Of the slots that were stored. A slot is pinned, or it is nobody's: no two threads change one at once."""
+        """What was stored in each slot. A slot is pinned, or it is nobody's: no two threads change one at once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
@@ -70,7 +82,7 @@ class TierMover:
         """Held by the thread while it changes what others see, and by whoever abandons it."""
         self._under_way: TierCommand | None = None
         self._loaded = Loaded(0, 0, 0.0, 0.0)
-        """Of the load under way: how far it has come."""
+        """How far the load under way has come."""
         self._beats = 0
 
     @property
@@ -79,7 +91,7 @@ class TierMover:
         return None if self._under_way is None else self._beats
 
     def save(self, commands: Iterable[TierCommand]) -> None:
-        """Make the copies among the commands, before anybody hears that their device blocks are handed out anew."""
+        """Make the copies among the commands before anybody hears that their device blocks are handed out anew."""
         for command in commands:
             if isinstance(command, Save):
                 self._digests.pop(command.slot, None)
@@ -96,22 +108,22 @@ class TierMover:
         self._thread.start()
 
     def abandon(self, beat: int | None, why: str) -> None:
-        """The thread is stuck at `beat`: if the disk has it, give the disk up, and answer what is under way with what
-        is there. Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
+        """Give the disk up if the thread is stuck in it at `beat`, and answer what is under way with what is there.
+        Raises RuntimeError where it is stuck in a copy of memory, which nobody can leave."""
         with self._lock:
             if beat != self.beat:
                 return  # it has just come back
             answer: TierEvent | None = None
             match self._under_way:
-                case _ if self._folder is None:
+                case _ if self._folder is None:  # 1. There is no disk that it could be stuck in.
                     raise RuntimeError(f"the tier thread is stuck, and not in the disk: {why}")
-                case Spill(segment):
+                case Spill(segment):  # 2. A segment that may be half written counts as not written.
                     answer = Spilled(segment, why)
                 case TierLoad(_, _, places, _) if isinstance(places[self._loaded.blocks], OnDisk):
-                    answer = self._loaded
-                case TierLoad() | Store():
+                    answer = self._loaded  # 3. The blocks before the one that does not come are in place.
+                case TierLoad() | Store():  # 4. It is at a block in memory.
                     raise RuntimeError(f"the tier thread is stuck in one copy: {why}")
-                case TierDrop():
+                case TierDrop():  # 5. Nobody waits for an answer.
                     pass
             log.warning("the disk tier does not answer, and is given up: %s", why)
             self._under_way, self._folder = None, None
@@ -183,14 +195,17 @@ class TierMover:
         try:
             for ident, block, slot in zip(store.identities, store.blocks, store.slots, strict=True):
                 self._host.memory[slot.index].copy_(self._device.memory[block])
-                seen = self._device.block(block) if self._is_cpu else self._host.block(slot)
-                self._digests[slot] = block_digest(seen, ident)
+                self._digests[slot] = self._digest(block, slot, ident)
                 self._beats += 1
         except RuntimeError as error:  # torch's, of a device that would not be read
             log.warning("KV blocks could not be stored: %s", error)
             self._digests.update(dict.fromkeys(store.slots, NO_DIGEST))
             return Stored(store.number, 0, 0.0, str(error))
         return Stored(store.number, len(store.blocks), time.perf_counter() - started_s)
+
+    def _digest(self, block: BlockId, slot: TierSlot, ident: bytes) -> int:
+        """The digest of a block that has just been copied, one way or the other."""
+        return block_digest(self._device.block(block) if self._is_cpu else self._host.block(slot), ident)
 
     def _spill(self, spill: Spill) -> Spilled:
         if self._folder is None:
@@ -228,20 +243,16 @@ class TierMover:
         return loaded
 
     def _fill(self, target: BlockId, ident: bytes, place: Place) -> bool:
-        """False: there is no such block, or it is not whole."""
-        if isinstance(place, TierSlot):
-            return self._lift(place, ident, target)
-        return self._read(place, ident, target)
+        """Return False where there is no such block, or it is not whole. Two cases:
 
-    def _lift(self, slot: TierSlot, ident: bytes, target: BlockId) -> bool:
-        self._device.memory[target].copy_(self._host.memory[slot.index])
-        if slot not in self._digests:
-            return True
-        seen = self._device.block(target) if self._is_cpu else self._host.block(slot)
-        return block_digest(seen, ident) == self._digests[slot]
-
-    def _read(self, place: OnDisk, ident: bytes, target: BlockId) -> bool:
-        folder, staging = self._folder, self._staging
+        1. It is in host memory: one copy, and where it was stored, its digest is compared.
+        2. It is on disk: read into a buffer of this thread first, since whoever abandons the thread gives the device
+           block to others.
+        """
+        if isinstance(place, TierSlot):  # 1.
+            self._device.memory[target].copy_(self._host.memory[place.index])
+            return place not in self._digests or self._digest(target, place, ident) == self._digests[place]
+        folder, staging = self._folder, self._staging  # 2.
         if folder is None or not folder.read(place.segment, place.at, ident, staging.block(TierSlot(0))):
             return False
         with self._lock:

@@ -10,8 +10,7 @@ from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.kv.tiers.tiers import Tiers
-from engine.storage.tiers.memory import HostMemory
-from engine.storage.tiers.mover import TierMover
+from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import pytest
 from decode_worker.scheduler.events import FromPeer
 from decode_worker.scheduler.swapping import KVCosts
 from engine.kv.tiers.cost import FADING
-from engine.measure import NEWEST
 from engine.messages import BlockOffer, FirstToken, Handoff, Offer
+from engine.plan import NEWEST
 from engine.types import BlockId, RequestId
 from tests.decode_worker.test_accounts import PEER, TOKENS, Handing, P
 from transfer.handoff.commands import Received

@@ -12,9 +12,9 @@ from engine import device
 from engine.backends.attention import TorchAttention
 from engine.backends.determinism import deviations
 from engine.backends.native_attention import NativeAttention
-from engine.batch import ForwardBatch, SequenceSlice
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.config import EngineConfig
-from engine.kv.layout import KVLayout
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.storage.paged import PagedKV
@@ -57,9 +57,7 @@ def _run(model: Llama, attention: TorchAttention, seed: int, longest: int, compa
     """The watched sequence in random chunks of up to `longest` tokens, beside up to `company` others in every batch."""
     random = Random(seed)
     shape = model.config
-    layout = KVLayout(
-        kv_heads=shape.kv_heads, layers=shape.layers, block_size=16, head_dim=shape.head_dim, dtype=shape.dtype
-    )
+    layout = shape.kv_layout(16)
     kv = PagedKV(layout, BLOCKS * 6)
     free = [BlockId(block) for block in range(kv.blocks)]
     random.shuffle(free)
@@ -74,7 +72,7 @@ def _run(model: Llama, attention: TorchAttention, seed: int, longest: int, compa
             start = done[at] if done[at] < TOKENS else 0
             end = min(TOKENS, start + random.randint(1, longest))
             done[at] = end
-            slices.append(SequenceSlice(tokens[at][start:end], start, tables[at], True))
+            slices.append(trial_row(tokens[at][:end], start, tables[at]))
             ends.append(end - start)
         batch = ForwardBatch.build(slices, 16, row_multiple=attention.row_multiple)
         attention.begin(batch, kv)

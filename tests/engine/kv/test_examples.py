@@ -3,7 +3,8 @@ with: PagedAttention (Kwon et al. 2023), RadixAttention (Zheng et al. 2024)."""
 
 import pytest
 
-from engine.batch import ForwardBatch, SequenceSlice
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import BlockId
@@ -35,7 +36,7 @@ def _slots(blocks: list[int], positions: list[int], block_size: int) -> list[tup
     """(block, offset) of positions, as a step resolves them."""
     slots = []
     for position in positions:
-        piece = SequenceSlice([0], position, [BlockId(b) for b in blocks], want_logits=True)
+        piece = trial_row([0] * (position + 1), position, [BlockId(b) for b in blocks])
         (slot,) = ForwardBatch.build([piece], block_size).slots.tolist()
         slots.append(divmod(slot, block_size))
     return slots

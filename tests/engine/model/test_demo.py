@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from engine.backends.attention import TorchAttention
-from engine.batch import ForwardBatch, SequenceSlice
-from engine.kv.layout import KVLayout
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.model.llama import load_model
 from engine.model.prepared.cache import find_demo_model, prepare
 from engine.storage.paged import PagedKV
 from engine.text.bundle import TextModel
+from engine.types import BlockId
 
 PROMPT = "Write a short poem about the sea, 42 whales and 你好 😀."
 
@@ -33,13 +34,11 @@ def test_demo_model_equals_transformers(tmp_path: Path) -> None:
 
     model = load_model(folder)
     config = model.config
-    layout = KVLayout(
-        kv_heads=config.kv_heads, layers=config.layers, block_size=16, head_dim=config.head_dim
-    )
-    blocks = list(range(layout.blocks_for(len(ids))))
+    layout = config.kv_layout(16)
+    blocks = [BlockId(block) for block in range(layout.blocks_for(len(ids)))]
     kv = PagedKV(layout, len(blocks))
     attention = TorchAttention(config.heads)
-    batch = ForwardBatch.build([SequenceSlice(ids, 0, blocks, True)], layout.block_size)
+    batch = ForwardBatch.build([trial_row(ids, 0, blocks)], layout.block_size)
     attention.begin(batch, kv)
     logits = model.forward(batch, kv, attention)[0]
     kv.close()

@@ -13,14 +13,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.backends.attention import TorchAttention
-from engine.batch import ForwardBatch, SequenceSlice
-from engine.kv.layout import KVLayout
+from engine.backends.attention import LayerInput, TorchAttention
+from engine.backends.workspace import trial_row
+from engine.batch import ForwardBatch
 from engine.model.config import ModelError
 from engine.model.llama import Llama, load_model
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
 from engine.storage.paged import PagedKV
+from engine.types import BlockId
 
 VOCAB = 320
 BASE: dict[str, Any] = {
@@ -206,22 +207,15 @@ class Ours:
     def __init__(self, model: Llama) -> None:
         config = model.config
         self.model = model
-        self.kv = PagedKV(
-            KVLayout(
-                kv_heads=config.kv_heads,
-                layers=config.layers,
-                block_size=16,
-                head_dim=config.head_dim,
-            ),
-            16,
-        )
+        self.kv = PagedKV(config.kv_layout(16), 16)
         self.kv.tensor.fill_(float("nan"))
         self.blocks = [11, 2, 7, 0, 14, 5, 9, 3]
         self.attention = TorchAttention(config.heads)
         self.length = 0
 
     def step(self, tokens: list[int]) -> torch.Tensor:
-        batch = ForwardBatch.build([SequenceSlice(tokens, self.length, self.blocks, True)], 16)
+        row = trial_row([0] * self.length + tokens, self.length, [BlockId(block) for block in self.blocks])
+        batch = ForwardBatch.build([row], 16)
         self.length += len(tokens)
         self.attention.begin(batch, self.kv)
         return self.model.forward(batch, self.kv, self.attention)[0]
@@ -328,10 +322,8 @@ def test_old_style_rope_fields(tmp_path: Path) -> None:
 class _NoAttention(TorchAttention):
     """Hands the queries through, so that only the model's own products are looked at."""
 
-    def attend(
-        self, layer: int, qkv: Any, rotation: Any, batch: Any, kv: Any, norms: Any = None
-    ) -> torch.Tensor:
-        return qkv[:, : self._heads].reshape(len(qkv), -1)
+    def attend(self, given: LayerInput) -> torch.Tensor:
+        return given.qkv[:, : self._heads].reshape(len(given.qkv), -1)
 
 
 def _logits(model: Llama, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

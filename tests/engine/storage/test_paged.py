@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from engine.backends.gpu.generations import Generations
 from engine.kv.layout import KVLayout
-from engine.storage.paged import PagedKV
+from engine.storage.paged import PagedKV, PoolFile
 
 LAYOUT = KVLayout(kv_heads=1, layers=1, block_size=4, head_dim=4)
 
@@ -20,9 +19,9 @@ def _is_open(fd: int, inode: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("make", [lambda: PagedKV(LAYOUT, 3), lambda: Generations(3)], ids=["pool", "generations"])
+@pytest.mark.parametrize("make", [lambda: PagedKV(LAYOUT, 3), lambda: PoolFile("generations", 3)], ids=["pool", "file"])
 @pytest.mark.parametrize("forgotten", [False, True], ids=["closed", "forgotten"])
-def test_the_descriptor_goes_with_the_pool(make: Callable[[], PagedKV | Generations], forgotten: bool) -> None:
+def test_the_descriptor_goes_with_the_pool(make: Callable[[], PagedKV | PoolFile], forgotten: bool) -> None:
     """Guards against descriptors that run out in a process that opens pool after pool, and against closing one that is
     somebody else's by then."""
     pool = make()

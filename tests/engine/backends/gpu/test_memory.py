@@ -19,7 +19,6 @@ from engine.backends.gpu.runner import TRIAL_BLOCKS, TritonOpener
 from engine.backends.workspace import LiveBytes
 from engine.config import EngineConfig, StepLimits
 from engine.device import open_device
-from engine.kv.layout import KVLayout
 from engine.model.llama import Llama, load_model
 from engine.runner import ModelRunner
 from engine.step import StepPlan
@@ -158,9 +157,7 @@ class Opening:
     def __init__(self, folder: Path, limits: StepLimits = LIMITS) -> None:
         self.model: Llama = load_model(folder, device=DEVICE)
         shape = self.model.config
-        self.layout = KVLayout(
-            kv_heads=shape.kv_heads, layers=shape.layers, block_size=16, head_dim=shape.head_dim, dtype="float32"
-        )
+        self.layout = shape.kv_layout(16, "float32")
         self.recorders: list[HoldingRecorder] = []
         self.blocks: list[int] = []
         self.opener = TritonOpener(self.model, self.layout, limits, self._recorder)

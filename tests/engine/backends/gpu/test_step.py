@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from engine.backends.attention import TorchAttention
 from engine.backends.gpu.attention import TritonAttention
 from engine.backends.gpu.pool import DeviceKV
-from engine.kv.layout import KVLayout
 from engine.model.llama import load_model
 from engine.model.prepared.cache import prepare
 from engine.runner import ModelRunner
@@ -53,9 +52,7 @@ class Side:
     def __init__(self, folder: Path, kernels: str, kv_dtype: str = "float32", share_tokens: int = 256) -> None:
         self.model = load_model(folder, device="cpu" if kernels == "torch" else DEVICE)
         shape = self.model.config
-        layout = KVLayout(
-            kv_heads=shape.kv_heads, layers=shape.layers, block_size=BLOCK, head_dim=shape.head_dim, dtype=kv_dtype
-        )
+        layout = shape.kv_layout(BLOCK, kv_dtype)
         self.kv: KVTensors
         self.attention: TorchAttention | TritonAttention
         if kernels == "torch":

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from engine.backends.gpu.runner import TritonOpener
 from engine.backends.gpu.warmup import STEPS
 from engine.config import StepLimits
-from engine.kv.layout import KVLayout
 from engine.model.llama import load_model
 from engine.runner import ModelRunner
 from engine.step import Row, StepPlan
@@ -71,9 +70,7 @@ def start(side: tuple[Path, str], limits: StepLimits, monkeypatch: pytest.Monkey
     folder, kv_dtype = side
     model = load_model(folder, device=DEVICE)
     shape = model.config
-    layout = KVLayout(
-        kv_heads=shape.kv_heads, layers=shape.layers, block_size=BLOCK, head_dim=shape.head_dim, dtype=kv_dtype
-    )
+    layout = shape.kv_layout(BLOCK, kv_dtype)
     recorder, warmed = FakeRecorder(), dict[str, set[Key]]()
 
     def one_by_one(runner: ModelRunner, reach: object) -> None:

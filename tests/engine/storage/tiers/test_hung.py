@@ -25,8 +25,7 @@ from engine.kv.tiers.commands import (
 )
 from engine.kv.tiers.tiers import Tiers
 from engine.storage.tiers import segments
-from engine.storage.tiers.memory import HostMemory
-from engine.storage.tiers.mover import TierMover
+from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 from engine.types import BlockId
 from tests.engine.storage.tiers.test_segments import BLOCK_BYTES, KIND, Device, _content, _ident
@@ -234,7 +233,7 @@ def test_a_slow_disk_is_no_hung_one(bench: Bench, monkeypatch: pytest.MonkeyPatc
 def test_who_is_stuck_in_a_copy_cannot_be_left(bench: Bench) -> None:
     """Guards device blocks that are still being written: the worker must end."""
     there, go = threading.Event(), threading.Event()
-    bench.mover._lift = lambda *rest: there.set() or go.wait(SOON_S)  # type: ignore[method-assign, func-returns-value]
+    bench.mover._fill = lambda *rest: there.set() or go.wait(SOON_S)  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(RuntimeError, match="stuck in one copy"):
         bench.hang(bench.load(1, TierSlot(0)))
     assert there.is_set()

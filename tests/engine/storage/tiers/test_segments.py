@@ -23,8 +23,7 @@ from engine.kv.tiers.commands import (
     TierSlot,
 )
 from engine.kv.tiers.tiers import Tiers
-from engine.storage.tiers.memory import HostMemory
-from engine.storage.tiers.mover import TierMover
+from engine.storage.tiers.mover import HostMemory, TierMover
 from engine.storage.tiers.segments import SegmentFolder
 from engine.types import BlockId
 
