@@ -4,8 +4,8 @@ Prompts are token ids, so that their length is exact for every tokenizer. The pr
 docs/benchmarks.md reports.
 """
 
-import random
 from enum import StrEnum
+from random import Random
 
 import msgspec
 
@@ -70,7 +70,7 @@ def prompts(workload: Workload, count: int, seed: str) -> list[list[int]]:
 
     Different seeds share no prefix, so a run does not meet what another one left in the cache.
     """
-    draw = random.Random(seed)
+    draw = Random(seed)
     shared = workload.kind is Kind.SHARED_PREFIX
     prefixes = (
         [_ids(draw, workload, workload.prefix_tokens) for _ in range(workload.groups)]
@@ -83,5 +83,5 @@ def prompts(workload: Workload, count: int, seed: str) -> list[list[int]]:
     ]
 
 
-def _ids(draw: random.Random, workload: Workload, count: int) -> list[int]:
+def _ids(draw: Random, workload: Workload, count: int) -> list[int]:
     return [draw.randrange(workload.token_low, workload.token_high) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What can happen to a cluster's processes, and what its supervisor wants done about it."""
+"""What can happen to a cluster's processes, and what its supervisor wants done about it. Pure."""
 
 from dataclasses import dataclass
 

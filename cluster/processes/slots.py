@@ -1,4 +1,4 @@
-"""A slot: the place of a worker, or of the router, in its cluster, and what the supervisor knows of its process."""
+"""A slot: the place of a worker or router in its cluster, and what the supervisor knows of its process. Pure."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
