@@ -3,6 +3,7 @@
 import ctypes
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -44,6 +45,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of prepared models that holds the demo's. Nobody changes what is in it."""
+    from engine.model.prepared.cache import prepare
+
+    folder = tmp_path_factory.mktemp("models")
+    prepare(None, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_cache: Path) -> Path:
+    """The folder of the demo's prepared model."""
+    from engine.model.prepared.cache import prepare
+
+    return prepare(None, demo_cache)
 
 
 @pytest.fixture

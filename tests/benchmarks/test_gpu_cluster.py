@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 from benchmarks.gpu import cluster as part
-from benchmarks.gpu import workers
+from benchmarks.gpu import stages, workers
 from benchmarks.gpu.card import Card, Line
 from benchmarks.gpu.dry import dry_card
 from benchmarks.gpu.judge import Judge
@@ -184,13 +185,21 @@ def hangs_with_workers(card: Card) -> Iterator[Line]:
 
 
 @pytest.mark.slow
-def test_of_a_part_that_loses_a_worker_or_hangs_nothing_is_left() -> None:
-    """Guards the card's memory, which workers that outlive their part hold, and the report, which quotes them."""
+def test_of_a_part_that_loses_a_worker_or_hangs_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the card's memory, which workers that outlive their part hold, and the report, which quotes them. The part
+    that hangs has all its time, which is over as soon as it has told of its workers."""
     here = "tests.benchmarks.test_gpu_cluster"
     outcomes: dict[str, PartOutcome] = {}
-    parts = {name: Part(f"{here}:{name}", 12) for name in ("loses_a_worker", "hangs_with_workers")}
+    parts = {name: Part(f"{here}:{name}", 60) for name in ("loses_a_worker", "hangs_with_workers")}
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(stages, "time", clock)
+
+    def heard(name: str, line: Line) -> None:
+        if name == "hangs_with_workers":
+            clock.monotonic = lambda: time.monotonic() + 120.0
+
     try:
-        run(parts, dry_card, lambda name, line: None, outcomes.__setitem__)
+        run(parts, dry_card, heard, outcomes.__setitem__)
     finally:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     lost, hung = outcomes.values()

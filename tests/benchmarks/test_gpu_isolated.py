@@ -35,7 +35,7 @@ def test_a_task_that_breaks_its_process_costs_one_task() -> None:
     """Guards all that comes behind an illegal access, and behind a process that is gone or never answers."""
     tasks = ["first", "is refused", "second", "poisons", "third", "dies", "fourth", "hangs", "fifth"]
     began_s = time.monotonic()
-    told: dict[str, Any] = dict(isolated.each(tasks, behave, dry_card(), limit_s=5))
+    told: dict[str, Any] = dict(isolated.each(tasks, behave, dry_card(), limit_s=2))
     assert list(told) == tasks
     assert "OutOfResources" in told["is refused"] and "262144" in told["is refused"]
     assert told["poisons"] == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -17,7 +17,7 @@ from benchmarks.gpu.stages import PartOutcome, run
 HERE = "tests.benchmarks.test_gpu_stages"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_server_left() -> Iterator[None]:
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

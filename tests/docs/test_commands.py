@@ -16,7 +16,6 @@ import pytest
 
 from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
-from engine.model.prepared.cache import prepare
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,10 +141,8 @@ def _free_port() -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    cache = tmp_path / "models"
-    prepare(None, cache)
-    one = Place(cache, tmp_path)
+def place(tmp_path: Path, demo_cache: Path) -> Iterator[Place]:
+    one = Place(demo_cache, tmp_path)
     supervisor = 0
     try:
         one("headrace up --detach")

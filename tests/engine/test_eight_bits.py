@@ -47,11 +47,10 @@ def logits_of(model: Llama, ids: list[int], kv_dtype: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_quality_on_the_demo_model(tmp_path: Path) -> None:
+def test_quality_on_the_demo_model(demo_model: Path) -> None:
     """Guards scales that belong to another row, and rounding that is worse than 8 bits need be: against 16-bit KV, the
     text is as probable to within a hundredth of a nat per token, and nearly every best token stays the best."""
-    folder = prepare(None, tmp_path)
-    model, text = load_model(folder), TextModel.load(folder)
+    model, text = load_model(demo_model), TextModel.load(demo_model)
     ids = text.encode(TEXT.read_text(encoding="utf-8"), add_special=False)[:384]
     target = torch.tensor(ids[1:])
 

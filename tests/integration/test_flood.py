@@ -12,7 +12,6 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.messages import Finish, encode
-from engine.model.prepared.cache import prepare
 from engine.types import RequestId, SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, GenerateCall
@@ -74,9 +73,9 @@ def _median_step_s(client: Client) -> float:
 
 
 @pytest.mark.slow
-def test_a_flood_of_messages_hardly_slows_a_step(tmp_path: Path) -> None:
+def test_a_flood_of_messages_hardly_slows_a_step(demo_model: Path) -> None:
     config = ClusterConfig(launcher="process", router=RouterConfig(grpc_port=0, http_port=-1))
-    cluster = Cluster(config, make_launcher("process"), model_dir=str(prepare(None, tmp_path)))
+    cluster = Cluster(config, make_launcher("process"), model_dir=str(demo_model))
     with cluster:
         addresses = cluster.start()
         decode = next(worker for worker in addresses.workers if worker.name == "decode-0")

@@ -4,13 +4,13 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
-from engine.model.prepared.cache import prepare
 from router.config import RouterConfig
 from router.http.answers import RESUME_TOKEN_HEADER
 
@@ -25,10 +25,9 @@ PIECE_EVENTS = 4
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(demo_model: Path) -> Iterator[httpx.Client]:
     config = ClusterConfig(launcher="process", router=RouterConfig(grpc_port=0, http_port=0))
-    model_dir = str(prepare(None, tmp_path_factory.mktemp("models")))
-    with Cluster(config, make_launcher("process"), model_dir=model_dir) as cluster:
+    with Cluster(config, make_launcher("process"), model_dir=str(demo_model)) as cluster:
         addresses = cluster.start()
         with httpx.Client(base_url=f"http://{addresses.http}", timeout=60) as found:
             yield found

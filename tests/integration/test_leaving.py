@@ -17,7 +17,6 @@ from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.messages import PeerAddress
-from engine.model.prepared.cache import prepare
 from engine.types import RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from prefill_worker.role import open_prefill_worker
@@ -35,8 +34,8 @@ END_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 class Pair:

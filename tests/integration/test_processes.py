@@ -20,7 +20,6 @@ from engine.config import EngineConfig
 from engine.device import open_device
 from engine.kv.manager import KVCacheManager
 from engine.messages import PeerAddress
-from engine.model.prepared.cache import prepare
 from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from fakes.colocated import Colocated
 from router.config import RouterConfig
@@ -37,8 +36,8 @@ FREED_WITHIN_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 class Running:

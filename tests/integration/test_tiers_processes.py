@@ -13,7 +13,6 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from engine.config import EngineConfig, TierConfig
-from engine.model.prepared.cache import prepare
 from engine.types import SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, Finished, GenerateCall
@@ -78,8 +77,8 @@ def _cluster(disk_dir: Path, role: str) -> ClusterConfig:
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("models"))
+def model_dir(demo_model: Path) -> Path:
+    return demo_model
 
 
 def test_a_prefix_that_left_the_device_comes_back_in_this_life_and_in_the_next(

@@ -10,7 +10,6 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
-from engine.model.prepared.cache import prepare
 from engine.plan import STAGES
 from engine.types import SamplingParams
 from router.config import RouterConfig
@@ -30,15 +29,14 @@ SPANS = {*STAGES, "headrace.request", "headrace.prefill", "headrace.decode", "he
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Collector]]:
-    model_dir: Path = prepare(None, tmp_path_factory.mktemp("models"))
+def traced(demo_model: Path) -> Iterator[tuple[Cluster, Collector]]:
     collector = Collector()
     config = ClusterConfig(
         launcher="process",
         router=RouterConfig(grpc_port=0, http_port=0),
         tracing=TracingConfig(endpoint=collector.endpoint),
     )
-    with Cluster(config, make_launcher("process"), model_dir=str(model_dir)) as cluster:
+    with Cluster(config, make_launcher("process"), model_dir=str(demo_model)) as cluster:
         cluster.start()
         yield cluster, collector
     collector.close()

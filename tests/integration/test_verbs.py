@@ -15,7 +15,6 @@ import pytest
 
 from cluster.processes.leftovers import descendants, running
 from cluster.rundir import start_of
-from engine.model.prepared.cache import prepare
 from tests.cluster.processes.test_launchers import eventually
 
 pytestmark = pytest.mark.slow
@@ -77,16 +76,9 @@ def _free_port() -> int:
     return port
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    prepare(None, folder)
-    return folder
-
-
 @pytest.fixture
-def shell(tmp_path: Path, cache: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path, cache)
+def shell(tmp_path: Path, demo_cache: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path, demo_cache)
     try:
         yield one
     finally:

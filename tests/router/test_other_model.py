@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engine.model.config import ModelConfig
-from engine.model.prepared.cache import prepare
 from engine.text.bundle import fingerprint
 from router.app import RouterApp
 from router.config import RouterConfig
@@ -84,7 +83,6 @@ def _refusals(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "is refused" in record.getMessage()]
 
 
-def test_the_fingerprint_is_the_prepared_models(tmp_path: Path) -> None:
+def test_the_fingerprint_is_the_prepared_models(demo_model: Path) -> None:
     """Guards the other side: what a router compares is what the engine of the same folder says of itself."""
-    folder = prepare(None, tmp_path)
-    assert fingerprint(folder) == ModelConfig.load(folder).fingerprint == folder.name
+    assert fingerprint(demo_model) == ModelConfig.load(demo_model).fingerprint == demo_model.name

@@ -16,7 +16,8 @@ from tests.router.fake_cluster import ByteText
 
 def test_start_both_fronts_and_stop_twice() -> None:
     """Guards against a router that hangs without workers, keeps its ports, or cannot stop twice."""
-    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", text=ByteText())
+    config = RouterConfig(grpc_port=0, http_port=0, unplaceable_s=0.3)
+    server = RouterServer(config, "", text=ByteText())
     addresses = server.start()
     try:
         assert not server.ready()

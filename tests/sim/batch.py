@@ -3,16 +3,19 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from tests.sim.schedule import run_schedule
 from tests.sim.shells import loud
 
 BATCH = 50
 """Schedules that a process is given at once."""
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
@@ -106,6 +109,18 @@ def run(
             under_way = _collect(total, under_way)
     total.failures.sort(key=lambda failed: failed.seed)
     return total
+
+
+@contextmanager
+def side_by_side(
+    function: Callable[..., Found], calls: Iterable[tuple[Any, ...]]
+) -> Iterator[dict[tuple[Any, ...], Future[Found]]]:
+    """Begins all `calls` of `function` in two processes. Those that have not begun by the end are dropped."""
+    pool = ProcessPoolExecutor(2, mp_context=get_context("fork"))
+    try:
+        yield {call: pool.submit(function, *call) for call in calls}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _collect(total: Report, under_way: set[Future[Report]]) -> set[Future[Report]]:

@@ -1,12 +1,23 @@
 """Every interleaving of a handoff, and the proof that the explorer would notice."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future
+
 import pytest
 
+from tests.sim.batch import side_by_side
 from tests.sim.bugs import planted
 from tests.sim.clock import Violation
 from tests.sim.explore import LAYOUTS, explore
+from tests.sim.explore_state import Layout
 
-SAME = ((0, 0), (0, 0))
+Explored = dict[tuple[object, ...], Future[tuple[int, int]]]
+
+
+@pytest.fixture(scope="module")
+def explored() -> Iterator[Explored]:
+    with side_by_side(explore, [(at, (1, 1), remote) for remote in (True, False) for at in LAYOUTS]) as found:
+        yield found
 
 
 @pytest.mark.parametrize("remote", [True, False])
@@ -19,9 +30,9 @@ def test_one_request_of_two_chunks_with_two_faults(remote: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remote", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_requests_with_two_faults(layout: tuple[tuple[int, int], ...], remote: bool) -> None:
+def test_two_requests_with_two_faults(layout: Layout, remote: bool, explored: Explored) -> None:
     """Guards handoffs against each other: what is lost with one peer must not touch another's."""
-    states, moves = explore(layout, (1, 1), remote)
+    states, moves = explored[layout, (1, 1), remote].result()
     assert states > 10_000
     print(f"{states} states, {moves} moves")
 

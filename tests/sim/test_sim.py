@@ -1,33 +1,30 @@
-"""Ten seconds of random schedules, and the promise that a seed is a run."""
+"""Five seconds of random schedules in each of two processes, and the promise that a seed is a run."""
 
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
 
+import pytest
+
+from tests.sim.batch import run
 from tests.sim.plan import Going
-from tests.sim.schedule import make_plan, run_schedule
+from tests.sim.schedule import RECOVERS, make_plan
 from tests.sim.trace import tell
 from tests.sim.world import World
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 10.0
+SECONDS = 5.0
 
 
 def test_random_schedules_keep_every_promise() -> None:
     """Guards everything at once: tokens, fences, leaks, liveness. `make sim` runs more of the same."""
-    began, seed = time.monotonic(), 77_000_000
-    counted, effective = 0, Counter[str]()
-    while time.monotonic() - began < SECONDS:
-        result = run_schedule(seed)
-        assert not result.failure, f"python -m tests.sim --only {seed}: {result.failure}"
-        counted += result.counts
-        effective += result.effective
-        seed += 1
-    assert counted >= 20 and len(effective) >= 8, (counted, effective)
+    report = run(range(77_000_000, 78_000_000), RECOVERS, SECONDS, None, 2)
+    for failed in report.failures:
+        pytest.fail(f"python -m tests.sim --only {failed.seed}: {failed.why}")
+    assert report.counted >= 20 and len(report.effective) >= 8, (report.counted, report.effective)
 
 
 def test_leaving_alone_costs_nobody_anything() -> None:
@@ -60,9 +57,13 @@ def test_a_seed_is_a_run() -> None:
         "from tests.sim.test_sim import *\n"
         "print('\\n'.join(line for seed in (3, 11, 12) for line in tell(World(make_plan(seed)))))"
     )
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        again = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        assert again.stdout.splitlines() == story
+    environments = (
+        {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)} for seed in ("1", "2")
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+        for env in environments
+    ]
+    told = [again.communicate()[0] for again in both]
+    for again, lines in zip(both, told, strict=True):
+        assert again.returncode == 0 and lines.splitlines() == story

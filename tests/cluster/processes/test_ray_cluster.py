@@ -32,23 +32,25 @@ STORE_BYTES = 80 * 1024 * 1024
 CLUSTER = msgspec.structs.replace(CONFIG, restart=RestartConfig(limit=3), decode_workers=2)
 
 
-@pytest.fixture
-def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head, one node for prefill workers and two for decode workers."""
-    for name, value in RAY_VARIABLES.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A head, one node for prefill workers and two for decode workers, on which each test has a cluster of ours. They
+    are all there until the last test, which empties one of them."""
     imported_ray()
     from ray.cluster_utils import Cluster as Nodes
 
     before = descendants()
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-    nodes = Nodes(initialize_head=True, head_node_args=head)
-    try:
-        for pool in ("prefill", "decode", "decode"):
-            nodes.add_node(num_cpus=1, num_gpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
-        yield nodes
-    finally:
-        nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in RAY_VARIABLES.items():
+            patched.setenv(name, value)
+        nodes = Nodes(initialize_head=True, head_node_args=head)
+        try:
+            for pool in ("prefill", "decode", "decode"):
+                nodes.add_node(num_cpus=1, num_gpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+            yield nodes
+        finally:
+            nodes.shutdown()
     left = {pid: name for pid, name in descendants().items() if pid not in before}
     assert eventually(lambda: not running(left), 20.0), running(left)
 

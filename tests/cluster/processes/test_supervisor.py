@@ -30,8 +30,10 @@ from cluster.processes.events import (
 )
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
+from cluster.processes.ray_child import RayChild
+from cluster.processes.ray_launcher import RayLauncher, imported_ray
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import ChildReady, Kind, LaunchError
+from cluster.processes.spec import ChildReady, ChildSpec, Kind, Launcher, LaunchError
 from cluster.processes.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
 from engine.types import Incarnation
 from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
@@ -430,12 +432,62 @@ def replaced(cluster: Cluster, name: str, old: int) -> Callable[[], bool]:
     return lambda: cluster.workers[name].pid != old
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> None:
+class LentRay:
+    """A Ray that outlives the clusters which it is lent to. They leave nothing there."""
+
+    def __init__(self, launcher: RayLauncher) -> None:
+        self.launcher = launcher
+
+    def open(self) -> None:
+        pass
+
+    def launch(self, spec: ChildSpec) -> RayChild:
+        return self.launcher.launch(spec)
+
+    def close(self) -> None:
+        named = imported_ray().util.list_named_actors
+        assert eventually(lambda: not named(), 10.0), named()
+
+
+@pytest.fixture(scope="module")
+def accused_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What an accusing router reads. Its path is in the environment that Ray hands on to actors."""
+    file = tmp_path_factory.mktemp("accused") / "accused"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCUSED_FILE", str(file))
+        yield file
+
+
+@pytest.fixture(scope="module")
+def standing_ray(accused_file: Path) -> Iterator[LentRay]:
+    """Started once: a start takes five seconds, and is the subject of `test_launchers`."""
+    launcher = RayLauncher()
+    launcher.open()
+    try:
+        yield LentRay(launcher)
+    finally:
+        launcher.close()
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    if request.param == "process":
+        return make_launcher("process")
+    lent: LentRay = request.getfixturevalue("standing_ray")
+    return lent
+
+
+@pytest.fixture
+def accused(accused_file: Path) -> Path:
+    accused_file.unlink(missing_ok=True)
+    return accused_file
+
+
+def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: Launcher) -> None:
     """Guards against a dead worker that stays dead, one that is restarted for ever, and a process left behind."""
     before = set(descendants())
     config = msgspec.structs.replace(CONFIG, restart=RESTARTS, decode_workers=2)
-    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+    with Cluster(config, launcher, FAKES, model_dir="x") as cluster:
         cluster.start()
         others = {n: up.pid for n, up in cluster.workers.items() if n != "decode-1"}
         with watched(cluster) as ended:
@@ -458,13 +510,12 @@ def test_a_killed_worker_is_replaced_until_it_dies_too_often(launcher: str) -> N
     assert eventually(lambda: set(descendants()) <= before, 5.0), set(descendants()) - before
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: str) -> None:
+def test_a_roll_renews_every_worker_and_a_drain_takes_one_away(launcher: Launcher) -> None:
     """Guards against a worker that is forgotten by a roll, one that comes back from a drain, and a caller that waits
     for ever. No death is allowed here, so none may be counted."""
     before = set(descendants())
     config = msgspec.structs.replace(CONFIG, decode_workers=2)
-    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+    with Cluster(config, launcher, FAKES, model_dir="x") as cluster:
         cluster.start()
         pids = {name: up.pid for name, up in cluster.workers.items()}
         with watched(cluster) as ended:
@@ -492,24 +543,21 @@ def test_a_worker_whose_engine_died_is_replaced() -> None:
             assert eventually(replaced(cluster, "prefill-0", pid), 15.0), ended
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, accused: Path
 ) -> None:
     """Guards the last step of the ladder against processes that obey nobody: a stopped one hears no request to end."""
-    file = tmp_path / "accused"
-    monkeypatch.setenv("ACCUSED_FILE", str(file))
     accusing = {**FAKES, "router": "tests.cluster.fakes:AccusingRouter"}
     config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
-    with Cluster(config, make_launcher(launcher), accusing, model_dir="x") as cluster:
+    with Cluster(config, launcher, accusing, model_dir="x") as cluster:
         cluster.start()
         up = cluster.workers["decode-0"]
         with watched(cluster) as ended:
             os.kill(up.pid, signal.SIGSTOP)
-            file.write_text(f"decode-0:{up.incarnation + 1}")
+            accused.write_text(f"decode-0:{up.incarnation + 1}")
             time.sleep(1.0)
             assert not gone(up.pid), "killed for another life"
-            file.write_text(f"decode-0:{up.incarnation}")
+            accused.write_text(f"decode-0:{up.incarnation}")
             assert eventually(replaced(cluster, "decode-0", up.pid), 30.0), ended
             assert gone(up.pid)
             second = cluster.workers["decode-0"].pid
@@ -517,13 +565,12 @@ def test_a_stopped_worker_that_is_given_up_is_killed_and_replaced(
             assert not ended and not gone(second) and cluster.workers["decode-0"].pid == second
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_frozen_router_is_killed_and_replaced(launcher: str) -> None:
+def test_a_frozen_router_is_killed_and_replaced(launcher: Launcher) -> None:
     """Guards a cluster whose workers are all well and whose router is stopped: nobody else looks at it."""
     before = set(descendants())
     restart = msgspec.structs.replace(RESTARTS, router_hung_s=1.5)
     config = msgspec.structs.replace(CONFIG, restart=restart)
-    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+    with Cluster(config, launcher, FAKES, model_dir="x") as cluster:
         address = cluster.start().grpc
         was = cluster.router
         with watched(cluster) as ended:
@@ -569,13 +616,12 @@ def test_who_waits_for_a_roll_is_told_when_the_watch_ends(why: str) -> None:
             cluster.roll()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_router_is_back_on_its_port_and_knows_the_workers(launcher: str) -> None:
+def test_a_killed_router_is_back_on_its_port_and_knows_the_workers(launcher: Launcher) -> None:
     """Guards against clients that look for the router where it was, and against workers kept alive for a router that
     does not know them; and the bound on its deaths."""
     before = set(descendants())
     config = msgspec.structs.replace(CONFIG, restart=RESTARTS)
-    with Cluster(config, make_launcher(launcher), FAKES, model_dir="x") as cluster:
+    with Cluster(config, launcher, FAKES, model_dir="x") as cluster:
         address = cluster.start().grpc
         workers = {name: up.pid for name, up in cluster.workers.items()}
         with watched(cluster) as ended:

@@ -78,9 +78,9 @@ def test_a_prepared_model_has_the_codes_of_all_its_matrices(kind: Kind, tmp_path
     assert np.array_equal(embedding, gguf.quants.dequantize(raw, kind))
 
 
-def test_the_demo_model_has_the_codes_of_all_its_matrices(tmp_path: Path) -> None:
+def test_the_demo_model_has_the_codes_of_all_its_matrices(demo_model: Path) -> None:
     """Guards the same on a real file, where the embedding has 8 bits and the layers 4."""
-    folder = prepare(None, tmp_path)
+    folder = demo_model
     weights = map_weights(folder)
     assert same_bits(folder) == {name for name, weight in weights.items() if weight.dim() == 2}
     assert len(same_bits(folder)) == 1 + 4 * 30

@@ -348,7 +348,7 @@ def test_health_reflection_and_models(cluster: Callable[..., None]) -> None:
             await ask(client, GenerateCall(prompt="x"))
         assert raised.value.code == "UNAVAILABLE"
 
-    cluster(body)
+    cluster(body, unplaceable_s=0.3)
 
 
 def test_synchronous_client(cluster: Callable[..., None]) -> None:

@@ -29,9 +29,9 @@ Pattern = Callable[[int, int], bytes]
 
 def far_rig(make_rig: RigFactory, spares: list[Process], processes: int) -> Rig:
     """720 KiB blocks, so that transfers take a while. A process takes seconds to start, in which the rig does not poll:
-    all are up before any is met."""
+    all are up before any is met. One more starts meanwhile, for the next test to have in the place of a victim."""
     fake().fake_reset()
-    spares += [spawn() for _ in range(processes - len(spares))]
+    spares[:0] = [spawn() for _ in range(processes + 1 - len(spares))]
     for peer in [ProcessPeer("nccl", Incarnation(999), LARGE, 1, spares, "cpu") for _ in range(processes)]:
         peer.close()
     return make_rig("nccl", LARGE, 32, in_process=False)
