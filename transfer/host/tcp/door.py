@@ -73,8 +73,8 @@ def dial(target: Target, stall_s: float) -> socket.socket:
     """A socket that is being connected. Raises OSError."""
     family, address = target
     sock = socket.socket(family, socket.SOCK_STREAM)
-    _tune(sock, stall_s)
     try:
+        _tune(sock, stall_s)
         with contextlib.suppress(BlockingIOError):
             sock.connect(address)
     except OSError:
