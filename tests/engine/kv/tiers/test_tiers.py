@@ -82,11 +82,9 @@ def test_a_block_is_on_disk_only_when_it_was_written() -> None:
     """Guards a segment that is being written: nobody may read it yet, and its slots may not be given away."""
     tiers = _tiers(segments=4)
     spill = _spilling(tiers)
-    assert tiers.pin([IDENTS[0]]) == (TierSlot(0),)
-    tiers.unpin([TierSlot(0)], [IDENTS[0]])
-    assert spill.slots == (TierSlot(0),) and tiers.blocks["disk"] == 0
     _demote(tiers, IDENTS[3:5])
     assert IDENTS[0] in tiers.host and IDENTS[1] not in tiers.host
+    assert tiers.pin([IDENTS[0]]) == spill.slots == (TierSlot(0),) and tiers.blocks["disk"] == 0
 
 
 def test_a_full_disk_drops_the_oldest_segment() -> None:
