@@ -1,5 +1,5 @@
 """One handoff from the decode worker's side: what is kept of a failed attempt, when another is tried, and when none is.
-Accounts of attempts are tried in tests/decode_worker/test_accounts.py, blocks of unequal sizes and what is dropped in
+Accounts of attempts are tried in test_accounts.py, blocks of unequal sizes and what is dropped in
 tests/transfer/test_drops.py, and every fault at every step in tests/sim."""
 
 import pytest

@@ -10,7 +10,7 @@ from engine.kv.tiers.cost import FADING
 from engine.messages import BlockOffer, FirstToken, Handoff, Offer
 from engine.plan import NEWEST
 from engine.types import BlockId, RequestId
-from tests.decode_worker.test_accounts import PEER, TOKENS, Handing, P
+from tests.decode_worker.scheduler.test_accounts import PEER, TOKENS, Handing, P
 from transfer.handoff.commands import Received
 
 ANOTHER = RequestId("another")

@@ -1,7 +1,8 @@
 """Admission cannot deadlock: whatever arrives in whatever order, a worker that keeps the manager's rules goes on.
 
 A request is admitted with blocks for its prompt and the promise of room to grow; a promise counts running, reserved and
-in-flight growth. So every admitted request can finish, and an empty worker admits whatever fits its pool.
+in-flight growth. So every admitted request can finish, and an empty worker admits whatever fits its pool. The
+schedulers that admit are in tests/prefill_worker/scheduler and tests/decode_worker/scheduler/test_admission.py.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """The worked examples of the literature on paged KV memory and prefix trees, each with the figures it was published
-with: PagedAttention (Kwon et al. 2023), RadixAttention (Zheng et al. 2024)."""
+with: PagedAttention (Kwon et al. 2023), RadixAttention (Zheng et al. 2024). Each part alone is in test_block_pool.py,
+test_radix_cache.py and test_manager.py."""
 
 import pytest
 

@@ -3,7 +3,8 @@
 A letter is one block. Two chats share the system prompt, few-shot questions share their examples, and under a memory
 limit the least recently used leaves go: the old turn in (5), the second chat in (8), and the few-shot branches that
 nobody asked again in (9), where one question gets more samples. A request also leases room for an answer longer than
-the one it gives; what it did not use is free afterwards. `-` are a step's evicted blocks, oldest first.
+the one it gives; what it did not use is free afterwards. `-` are a step's evicted blocks, oldest first. The tree alone
+is in test_radix_cache.py.
 """
 
 from engine.kv.manager import KVCacheManager

@@ -2,6 +2,7 @@
 
 The KV of a token depends on all tokens before it, so the shadow keeps for every slot the whole prefix that it was
 computed from. Whoever reads a slot (a hit, a later step, a neighbour's match) must find exactly his own prefix there.
+The rules one by one are in test_manager.py, the same machine over tiers in tiers/test_machine.py.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,9 @@
-"""Block pool, radix cache and leases: the rules of each, by example."""
+"""Leases on blocks, by example. The parts that a lease is made of are in test_block_pool.py and test_radix_cache.py,
+random requests over all of them in test_machine.py, what is admitted in test_admission.py."""
 
 import pytest
 
-from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager, Lease
 
 
@@ -13,19 +14,6 @@ def _run(kv: KVCacheManager, tokens: list[int], grow: int = 0, tail: bool = True
     kv.commit(lease, tokens, tail=tail)
     kv.check()
     return lease
-
-
-def test_an_illegal_move_of_a_block_is_refused() -> None:
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1, BlockState.RESERVED)
-    with pytest.raises(ValueError, match="cannot be shared"):
-        pool.retain(block)
-    pool.release(block, keep=False)
-    with pytest.raises(ValueError, match="more often than it was held"):
-        pool.release(block, keep=False)
-    with pytest.raises(IndexError):
-        pool.allocate(3)
-    assert pool.counts() == {"free": 2, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0}
 
 
 def test_reuse_is_exact_to_the_token() -> None:

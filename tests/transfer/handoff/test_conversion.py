@@ -1,4 +1,5 @@
-"""Blocks of another size, and of another range of KV heads: every row in its place, nothing else touched."""
+"""Blocks of another size, and of another range of KV heads: every row in its place, nothing else touched.
+Blocks in 8 bits are in tests/transfer/host/test_repacked.py, what two workers settle in test_negotiation.py."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,8 @@
 
 The model keeps what the pure sides cannot see: which copies really run, and which blocks their owners hold. It fails if
 a target block is freed while a copy into it runs, if a source block is unpinned while it can be read, or if something
-is left when everything has come to rest.
+is left when everything has come to rest. Message by message: test_migration.py, test_sender.py and test_receiver.py;
+with schedulers and every fault: tests/sim.
 """
 
 import random

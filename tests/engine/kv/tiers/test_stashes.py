@@ -1,4 +1,5 @@
-"""Stashes one by one, where the machine over tiers seldom comes (`test_kv_tiers_machine`)."""
+"""Stashes one by one, where the machine over tiers (test_machine.py) seldom comes. Schedulers that swap by
+them are in tests/decode_worker/scheduler/test_swapping.py and tests/integration/test_swap_fake.py."""
 
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import Store, Stored

@@ -1,19 +1,12 @@
-"""Sampling against its reference, the random numbers against published vectors, and the shared planning rules."""
+"""Sampling against its reference, and the random numbers against published vectors. The kernel is in
+tests/kernels/test_sample.py, whole answers are in tests/parity/test_samples.py and tests/parity/test_beams.py."""
 
 import pytest
 import torch
 
-from engine.plan import StageClock, check_record, finish_reason, share_budget
 from engine.sampling import sample
 from engine.step import Row
-from engine.types import (
-    FieldError,
-    FinishReason,
-    RequestId,
-    RequestRecord,
-    SamplingParams,
-    TooLongError,
-)
+from engine.types import RequestId, RequestRecord, SamplingParams
 from kernels import reference
 from kernels.sampling import draw, philox4x32, philox_uniform, probabilities
 
@@ -88,87 +81,6 @@ def test_penalties_are_functions_of_the_tokens() -> None:
     assert sample(logits, [_row(_record(sampling=plain), [1, 2, 3], banned=(1,))]) == [5]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"tokens": [], "prompt_tokens": 0}, "prompt"),
-        ({"tokens": [1, 2, 99]}, "token_ids"),
-        ({"tokens": [1, -2, 3]}, "token_ids"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 62}, "max_tokens"),
-        ({"prompt_tokens": 1, "max_tokens": 2}, "max_tokens"),
-        ({"prompt_tokens": 4}, "prompt_tokens"),
-        ({"stop_token_ids": (99,)}, "stop_token_ids"),
-        ({"seed": 1 << 64}, "seed"),
-        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
-        ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
-        ({"sampling": SamplingParams(top_k=-1)}, "top_k"),
-        ({"sampling": SamplingParams(repetition_penalty=float("inf"))}, "repetition_penalty"),
-    ],
-)
-def test_a_bad_record_stops_at_the_border(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        check_record(_record(**changes), vocab=64, context_tokens=64)
-    assert caught.value.field == field
-    assert isinstance(caught.value, TooLongError) == (changes.get("max_tokens") == 62)
-
-
-def test_a_good_record_passes_the_border() -> None:
-    check_record(_record(), vocab=64, context_tokens=64)
-
-
-def test_finish_rules() -> None:
-    stops = frozenset({9})
-    assert finish_reason(_record(), 1, 9, stops) is FinishReason.STOP
-    assert finish_reason(_record(min_tokens=1), 1, 9, stops) is None
-    assert finish_reason(_record(min_tokens=1), 2, 9, stops) is FinishReason.STOP
-    assert finish_reason(_record(ignore_eos=True), 1, 9, stops) is None
-    assert finish_reason(_record(ignore_eos=True, stop_token_ids=(9,)), 1, 9, stops) is FinishReason.STOP
-    assert finish_reason(_record(), 4, 8, stops) is FinishReason.LENGTH
-    assert finish_reason(_record(), 3, 8, stops) is None
-
-
-@pytest.mark.parametrize(
-    ("remaining", "budget", "shares"),
-    [
-        ([], 128, []),
-        ([2000], 128, [128]),
-        ([2000, 50], 128, [78, 50]),
-        ([2000, 500], 128, [64, 64]),
-        ([256, 256, 256], 128, [128, 0, 0]),
-        ([50, 2000], 128, [50, 78]),
-        ([30, 40, 100], 128, [30, 40, 58]),
-        ([1, 1], 1, [1, 0]),
-    ],
-)
-def test_budget_is_shared(remaining: list[int], budget: int, shares: list[int]) -> None:
-    assert share_budget(remaining, budget) == shares
-
-
-def test_stages_are_consecutive() -> None:
-    clock = StageClock("reserve", 10.0)
-    clock.enter("prefill", 11.0)
-    clock.split(queue_s=0.5, run_s=2.0, now=14.0)
-    clock.enter("decode_queue", 14.0)
-    clock.enter("decode_run", 15.0)
-    clock.enter("done", 18.0)
-    clock.seconds.pop("prefill", None)
-    assert clock.seconds == {
-        "reserve": 1.0,
-        "prefill_queue": 0.5,
-        "prefill_run": 2.0,
-        "migrate": 0.5,
-        "decode_queue": 1.0,
-        "decode_run": 3.0,
-    }
-
-
-def test_a_peer_that_claims_more_than_passed_is_cut() -> None:
-    clock = StageClock("prefill", 0.0)
-    clock.split(queue_s=9.0, run_s=3.0, now=4.0)
-    assert clock.seconds == {"prefill_queue": 1.0, "prefill_run": 3.0, "migrate": 0.0}
-
-
 @pytest.mark.parametrize("temperature", [1e-308, 1e-30, 1e-6])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     """Guards an overflow that drew the vocabulary's last token, with status OK."""
@@ -177,3 +89,23 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
     (token,) = sample(logits, [_row(_record(sampling=params), [1, 2, 3])])
     assert token == int(logits.argmax())
+
+
+def test_candidates_are_the_models_own_likeliest() -> None:
+    """Guards a beam search: a banned token is none, and its share goes to nobody."""
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]]))
+    row = Row(RequestId("r"), _record(sampling=SamplingParams(temperature=0.0)), [1, 2, 3], 2, 3, [], True, (0,), 9)
+    (found,) = sample(logits, [row])
+    assert isinstance(found, tuple)
+    assert [token for token, _ in found] == [1, 2, 3]
+    assert [value for _, value in found] == pytest.approx(torch.log(torch.tensor([0.25, 0.15, 0.1])).tolist())
+
+
+def test_each_row_has_its_own_logits() -> None:
+    """Guards greedy rows, which are taken together, between rows that draw."""
+    logits = torch.full((3, 8), -40.0)
+    for row, token in enumerate((4, 1, 6)):
+        logits[row, token] = 0.0
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+    rows = [_row(_record(sampling=params), [1, 2, 3]) for params in (greedy, drawn, greedy)]
+    assert sample(logits, rows) == [4, 1, 6]

@@ -1,0 +1,73 @@
+"""Block pool: the states of a block, its references and its generation. Random requests over pool, tree and leases are
+in test_machine.py, the leases of the manager in test_manager.py, every fault of a handoff in tests/sim."""
+
+import pytest
+
+from engine.kv.block_pool import BlockPool, BlockState
+
+
+def test_a_block_is_reused_only_after_its_last_holder() -> None:
+    """Guards a block that two requests share: the first to end must not free it."""
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.retain(block)
+    assert not pool.release(block, keep=False) and pool.state(block) is BlockState.ACTIVE
+    assert pool.release(block, keep=False) and pool.state(block) is BlockState.FREE and pool.free == 2
+    pool.check()
+
+
+def test_a_cached_block_comes_back_or_is_recycled() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    assert pool.release(block, keep=True) and pool.state(block) is BlockState.CACHED and pool.free == 1
+    pool.retain(block)
+    assert pool.state(block) is BlockState.ACTIVE and pool.refs(block) == 1
+    pool.release(block, keep=True)
+    pool.recycle(block)
+    assert pool.free == 2
+    pool.check()
+
+
+def test_only_an_allocation_begins_a_generation() -> None:
+    """Guards readers in other processes: a block handed out anew must look different to them, a shared one must not."""
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.release(block, keep=True)
+    pool.retain(block)
+    assert pool.generation(block) == 1
+    pool.release(block, keep=False)
+    assert pool.allocate(1) == [block] and pool.generation(block) == 2
+    assert list(pool.generations) == [2, 0]
+
+
+def test_quarantine_ends_with_the_last_release() -> None:
+    """Guards a block that a peer still reads, and that somebody finds in the cache meanwhile."""
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    pool.quarantine(block)
+    pool.retain(block)
+    pool.release(block, keep=True)
+    assert pool.state(block) is BlockState.QUARANTINED and pool.free == 0
+    pool.release(block, keep=True)
+    assert pool.state(block) is BlockState.CACHED
+    with pytest.raises(ValueError, match="held by nobody"):
+        pool.quarantine(block)
+    pool.check()
+
+
+def test_an_illegal_move_of_a_block_is_refused() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1, BlockState.RESERVED)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.retain(block)
+    pool.landed(block)
+    with pytest.raises(ValueError, match="is active, not reserved"):
+        pool.landed(block)
+    with pytest.raises(ValueError, match="is active, not cached"):
+        pool.recycle(block)
+    pool.release(block, keep=False)
+    with pytest.raises(ValueError, match="more often than it was held"):
+        pool.release(block, keep=False)
+    with pytest.raises(IndexError):
+        pool.allocate(3)
+    assert pool.counts() == {"free": 2, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0}

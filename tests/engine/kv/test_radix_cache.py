@@ -1,0 +1,98 @@
+"""The prefix tree: what matches, what is indexed twice or not at all, and who is evicted next. Its order of neighbours
+is in test_sorted_keys.py, random requests in test_machine.py, the published examples in test_examples.py and
+test_figure.py."""
+
+import pytest
+
+from engine.kv.radix_cache import Node, RadixCache
+from engine.types import BlockId
+
+NAME = b"tenant"
+
+
+def _insert(cache: RadixCache, tokens: list[int], first: int) -> list[Node]:
+    """Index a sequence in blocks `first ..`, which nobody holds afterwards."""
+    nodes: list[Node] = []
+    for at in range(0, len(tokens), cache.block_size):
+        parent = nodes[-1] if nodes else cache.root(NAME)
+        node = cache.insert(parent, tokens[at : at + cache.block_size], BlockId(first + len(nodes)))
+        assert node is not None
+        nodes.append(node)
+    for node in reversed(nodes):
+        cache.let_go(node.block)
+    cache.check()
+    return nodes
+
+
+def test_a_match_is_exact_to_the_token_and_ends_at_the_limit() -> None:
+    """Guards the last token of a prompt, which must always be computed, and a match in another's namespace."""
+    cache = RadixCache(4, "m")
+    nodes = _insert(cache, [1, 2, 3, 4, 5, 6, 7, 8], 0)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 8) == (nodes, None, 0)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 6, 7, 8], 7) == (nodes[:1], nodes[1], 3)
+    assert cache.match(NAME, [1, 2, 3, 4, 5, 9, 7, 8], 8) == (nodes[:1], nodes[1], 1)
+    assert cache.match(b"other", [1, 2, 3, 4], 4) == ([], None, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "shared"), [([1, 2, 3, 9], 0, 3), ([1, 9, 9, 8], 1, 3), ([2, 1, 1, 1], 2, 1)]
+)
+def test_of_several_children_the_one_that_shares_most_is_copied(tokens: list[int], block: int, shared: int) -> None:
+    cache = RadixCache(4, "m")
+    for at, sequence in enumerate(([1, 2, 3, 4], [1, 9, 9, 9], [2, 2, 2, 2])):
+        _insert(cache, sequence, at)
+    match = cache.match(NAME, tokens, 4)
+    assert match.partial is not None and (match.partial.block, match.partial_tokens) == (block, shared)
+
+
+def test_the_same_tokens_are_indexed_once() -> None:
+    cache = RadixCache(4, "m")
+    (node,) = _insert(cache, [1, 2, 3, 4], 0)
+    assert cache.insert(cache.root(NAME), [1, 2, 3, 4], BlockId(1)) is node
+    assert cache.insert(cache.root(NAME), [1, 2, 3], BlockId(2)) is None, "it only begins a longer one"
+    assert len(cache) == 1 and not cache.holds(BlockId(1)) and not cache.holds(BlockId(2))
+
+
+def test_a_longer_tail_pushes_the_shorter_one_out_first() -> None:
+    """Guards a conversation's old tails: each turn would leave one behind, at the end of the line."""
+    cache = RadixCache(4, "m")
+    _insert(cache, [7, 7, 7, 7], 0)
+    _insert(cache, [1, 2], 1)
+    _insert(cache, [1, 2, 3], 2)
+    assert [cache.evict().block for _ in range(3)] == [1, 0, 2]
+
+
+def test_the_least_recently_used_leaf_goes_first_and_a_held_one_never() -> None:
+    cache = RadixCache(4, "m")
+    _insert(cache, [1, 1, 1, 1, 2, 2, 2, 2], 0)
+    _insert(cache, [3, 3, 3, 3], 2)
+    cache.occupy(BlockId(2))
+    assert cache.idle == 2
+    assert [cache.evict().block for _ in range(2)] == [1, 0]
+    with pytest.raises(KeyError):
+        cache.evict()
+    cache.let_go(BlockId(2))
+    cache.evict()
+    cache.check()
+    assert cache.match(NAME, [3, 3, 3, 3], 4).nodes == [] and len(cache) == 0
+
+
+def test_another_block_of_the_same_content_takes_its_place() -> None:
+    cache = RadixCache(4, "m")
+    (node,) = _insert(cache, [1, 2, 3, 4], 0)
+    assert cache.rebind(node, BlockId(5)) == 0
+    assert cache.holds(BlockId(5)) and not cache.holds(BlockId(0)) and cache.idle == 0
+    cache.check()
+
+
+def test_an_identity_names_tokens_namespace_and_model() -> None:
+    """Guards tenants from each other in the tiers and in the router's index, where blocks go by identity alone."""
+    chains = []
+    for name, model in ((b"a", "m"), (b"b", "m"), (b"a", "n")):
+        cache = RadixCache(2, model)
+        first = cache.insert(cache.root(name), [1, 2], BlockId(0))
+        assert first is not None
+        second = cache.insert(first, [1, 2], BlockId(1))
+        assert second is not None
+        chains += [first.identity, second.identity]
+    assert len(set(chains)) == 6

@@ -1,0 +1,187 @@
+"""The order in which a turn's effects leave the engine, and the thread that takes the turns. The same loop is driven by
+whole workers in tests/worker/test_worker.py and tests/integration, and by the simulator's clock in tests/sim."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.kv.manager import KVCacheManager
+from engine.kv.tiers.tiers import Tiers
+from engine.loop import Engine, EngineThread, Inbox
+from engine.step import StepPlan
+
+
+class Turns:
+    """Scheduler, runner and mover of tiers in one, which write down who was called, with what time."""
+
+    leaving = False
+    waiting_requests = running_requests = 0
+    slots = (0, 0)
+    is_idle = True
+
+    def __init__(self, plan: StepPlan | None = None, has_tiers: bool = False) -> None:
+        tiers = Tiers(4, 4096) if has_tiers else None
+        self.manager = KVCacheManager(2, 4, "m", tiers)
+        self.log: list[str] = []
+        self._plan = plan
+        self._now = 0.0
+        self.engine: Engine[str, str] = Engine(
+            self, Run(self), self._clock, self._publish, self if has_tiers else None  # type: ignore[arg-type]
+        )
+
+    kv = property(lambda self: self.manager)
+
+    def _clock(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    def _publish(self, commands: Sequence[str]) -> None:
+        self.log += [f"publish {command}" for command in commands]
+
+    def _touch(self, commands: list[str]) -> list[str]:
+        """Evict whatever is there into the tiers, and hand a block out."""
+        lease = self.manager.acquire(b"", [len(self.log)] * 8, match_limit=0, room_tokens=8)
+        assert lease is not None
+        self.manager.commit(lease, [len(self.log)] * 8)
+        self.manager.release(lease)
+        return commands
+
+    def check(self) -> None: ...
+
+    def handle(self, event: str, now: float) -> list[str]:
+        self.log.append(f"handle {event} at {now:g}")
+        return self._touch([event])
+
+    def tick(self, now: float) -> list[str]:
+        self.log.append(f"tick at {now:g}")
+        return ["ticked"]
+
+    def plan(self, now: float) -> tuple[StepPlan | None, list[str]]:
+        self.log.append("plan")
+        return self._plan, ["planned"]
+
+    def complete(self, plan: StepPlan, drawn: Sequence[Any], now: float) -> list[str]:
+        self.log.append(f"complete {list(drawn)} at {now:g}")
+        return ["completed"]
+
+    def save(self, moves: Sequence[object]) -> None:
+        self.log += ["save"] * bool(moves)
+
+    def submit(self, moves: Sequence[object]) -> None:
+        self.log += ["submit"] * bool(moves)
+
+
+class Run:
+    """The runner's side of `Turns`."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.kv = self
+
+    def advance(self, blocks: Sequence[int]) -> None:
+        self._turns.log.append(f"advance {len(blocks)}")
+
+    def run(self, plan: StepPlan) -> list[int]:
+        self._turns.log.append("run")
+        return [9]
+
+
+def test_what_was_decided_before_a_step_is_heard_before_it_runs() -> None:
+    turns = Turns(StepPlan(()))
+    assert turns.engine.step() == StepPlan(()) and turns.engine.steps == 1
+    assert turns.log == [
+        "tick at 1", "publish ticked", "plan", "publish planned", "run", "complete [9] at 2", "publish completed",
+    ]  # fmt: skip
+
+
+def test_without_a_plan_nothing_runs() -> None:
+    turns = Turns()
+    assert turns.engine.step() is None and turns.engine.steps == 0
+    assert "run" not in turns.log and turns.log[-1] == "publish planned"
+
+
+def test_a_block_is_saved_then_advanced_and_only_then_heard_of() -> None:
+    """Guards a peer that hears of a block while its memory shows the old generation, and a tier that saves a block
+    after it was handed out anew."""
+    turns = Turns(has_tiers=True)
+    turns.engine.receive(["a", "b"])
+    assert turns.log == [
+        "handle a at 1", "advance 2", "publish a", "handle b at 1", "save", "advance 2", "submit", "publish b",
+    ]  # fmt: skip
+
+
+def test_an_inbox_gives_what_came_in_order() -> None:
+    inbox = Inbox()
+    assert inbox.take(0.0) == []
+    for item in ("a", None, "b"):
+        inbox.put(item)
+    assert inbox.take(10.0) == ["a", "b"]
+    inbox.put(None)
+    assert inbox.take(10.0) == [], "it only wakes"
+
+
+class Listener:
+    """A shell that ends its thread when it has heard `last`, and settles while `settling` says so."""
+
+    def __init__(self, last: object, settling: Callable[[list[object]], bool] = lambda heard: False) -> None:
+        self.inbox = Inbox()
+        self.thread = EngineThread("engine", self.inbox, self, idle_s=10.0, linger_s=10.0)
+        self.heard: list[object] = []
+        self.steps: list[int] = []
+        self._last = last
+        self._settling = settling
+
+    def hear(self, items: list[object]) -> None:
+        self.heard += items
+
+    def is_settling(self) -> bool:
+        return self._settling(self.heard)
+
+    def step(self) -> bool:
+        self.steps.append(len(self.heard))
+        if "fail" in self.heard:
+            raise RuntimeError("no more")
+        if self._last in self.heard:
+            self.thread.end()
+        return False
+
+    def run(self) -> None:
+        self.thread.start()
+        assert self.thread.ended.wait(10.0)
+        self.thread.stop(10.0)
+
+
+def test_a_step_waits_for_news_that_is_due() -> None:
+    """Guards a chunk that lands now from joining only the step after the next one."""
+    shell = Listener("landed", settling=lambda heard: "landed" not in heard)
+    shell.inbox.put("begun")
+    late = threading.Timer(0.05, shell.inbox.put, ["landed"])
+    late.start()
+    shell.run()
+    late.join()
+    assert shell.heard == ["begun", "landed"] and shell.steps == [2]
+
+
+def test_news_that_do_not_end_hold_up_no_step_for_long() -> None:
+    """Guards the tokens of all others from one transfer that always has something to tell."""
+    shell = Listener("begun", settling=lambda heard: not shell.inbox.put("more"))
+    shell.thread = EngineThread("engine", shell.inbox, shell, idle_s=10.0, linger_s=0.01)
+    shell.inbox.put("begun")
+    shell.run()
+    assert len(shell.steps) == 1 and set(shell.heard) == {"begun", "more"}
+
+
+def test_a_failure_ends_the_thread_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    shell = Listener("never")
+    shell.inbox.put("fail")
+    shell.run()
+    assert isinstance(shell.thread.failure, RuntimeError) and "the engine has failed" in caplog.text
+
+
+def test_a_thread_that_sleeps_is_stopped_at_once() -> None:
+    shell = Listener("never")
+    shell.thread.start()
+    shell.thread.stop(5.0)
+    assert shell.thread.ended.is_set() and shell.thread.failure is None

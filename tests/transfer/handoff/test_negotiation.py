@@ -1,0 +1,106 @@
+"""What two hellos settle, and what they refuse. The streams that carry them are in tests/decode_worker/test_peer.py,
+blocks of the forms settled on in test_conversion.py and tests/transfer/host/test_repacked.py."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.kv.layout import KVLayout
+from engine.messages import Hello, WorkerInfo
+from engine.types import Incarnation
+from transfer.handoff.negotiation import (
+    AS_STORED,
+    Agreement,
+    NegotiationError,
+    check_whole,
+    common_heads,
+    held_heads,
+    narrow_bytes,
+    negotiate,
+    unit,
+)
+
+
+def _layout(heads: range = range(4), **changes: Any) -> KVLayout:
+    sizes = {"layers": 2, "block_size": 4, "head_dim": 8, **changes}
+    return KVLayout(kv_heads=len(heads), first_head=heads.start, total_heads=4, **sizes)
+
+
+def _hello(layout: KVLayout, model: str = "m", fingerprint: str = "f", **changes: Any) -> Hello:
+    info = WorkerInfo(
+        name="w", role="prefill", incarnation=Incarnation(1), address="a:1", model=model, fingerprint=fingerprint,
+        block_size=4, blocks=8, context_tokens=64, pid=1, host="h",
+    )  # fmt: skip
+    return Hello(info=info, layout=layout.describe(), endpoints=[], **changes)
+
+
+def test_both_come_to_the_same_result() -> None:
+    small, large = _layout(range(1, 4)), _layout(block_size=16)
+    here, there = _hello(small, digest_share=0.1), _hello(large, digest_share=0.5)
+    assert negotiate(here, there) == Agreement(large, 0.5)
+    assert negotiate(there, here) == Agreement(small, 0.5), "the larger share of both holds"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "why"),
+    [
+        ({"protocol": 1}, {"protocol": 2}, "its protocol is 2, this worker's is 1"),
+        ({"model": "a"}, {"model": "b"}, "its model is b, this worker's is a"),
+        ({"fingerprint": "a"}, {"fingerprint": "b"}, "its model fingerprint is b, this worker's is a"),
+        ({"digest": "xxh3-64"}, {"digest": "wp64"}, "its digest is wp64, this worker's is xxh3-64"),
+        ({"digest": "crc"}, {"digest": "crc"}, "there is no digest 'crc'"),
+        ({}, {"digest_share": 1.5}, "1.5 is no share"),
+        ({}, {"digest_share": float("nan")}, "nan is no share"),
+    ],
+)
+def test_a_difference_is_refused_with_both_values(mine: dict[str, Any], theirs: dict[str, Any], why: str) -> None:
+    with pytest.raises(NegotiationError, match=why):
+        negotiate(_hello(_layout(), **mine), _hello(_layout(), **theirs))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (_layout(dtype="bfloat16"), "its dtype is bfloat16, this worker's is float32"),
+        (_layout(layers=3), "its number of layers is 3, this worker's is 2"),
+        (_layout(head_dim=16), "its head size is 16, this worker's is 8"),
+        (KVLayout(kv_heads=2, total_heads=8, layers=2, block_size=4, head_dim=8), "its number of KV heads is 8"),
+        (_layout(range(2, 4)), "it holds KV heads 2 to 3 of 4, this worker KV heads 0 to 1 of 4"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(theirs: KVLayout, why: str) -> None:
+    with pytest.raises(NegotiationError, match=why):
+        negotiate(_hello(_layout(range(2))), _hello(theirs))
+
+
+def test_a_hello_that_is_no_layout_is_refused() -> None:
+    """Guards the stream's thread from a peer that says anything at all."""
+    strange = msgspec.structs.replace(_hello(_layout()), layout={"kv_heads": "all"})
+    with pytest.raises(NegotiationError, match="is not a KV layout"):
+        negotiate(_hello(_layout()), strange)
+
+
+def test_what_travels_is_the_senders_block_of_the_common_heads() -> None:
+    sender, receiver = _layout(range(1, 4), block_size=16), _layout(range(3), block_size=4)
+    form = unit(sender, receiver)
+    assert form.heads == range(1, 3) and form.block_size == 16 and form.dtype == "float32"
+    assert unit(sender, receiver, "int8").dtype == "int8"
+    assert held_heads(form, sender) == slice(0, 2) and held_heads(form, receiver) == slice(1, 3)
+    with pytest.raises(ValueError, match="does not fit into"):
+        held_heads(sender, receiver)
+
+
+def test_one_sender_must_have_all_heads() -> None:
+    """Guards a handoff whose other heads nobody would ever send."""
+    assert common_heads(_layout(range(3)), _layout(range(1, 4))) == range(1, 3)
+    check_whole(_layout(), _layout(range(1, 3)))
+    with pytest.raises(NegotiationError, match="needs KV heads 0 to 3 of 4 from one sender"):
+        check_whole(_layout(range(1, 3)), _layout())
+
+
+def test_only_a_wire_carries_fewer_bytes() -> None:
+    layout = _layout()
+    narrow = Agreement(layout, wire="int8")
+    assert narrow_bytes(layout, narrow, "tcp") == 4 * 2 * 2 * 4 * (8 + 4)
+    assert narrow_bytes(layout, narrow, "shm") == narrow_bytes(layout, Agreement(layout, wire=AS_STORED), "tcp") == 0

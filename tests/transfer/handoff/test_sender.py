@@ -1,0 +1,128 @@
+"""When a sender may reuse its source blocks, one message at a time. Both sides together are in test_migration.py and,
+in any order, in test_migration_machine.py, whoever holds the blocks in test_source.py, every fault in tests/sim."""
+
+import pytest
+
+from engine.messages import Handoff, Landed, Stop
+from engine.types import Incarnation
+from tests.transfer.handoff.records import DECODE, OTHER, PREFILL, H, block, offer, sender_with
+from transfer.handoff.commands import Broken, CancelSend, Disconnect, Emit, Settled
+from transfer.handoff.sender import KVSender
+
+
+def test_landed_alone_does_not_settle_an_open_handoff() -> None:
+    """Guards against unpinning between two chunks: the next one is still to be offered."""
+    sender = sender_with(0)
+    assert sender.landed(Landed(H, 0)) == []
+    assert sender.is_open(H)
+
+
+def test_a_close_waits_for_the_last_landed() -> None:
+    """Guards against unpinning blocks that the receiver still reads, because prefill is done."""
+    sender = sender_with(0, 1)
+    assert sender.close(H) == []
+    assert sender.landed(Landed(H, 1)) == []
+    assert sender.landed(Landed(H, 0)) == [Settled(H)]
+
+
+def test_a_stop_waits_for_own_sends() -> None:
+    """Guards against unpinning blocks that the transfer thread still hashes or writes to a socket."""
+    sender = sender_with(0, reads_remotely=False, sent=False)
+    assert sender.stop(Stop(H)) == [CancelSend(H, 0)]
+    assert sender.sent(H, 0, "") == [Settled(H)]
+
+
+@pytest.mark.parametrize("reads_remotely", [True, False])
+def test_a_chunk_posted_after_stop(reads_remotely: bool) -> None:
+    """Bytes on their way must be announced, so that they are drained; a stopped reader must be offered nothing."""
+    sender = KVSender()
+    sender.open(H, reads_remotely)
+    sender.offer(H, [block(0)])
+    assert sender.stop(Stop(H)) == ([] if reads_remotely else [CancelSend(H, 0)])
+    announced = sender.posted(H, 0, [1000])
+    assert announced == ([] if reads_remotely else [Emit(DECODE, offer(0, 0))])
+    assert sender.sent(H, 0, "") == [Settled(H)]
+
+
+def test_a_lost_reader_only_quarantines() -> None:
+    """Guards against freeing on a broken channel: a frozen receiver may wake up and read."""
+    sender = sender_with(0)
+    assert sender.peer_lost(DECODE) == [Disconnect(DECODE)]
+    assert sender.quarantined == [H]
+    assert sender.close(H) == []
+    assert sender.peer_dead(DECODE) == [Disconnect(DECODE), Settled(H)]
+
+
+def test_a_late_stop_ends_the_quarantine() -> None:
+    sender = sender_with(0)
+    sender.peer_lost(DECODE)
+    assert sender.stop(Stop(H)) == [Settled(H)]
+
+
+def test_a_lost_peer_of_a_pushing_transport_settles_with_the_last_send() -> None:
+    """Guards against quarantining for ever where this side's own completions are the proof."""
+    sender = sender_with(0, reads_remotely=False, sent=False)
+    assert sender.peer_lost(DECODE) == [Disconnect(DECODE)]
+    assert sender.sent(H, 0, "disconnected") == [Settled(H)]
+
+
+def test_death_waits_for_own_sends() -> None:
+    sender = sender_with(0, sent=False)
+    assert sender.peer_dead(DECODE) == [Disconnect(DECODE)]
+    assert sender.sent(H, 0, "disconnected") == [Settled(H)]
+
+
+def test_a_send_that_was_never_posted_breaks_the_attempt() -> None:
+    sender = KVSender()
+    sender.open(H, reads_remotely=True)
+    sender.offer(H, [block(0)])
+    (broken,) = sender.sent(H, 0, "no route")
+    assert isinstance(broken, Broken) and "no route" in broken.why
+    assert sender.close(H) == [Settled(H)]
+
+
+def test_a_send_that_fails_after_its_offer_may_still_be_read() -> None:
+    """Guards against taking the end of one's own send for the end of the peer's read."""
+    sender = sender_with(0, sent=False)
+    (broken,) = sender.sent(H, 0, "failed")
+    assert isinstance(broken, Broken)
+    assert sender.close(H) == []
+    assert sender.stop(Stop(H)) == [Settled(H)]
+
+
+def test_strange_messages_to_the_sender_are_counted() -> None:
+    """Guards against a duplicate or early `Landed` that unpins a block which is being read."""
+    sender = sender_with(0)
+    sender.offer(H, [block(1)])
+    before = repr(sender)
+    for message in (Landed(OTHER, 0), Landed(H, 2), Landed(H, -1), Landed(H, 1)):
+        assert sender.landed(message) == []
+    assert sender.stop(Stop(OTHER)) == []
+    assert repr(sender) == before
+    assert sum(sender.dropped.values()) == 5
+    sender.landed(Landed(H, 0))
+    assert sender.landed(Landed(H, 0)) == []
+    assert sender.dropped["landed: duplicate"] == 2
+
+
+def test_a_pushed_send_is_withdrawn_when_the_receiver_stops() -> None:
+    """Guards a leak: a receiver that stopped before it dialled never takes the bytes, and the send never ends."""
+    for remote in (True, False):
+        sender = KVSender()
+        sender.open(H, reads_remotely=remote)
+        sender.offer(H, [block(0)])
+        sender.posted(H, 0, (1,))
+        commands = sender.stop(Stop(H))
+        assert commands == ([] if remote else [CancelSend(H, 0)])
+        assert sender.sent(H, 0, "" if remote else "cancelled") == [Settled(H)]
+
+
+def test_what_a_reader_says_it_does_not_read_is_named() -> None:
+    """Guards blocks kept for a reader that came back and knows nothing of them any more."""
+    sender = sender_with(0)
+    elsewhere = Handoff(H.request, 1, 2, Incarnation(9), PREFILL)
+    sender.open(elsewhere, reads_remotely=True)
+    assert sender.unclaimed(DECODE, [OTHER]) == [H]
+    assert sender.unclaimed(DECODE, [H]) == []
+    assert sender.unsettled == [H, elsewhere] and sender.is_open(H)
+    sender.check()

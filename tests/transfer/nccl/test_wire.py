@@ -1,0 +1,70 @@
+"""Messages over one socket, cut anywhere. Two ends that talk are in test_pair.py and test_transport.py, sockets that
+are lost in test_processes.py."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from transfer.nccl.wire import MAX_MESSAGE_BYTES, Go, Gone, Ready, Welcome, Wire
+from transfer.transport import TransferError
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    other.setblocking(False)
+    with one, other:
+        yield one, other
+
+
+def test_messages_come_whole_and_in_order_wherever_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
+    said = [Welcome(True), Ready(True, 3, 4), Go(1, False, 2, 0, 64, slot=1), Gone(False, 9)]
+    speaker, listener = Wire(ends[0]), Wire(ends[1])
+    for message in said:
+        speaker.say(message)
+    assert speaker.wants_write
+    speaker.write()
+    assert not speaker.wants_write
+    data, between = ends[1].recv(65536), socket.socketpair()
+    with between[0], between[1]:
+        between[1].setblocking(False)
+        listener = Wire(between[1])
+        heard = []
+        for at in range(len(data)):
+            between[0].send(data[at : at + 1])
+            heard += listener.read()
+    assert heard == said
+
+
+def test_what_the_socket_does_not_take_goes_out_later(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Guards the rest of a message that was sent in part: it must not begin anew."""
+    greeting = bytes(range(256)) * 4096
+    speaker = Wire(ends[0], said=greeting)
+    speaker.say(Welcome())
+    came = b""
+    while speaker.wants_write:
+        speaker.write()
+        came += ends[1].recv(1 << 20)
+    assert came.startswith(greeting) and 0 < len(came) - len(greeting) < 32
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"), "not this protocol"),
+        ((3).to_bytes(4, "little") + b"abc", "not a message of this protocol"),
+    ],
+)
+def test_what_is_no_message_is_refused(ends: tuple[socket.socket, socket.socket], data: bytes, error: str) -> None:
+    """Guards memory from a stranger that announces gigabytes, and the thread from what it cannot decode."""
+    ends[0].send(data)
+    with pytest.raises(TransferError, match=error):
+        Wire(ends[1]).read()
+
+
+def test_the_end_of_the_socket_is_told(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[0].close()
+    with pytest.raises(ConnectionResetError):
+        Wire(ends[1]).read()
