@@ -158,6 +158,17 @@ def test_a_client_that_had_everything_is_told_to_stay_away() -> None:
     assert body == b"id: t.3.6.2\ndata: [DONE]\n\n"
 
 
+def test_a_resumed_stream_begins_before_there_is_more_to_say() -> None:
+    """Guards a client in the middle of its answer, which must know at once that it was found."""
+
+    async def fails() -> AsyncGenerator[GenerateEvent, None]:
+        yield msgspec.structs.replace(STARTED, resume_token="t")
+        raise refusal("UNAVAILABLE")
+
+    assert sent(StreamedAnswer(fails(), FORM, [EventPosition(1, 1, 0)]))[0] == 200
+    assert sent(StreamedAnswer(fails(), FORM, [EventPosition(3, 6, 2)]))[0] == 503
+
+
 def test_a_stream_goes_on_in_the_form_that_it_was_begun_in() -> None:
     """Guards against a guess at the form of a stream that was begun over gRPC: it has none."""
     status, _, body = sent(StreamedAnswer(play(STARTED, FINISHED), None))
