@@ -2,6 +2,7 @@
 is tried in test_worker.py; the tiers beside it in tests/integration/test_tiers_fake.py and test_tiers_processes.py."""
 
 import os
+import socket
 from contextlib import ExitStack
 
 import msgspec
@@ -118,3 +119,6 @@ def test_streams_are_closed_before_the_memory_behind_them(monkeypatch: pytest.Mo
         close = parts.device.kv.close
         monkeypatch.setattr(parts.device.kv, "close", lambda: (order.append("memory"), close()))
     assert order[:2] == ["streams", "transfers"] and is_closed(parts.device)
+    host, port = parts.info.metrics_address.split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 1.0)

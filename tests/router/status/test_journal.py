@@ -82,12 +82,15 @@ def test_what_moved_and_where_the_time_went() -> None:
 
 
 def test_memory_is_bounded() -> None:
+    """A request whose beginning was forgotten begins once more in its flight: nothing else comes of it."""
     journal = RouterJournal()
     for n in range(KEPT + 10):
         journal.ended(summary(stats=RequestStats(output_tokens=1)))
         journal.command(events.Deliver(RequestId(f"r{n}"), [1]), 0.0)
     assert journal.recent(0.0).output_tokens == KEPT
-    assert len(journal._begun) == KEPT
+    for n, is_forgotten in (9, True), (10 + 1, False):
+        journal.command(events.Deliver(RequestId(f"r{n}"), [1]), 0.0)
+        assert bool(journal.recorder.find(f"r{n}")) == is_forgotten
 
 
 def test_a_flight_tells_the_story_of_a_request() -> None:
