@@ -1,4 +1,6 @@
-"""The order `matched_tokens + λ · waiting_seconds`: its worked example, and how long it can make anybody wait."""
+"""The order `matched_tokens + λ · waiting_seconds`: its worked example, and how long it can make anybody wait. What the
+scheduler makes of it beside its chunks is tried in test_scheduler.py, what it costs and gains in
+benchmarks/ablation.py."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The prefill scheduler alone: who computes when, under a virtual clock, and what is offered when."""
+"""The prefill scheduler alone: who computes when, under a virtual clock, and what is offered when. Its order is tried
+in test_order.py, prompts that wait for tokens in test_arriving.py, the handoffs that it serves in
+tests/transfer/handoff/test_source.py, all of it with faults in tests/sim."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Samples of one prompt in the router core: where they are offered, what they share, and what becomes of them."""
+"""Samples of one prompt in the router core: where they are offered, what they share, and what becomes of them. From
+the caller to the workers and back they are tried in tests/router/front/test_samples.py, their tokens in tests/parity,
+their shared blocks in tests/decode_worker/scheduler/samples."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The router core by table: each test drives it event by event and reads its commands."""
+"""The router core by table: each test drives it event by event and reads its commands. Its parts have tests of their
+own beside this one, any order of events is tried in test_core_machine.py, workers and faults with it in tests/sim."""
 
 import pytest
 

@@ -2,7 +2,8 @@
 
 Whatever happens, every client gets exactly one end, and only its own tokens, in order, once: also over the loss of its
 workers, whose ghosts go on talking, and over moves off workers that leave. What a new placement is told to be history
-is what the client has; whoever keeps the KV of a yielded request is told when it is not needed any more.
+is what the client has; whoever keeps the KV of a yielded request is told when it is not needed any more. Single events
+are tried in test_core.py and in the tests of its parts, the core with real schedulers in tests/sim.
 """
 
 from random import Random

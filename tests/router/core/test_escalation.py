@@ -1,4 +1,5 @@
-"""Whom the router gives up, and whom not: the judge in the core, event by event."""
+"""Whom the router gives up, and whom not: the judge in the core, event by event. Over real connections it is tried in
+tests/router/test_frozen.py, on real processes in tests/chaos/test_chaos_escalation.py, with any faults in tests/sim."""
 
 import msgspec
 import pytest

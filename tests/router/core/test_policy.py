@@ -1,4 +1,5 @@
-"""Routing policies: the cost is the documented sum, and ties do not pile up on one worker."""
+"""Routing policies: the cost is the documented sum, and ties do not pile up on one worker. What the cost is made of,
+and who can be chosen at all, is tried in test_placement.py; how long a choice takes, in benchmarks/routing.py."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,5 @@
-"""The prefix index against a naive model, and what it promises about order and bounds."""
+"""The prefix index against a naive model, and what it promises about order and bounds. What it is told of workers, and
+asked by the placer, is tried in test_cluster_view.py and test_placement.py."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""Lost workers, event by event: who goes on, behind which tokens, how often, and who is given up."""
+"""Lost workers, event by event: who goes on, behind which tokens, how often, and who is given up. The losses alone are
+tried in test_losses.py, any order of them in test_core_machine.py and tests/sim, real processes in tests/chaos."""
 
 import pytest
 

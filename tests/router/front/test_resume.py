@@ -1,4 +1,7 @@
-"""Resumable streams: whatever breaks between client and router, the client has every token and character once."""
+"""Resumable streams: whatever breaks between client and router, the client has every token and character once.
+
+When a client comes back, and when it does not, is tried alone in tests/router/grpc/test_progress.py.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,7 +27,6 @@ from router.front.output import Output
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
-from router.grpc.progress import RECONNECT_S, Progress
 from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
@@ -249,27 +251,3 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             assert (raised.value.code, raised.value.field) == ("INVALID_ARGUMENT", field)
 
     asyncio.run(body())
-
-
-def test_what_a_client_comes_back_for() -> None:
-    """Guards against retries of a request that the server has ended, and against retries without end."""
-    broken, ended = ApiError("UNAVAILABLE", "cut"), ApiError("UNAVAILABLE", "two workers were lost")
-    progress = Progress()
-    with pytest.raises(ApiError, match="cut"):
-        progress.pause_s(broken, False, 0.0)
-    assert progress.take(Started("r", "m", 1, "t"))
-    assert progress.take(Delta("é", (1, 2)))
-    assert (progress.token, progress.positions) == ("t", [Position(2, 2)])
-    assert progress.pause_s(broken, False, 0.0) < progress.pause_s(broken, False, 0.1)
-    assert not progress.take(Started("r", "m", 1, "t"))
-    progress.pause_s(broken, False, 10.0)
-    progress.pause_s(ApiError("CANCELLED", "later"), False, 10.0 + RECONNECT_S)
-    with pytest.raises(ApiError, match="cut"):
-        progress.pause_s(broken, False, 11.0 + RECONNECT_S)
-    with pytest.raises(ApiError, match="cut"):
-        progress.pause_s(ApiError("NOT_FOUND", "who?"), True, 12.0)
-    assert progress.is_over
-    fresh = Progress()
-    fresh.take(Started("r", "m", 1, "t"))
-    with pytest.raises(ApiError, match="two workers"):
-        fresh.pause_s(ended, True, 0.0)

@@ -25,6 +25,9 @@ from router.front.resume import unknown_token
 from router.http.routes import build_app
 from router.roster import ScrapeTarget
 
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
 STARTED = Started("r1", "tiny", 5)
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
@@ -125,6 +128,13 @@ def ask(
             return await client.request(method, path, **request)  # type: ignore[arg-type]
 
     return asyncio.run(go())
+
+
+def events(body: str) -> list[str]:
+    """The data of a streamed answer, event by event."""
+    parts = body.split("\n\n")
+    assert parts[-1] == ""
+    return [part.removeprefix("data: ") for part in parts[:-1]]
 
 
 def refusal(code: str, **more: object) -> ApiError:

@@ -1,4 +1,5 @@
-"""Reading OpenAI request bodies: what is accepted, and that every refusal names its field."""
+"""Reading OpenAI request bodies: what is accepted, and that every refusal names its field. Values of any
+kind in any field are tried in test_fuzz.py, ranges in tests/router/front/test_validate.py."""
 
 import json
 

@@ -1,20 +1,19 @@
-"""Resumed HTTP streams: wherever the connection breaks, the client's bytes are those of the uninterrupted stream."""
+"""Resumed HTTP streams: wherever the connection breaks, the client's bytes are those of the uninterrupted stream.
+
+Ids, and the writer alone, are tried in test_openai_stream.py.
+"""
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import httpx
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.messages import Cancel, Place
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.front.api import ApiError, GenerateCall
+from router.front.api import GenerateCall
 from router.http.answers import RESUME_TOKEN_HEADER
 from router.http.openai_stream import EventPosition, event_id, positions
 from router.status.observer import NullObserver
@@ -262,29 +261,3 @@ def test_silence_between_ids_is_no_event(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _cancels(workers: FakeWorkers) -> list[Cancel]:
     return [r for r in workers.got if isinstance(r, Cancel)]
-
-
-a_position = st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.integers(0, 9))
-
-
-@given(st.lists(a_position, min_size=1, max_size=4))
-def test_ids_are_read_as_they_were_written(numbers: list[tuple[int, int, int]]) -> None:
-    assert positions(event_id("a-_9", [EventPosition(*n) for n in numbers]), "a-_9") == [
-        EventPosition(*n) for n in numbers
-    ]
-
-
-pieces: Any = st.sampled_from(["tok", ".", "0", "1", "-1", "٣", "9" * 30, " ", "\n", "1e3", "é"])
-
-
-@settings(max_examples=500)
-@given(st.one_of(st.text(max_size=40), st.lists(pieces, max_size=9).map("".join)))
-def test_any_last_event_id(value: str) -> None:
-    """Guards against ids of other servers, or spoiled ones, that become our fault, or a position nobody named."""
-    try:
-        at = positions(value, "tok")
-    except ApiError as error:
-        assert (error.code, error.field) == ("INVALID_ARGUMENT", "Last-Event-ID")
-    else:
-        written = [n for one in at for n in msgspec.structs.astuple(one)]
-        assert [int(n) for n in value.split(".")[1:]] == written

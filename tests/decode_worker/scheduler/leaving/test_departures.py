@@ -1,4 +1,6 @@
-"""A leaving decode worker alone: what it refuses, when it yields, whom it serves, and when its blocks go."""
+"""A leaving decode worker alone: what it refuses, when it yields, whom it serves, and when its blocks go. The router's
+side is tried in tests/router/core/leaving/test_moves.py, both together in tests/integration/test_leaving.py, with
+faults at every step in tests/sim."""
 
 import pytest
 

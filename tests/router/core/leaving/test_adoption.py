@@ -1,4 +1,6 @@
-"""Requests of a router that is gone, event by event: who goes on with them, and which report of two is believed."""
+"""Requests of a router that is gone, event by event: who goes on with them, and which report of two is believed. Over
+real connections they are tried in tests/router/test_restart.py, with a router that is killed in
+tests/chaos/test_chaos_router.py, what workers keep of them in tests/decode_worker/scheduler/leaving/test_orphans.py."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Requests on workers that leave, event by event: who is asked for, when, from whom its KV comes, and what it cost."""
+"""Requests on workers that leave, event by event: who is asked for, when, from whom its KV comes, and what it cost. The
+leaving worker's side is tried in tests/decode_worker/scheduler/leaving/test_departures.py, both together in
+tests/integration/test_leaving.py, with faults in tests/sim."""
 
 import msgspec
 import pytest

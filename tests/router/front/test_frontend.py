@@ -1,0 +1,302 @@
+"""The frontend alone: what it hands to the core, what becomes of an answer whose client leaves, and what is revived.
+
+Tried elsewhere too, over real connections and with fake workers: streams that are cut and resumed in test_resume.py,
+samples in test_samples.py, searches in test_beams.py, a router that comes back in tests/router/test_restart.py.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from engine.messages import Fault, Orphan, RequestStats
+from engine.types import FinishReason, RequestId, RequestRecord
+from router.config import RouterConfig
+from router.core.events import Complete
+from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
+from router.front.frontend import Frontend
+from router.front.resume import Context, pack
+from router.hub import Sink
+from router.status.journal import RouterJournal
+from router.status.observer import NullObserver
+from tests.router.core.parts import request_record
+from tests.router.fake_cluster import END, ByteText
+
+WINDOW_S = 30.0
+
+
+class FakeHub:
+    """Takes notes of what it is told; `sinks` are the clients' sides of what was submitted, by request."""
+
+    def __init__(self) -> None:
+        self.journal = RouterJournal()
+        self.records: list[RequestRecord] = []
+        self.deadlines_s: list[float | None] = []
+        self.sinks: dict[str, Sink] = {}
+        self.left: list[str] = []
+        self.settled = True
+
+    def adopt_with(self, revive: Callable[[Orphan, float], Sink | None]) -> None: ...
+
+    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink) -> None:
+        self.records.append(record)
+        self.deadlines_s.append(deadline_s)
+        self.sinks[record.request] = sink
+
+    def leave(self, request: RequestId) -> None:
+        self.left.append(request)
+
+    def is_settled(self) -> bool:
+        return self.settled
+
+    @property
+    def names(self) -> list[str]:
+        return [record.request for record in self.records]
+
+    def answer(self, request: str, ids: list[int]) -> None:
+        """A worker takes the request, answers it and ends it."""
+        sink = self.sinks[request]
+        sink.accepted(1.0)
+        sink.tokens(ids, 1.0)
+        sink.completed(Complete(RequestId(request), FinishReason.LENGTH, RequestStats(), 0), 2.0)
+
+
+class Outcomes(NullObserver):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def request(
+        self, outcome: str, ttft_s: float | None, itl_s: list[float], e2e_s: float, stages: dict[str, float]
+    ) -> None:
+        self.seen.append(outcome)
+
+
+class Bench:
+    """A frontend at time `now`, which had its first tick."""
+
+    def __init__(self, *, settled: bool = True) -> None:
+        self.hub, self.outcomes, self.now = FakeHub(), Outcomes(), 100.0
+        self.hub.settled = settled
+        config = RouterConfig(default_timeout_s=50.0, resume_window_s=WINDOW_S)
+        self.front = Frontend(ByteText(), self.hub, config, lambda: self.now, self.outcomes)  # type: ignore[arg-type]
+        self.front.tick()
+
+    async def ask(
+        self, call: GenerateCall
+    ) -> tuple[AsyncGenerator[GenerateEvent, None], "asyncio.Task[GenerateEvent]"]:
+        """Begin to read an answer: its events, and the first of them once it is there."""
+        events = self.front.generate(call)
+        first: asyncio.Task[GenerateEvent] = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        while not (len(self.hub.records) or first.done()):
+            await asyncio.sleep(0)
+        return events, first
+
+    async def whole(self, call: GenerateCall, ids: list[int]) -> list[GenerateEvent]:
+        """An answer of one sample to its end."""
+        self.hub.records.clear()
+        events, first = await self.ask(call)
+        self.hub.answer(self.hub.names[-1], ids)
+        return [await first] + [event async for event in events]
+
+
+def run(body: Coroutine[object, object, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await body
+
+    asyncio.run(limited())
+
+
+def orphan(sample: int = 0, token: str = "t", model: str = "bytes", samples: int = 2) -> Orphan:
+    context = pack(Context(token=token, model=model, samples=samples))
+    record = request_record(f"r.{sample}" if sample else "r", tokens=3, context=context, group="r", sample_index=sample)
+    return Orphan(record=record, placement=1, prefill="p0", tokens=[], age_s=1.0)
+
+
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(None, 150.0), (7.0, 107.0)])
+def test_every_sample_is_a_request_of_its_own_with_one_deadline(timeout_s: float | None, deadline_s: float) -> None:
+    """Guards against samples that cannot be told apart, and a time that begins when the prompt has been tokenized."""
+
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=3, timeout_s=timeout_s))
+        name = bench.hub.names[0]
+        assert bench.hub.names == [name, f"{name}.1", f"{name}.2"]
+        assert [(r.sample_index, r.group) for r in bench.hub.records] == [(0, name), (1, name), (2, name)]
+        assert bench.hub.deadlines_s == [deadline_s] * 3
+        for at, request in enumerate(bench.hub.names):
+            bench.hub.answer(request, [97 + at])
+        told = [await first] + [event async for event in events]
+        assert [(e.text, e.sample) for e in told if isinstance(e, Delta)] == [("a", 0), ("b", 1), ("c", 2)]
+        assert [e.sample for e in told if isinstance(e, Finished)] == [0, 1, 2]
+        assert bench.outcomes.seen == ["length"] * 3
+
+    run(body())
+
+
+def test_a_search_is_one_request_for_all_its_answers() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=2, beam_width=3))
+        (record,) = bench.hub.records
+        assert (record.group, record.beams is not None) == ("", True)
+        first.cancel()
+        await asyncio.wait({first})
+        await events.aclose()
+        assert record.request in bench.hub.left
+
+    run(body())
+
+
+def test_a_refused_call_is_counted_and_reaches_nobody() -> None:
+    async def body() -> None:
+        bench = Bench()
+        _, first = await bench.ask(GenerateCall(prompt=""))
+        with pytest.raises(ApiError):
+            await first
+        assert (bench.outcomes.seen, bench.hub.records) == (["rejected"], [])
+
+    run(body())
+
+
+def test_whoever_leaves_ends_every_sample_and_the_last_first() -> None:
+    """Guards workers that go on for nobody, and a sample that is forked from one which has just been let go."""
+
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=3))
+        for sink in bench.hub.sinks.values():
+            sink.accepted(1.0)
+        await first
+        await events.aclose()
+        assert bench.hub.left == bench.hub.names[::-1]
+        assert bench.outcomes.seen == ["cancelled"] * 3
+
+    run(body())
+
+
+def test_one_sample_that_fails_takes_the_others_with_it() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", n=2, resumable=True))
+        one, two = bench.hub.sinks.values()
+        one.accepted(1.0)
+        two.accepted(1.0)
+        await first
+        two.failed(Fault("UNAVAILABLE", "lost"), FinishReason.ERROR, None, 2.0)
+        with pytest.raises(ApiError, match="lost"):
+            await anext(events)
+        assert bench.hub.left == bench.hub.names[::-1]
+        assert sorted(bench.outcomes.seen) == ["cancelled", "error"]
+
+    run(body())
+
+
+def test_a_resumable_answer_waits_for_its_client_and_not_for_ever() -> None:
+    """Guards both ends of the window: work thrown away for a short cut, and work for a client that stays away."""
+
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", resumable=True))
+        (request,) = bench.hub.names
+        sink = bench.hub.sinks[request]
+        sink.accepted(1.0)
+        started = await first
+        assert isinstance(started, Started) and started.resume_token
+        await events.aclose()
+        bench.now += WINDOW_S - 1.0
+        bench.front.tick()
+        assert bench.hub.left == []
+        async with aclosing(bench.front.resume(started.resume_token)) as again:
+            assert await anext(again) == started
+            bench.now += WINDOW_S
+            bench.front.tick()
+            assert bench.hub.left == [], "somebody reads it"
+        bench.now += WINDOW_S
+        bench.front.tick()
+        assert bench.hub.left == [request]
+        with pytest.raises(ApiError) as caught:
+            await anext(bench.front.resume(started.resume_token))
+        assert caught.value.code == "NOT_FOUND"
+
+    run(body())
+
+
+def test_before_its_client_can_know_the_token_a_resumable_answer_ends_with_its_connection() -> None:
+    async def body() -> None:
+        bench = Bench()
+        events, first = await bench.ask(GenerateCall(prompt="x", resumable=True))
+        first.cancel()
+        await asyncio.wait({first})
+        await events.aclose()
+        assert bench.hub.left == bench.hub.names
+
+    run(body())
+
+
+@pytest.mark.parametrize(("stop", "is_exact"), [((), True), (("b",), False)])
+def test_a_chat_goes_on_behind_the_ids_of_its_answer(stop: tuple[str, ...], is_exact: bool) -> None:
+    """Guards the next turn's cache; and an answer cut at a stop string, whose ids say more than its text."""
+
+    async def body() -> None:
+        bench, asked = Bench(), [ChatMessage("user", "one")]
+        ids = [0xF0, 0x9F, *b" ab", END]
+        told = await bench.whole(GenerateCall(prompt=asked, stop=stop), ids)
+        prompt = bench.hub.records[0].tokens
+        text = "".join(event.text for event in told if isinstance(event, Delta))
+        asked += [ChatMessage("assistant", text), ChatMessage("user", "two")]
+        await bench.whole(GenerateCall(prompt=asked), [97])
+        assert (bench.hub.records[0].tokens[len(prompt) :][:2] == ids[:2]) == is_exact
+
+    run(body())
+
+
+def test_an_orphan_is_kept_for_its_client() -> None:
+    """Guards a restart: all samples are one answer again, given up when its client does not come."""
+    bench = Bench()
+    first, second = (bench.front.revive(orphan(at), bench.now) for at in (0, 1))
+    assert first is not None and second is not None and first is not second
+    bench.now += WINDOW_S
+    bench.front.tick()
+    assert bench.hub.left == ["r.1", "r"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        orphan(model="another"),
+        orphan(sample=2),
+        msgspec.structs.replace(orphan(), record=request_record("r", context=b"of another kind")),
+    ],
+    ids=["model", "sample", "context"],
+)
+def test_what_another_router_meant_otherwise_is_not_revived(odd: Orphan) -> None:
+    assert Bench().front.revive(odd, 0.0) is None
+
+
+def test_what_was_cancelled_before_it_turned_up_is_not_revived() -> None:
+    """Guards a client that cancels right after a restart: it was told that its request is over."""
+    bench = Bench(settled=False)
+    assert bench.front.cancel("t")
+    assert bench.front.revive(orphan(), bench.now) is None
+    assert bench.front.revive(orphan(token="u"), bench.now) is not None
+    bench.hub.settled = True
+    bench.front.tick()
+    assert not bench.front.cancel("t")
+    assert bench.front.cancel("u") and bench.hub.left == ["r"] and not bench.front.cancel("u")
+
+
+def test_nobody_is_told_that_a_token_is_unknown_before_all_orphans_have_turned_up() -> None:
+    async def body() -> None:
+        bench = Bench(settled=False)
+        first: asyncio.Task[GenerateEvent] = asyncio.ensure_future(anext(bench.front.resume("t")))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        assert not first.done()
+        bench.front.revive(orphan(samples=1), bench.now)
+        bench.hub.settled = True
+        bench.front.tick()
+        assert await first == Started("r", "bytes", 3, "t")
+
+    run(body())

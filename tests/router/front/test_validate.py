@@ -1,0 +1,122 @@
+"""The checks of a call before its prompt is tokenized: each bound from both sides, and the name of the field at fault.
+
+Tried elsewhere too: odd values over gRPC in tests/router/grpc/test_service.py and over HTTP in
+tests/router/http/test_fuzz.py, what a search cannot be in test_beams.py, the number of samples in test_samples.py.
+"""
+
+import math
+
+import pytest
+
+from engine.plan import MAX_PRIORITY
+from engine.types import BeamParams, EarlyStopping, FieldError, SamplingParams, TooLongError
+from router.config import RouterConfig
+from router.front.api import ChatMessage, GenerateCall
+from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
+from tests.router.fake_cluster import ByteText
+
+CONFIG = RouterConfig(max_samples=4, max_prompt_bytes=100)
+
+
+def check(**fields: object) -> None:
+    call = GenerateCall(**{"prompt": "x", **fields})  # type: ignore[arg-type]
+    check_call(call, ByteText(), CONFIG)
+
+
+def chat(*contents: str, role: str = "user") -> list[ChatMessage]:
+    return [ChatMessage(role, content) for content in contents]
+
+
+BOUNDS = [
+    ("prompt", "é" * 50, "é" * 51, "prompt"),
+    ("prompt", chat("x" * 50, "y" * 50), chat("x" * 50, "y" * 51), "messages"),
+    ("prompt", chat("") * 4096, chat("") * 4097, "messages"),
+    ("prompt", chat("x", role="developer"), chat("x", role="pope"), "messages[0].role"),
+    ("prompt", chat("x"), chat("x", "\ud800"), "messages[1].content"),
+    ("prompt", [1] * 511, [1] * 512, "token_ids"),
+    ("prompt", [0, 299], [0, 300], "token_ids[1]"),
+    ("prompt", [0], [5, -1], "token_ids[1]"),
+    ("prompt", "x", "", "prompt"),
+    ("prompt", "x", [], "prompt"),
+    ("model", "bytes", "bits", "model"),
+    ("n", 4, 5, "n"),
+    ("n", 1, 0, "n"),
+    ("max_tokens", 1, 0, "max_tokens"),
+    ("max_tokens", 2**31 - 1, 2**31, "max_tokens"),
+    ("min_tokens", 0, -1, "min_tokens"),
+    ("seed", 2**64 - 1, 2**64, "seed"),
+    ("seed", 0, -1, "seed"),
+    ("stop", ("s",) * 16, ("s",) * 17, "stop"),
+    ("stop", ("a", "é" * 128), ("a", "é" * 128 + "x"), "stop[1]"),
+    ("stop", ("a",), ("",), "stop[0]"),
+    ("stop_token_ids", (1,) * 64, (1,) * 65, "stop_token_ids"),
+    ("stop_token_ids", (299,), (299, 300), "stop_token_ids[1]"),
+    ("request_id", "x" * 128, "x" * 129, "request_id"),
+    ("tenant", "é" * 128, "\udc00", "tenant"),
+    ("priority", MAX_PRIORITY, MAX_PRIORITY + 1, "priority"),
+    ("priority", -MAX_PRIORITY, -MAX_PRIORITY - 1, "priority"),
+    ("timeout_s", 86400.0, 86400.1, "timeout_s"),
+    ("timeout_s", 0.001, 0.0, "timeout_s"),
+    ("timeout_s", None, math.nan, "timeout_s"),
+    ("sampling", SamplingParams(temperature=2.0), SamplingParams(temperature=2.01), "temperature"),
+    ("sampling", SamplingParams(top_p=1.0), SamplingParams(top_p=math.nan), "top_p"),
+    ("sampling", SamplingParams(top_k=0), SamplingParams(top_k=-1), "top_k"),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "field"), BOUNDS, ids=[str(at) for at in range(len(BOUNDS))])
+def test_each_bound_from_both_sides(name: str, good: object, bad: object, field: str) -> None:
+    """Guards against a bound that is off by one, and against characters counted as bytes."""
+    check(**{name: good})
+    with pytest.raises(FieldError) as caught:
+        check(**{name: bad})
+    assert caught.value.field == field and str(caught.value).startswith(f"{field}: ")
+
+
+def test_min_tokens_may_reach_max_tokens_and_no_more() -> None:
+    check(min_tokens=5, max_tokens=5)
+    with pytest.raises(FieldError, match="min_tokens: must not exceed max_tokens, which is 4"):
+        check(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (TooLongError, {"prompt": "x" * 101}),
+        (TooLongError, {"prompt": [1] * 512}),
+        (UnknownModelError, {"model": "another"}),
+        (FieldError, {"n": 0}),
+    ],
+)
+def test_what_is_too_long_or_unknown_can_be_told_from_what_is_wrong(
+    kind: type[FieldError], fields: dict[str, object]
+) -> None:
+    """Guards the statuses of both fronts, which follow from the kind of error."""
+    with pytest.raises(FieldError) as caught:
+        check(**fields)
+    assert type(caught.value) is kind
+
+
+def test_a_refusal_does_not_repeat_a_megabyte_of_the_callers_text() -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        check(model="m" * 10**6)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_search_is_what_its_call_says_and_draws_nothing() -> None:
+    """Guards against fields that a search would ignore in silence."""
+    assert beam_params(GenerateCall(prompt="x", n=2)) is None
+    call = GenerateCall(prompt="x", n=2, beam_width=3, length_penalty=0.5, early_stopping=EarlyStopping.NEVER)
+    assert beam_params(call) == BeamParams(width=3, answers=2, length_penalty=0.5, early_stopping=EarlyStopping.NEVER)
+    check(n=2, beam_width=3)
+    for name in "presence_penalty", "frequency_penalty", "repetition_penalty":
+        with pytest.raises(FieldError, match=f"{name}: is not allowed with beam_width"):
+            check(beam_width=3, sampling=SamplingParams(**{name: 1.5}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [("x", "prompt"), ("", "prompt"), (chat("x"), "messages"), ([1], "token_ids"), ([], "token_ids")],
+)
+def test_a_prompt_has_the_name_that_its_caller_gave_it(prompt: object, field: str) -> None:
+    assert prompt_field(prompt) == field

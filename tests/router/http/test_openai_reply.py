@@ -1,0 +1,134 @@
+"""What the OpenAI routes say: bodies of whole answers, figures, and errors in OpenAI's envelope.
+
+Statuses over the routes are tried in test_answers.py, chunks of streams in test_openai_stream.py, answers of several
+samples from real requests in tests/router/front/test_samples.py, scores of searches in test_beams.py.
+"""
+
+import json
+
+import msgspec
+import pytest
+
+from router.front.api import ApiError, Delta, HttpForm
+from router.http.openai_reply import error_reply, last_choice, usage, whole
+from tests.router.http.fakes import ANSWER, CHAT, FINISHED, HI, STARTED, TEXT, FakeFrontend, ask, refusal
+
+FORM = HttpForm(chat=False, include_usage=True, return_token_ids=False, created=7)
+
+
+def test_the_answer_is_what_the_script_says() -> None:
+    """The fake itself: every event of ANSWER is delivered, so that a lost one would show above."""
+    reply = ask(FakeFrontend(*ANSWER), "POST", TEXT, json={"prompt": "hi"})
+    assert reply.json()["choices"][0]["text"] == "".join(
+        item.text for item in ANSWER if isinstance(item, Delta)
+    )
+
+
+def test_chat_answer() -> None:
+    frontend = FakeFrontend()
+    reply = ask(frontend, "POST", CHAT, json={"messages": HI})
+    body = reply.json()
+    assert reply.status_code == 200
+    assert reply.headers["x-request-id"] == "r1"
+    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-r1", "chat.completion", "tiny")
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Héllo", "refusal": None}
+    assert choice["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    headrace = body["headrace"]
+    assert headrace["prefill"] == {"worker": "prefill-0", "cached_tokens": 4}
+    assert headrace["decode"] == {"worker": "decode-0", "cached_tokens": 0}
+    assert headrace["migration"] == {
+        "blocks": 2,
+        "bytes": 1024,
+        "seconds": 0.01,
+        "transport": "shm",
+    }
+    assert headrace["timing"]["stages"] == {"admit": 0.001, "unattributed": 0.0}
+    assert frontend.open == 0
+
+
+def test_completion_answer_with_token_ids() -> None:
+    body = ask(FakeFrontend(), "POST", TEXT, json={"prompt": [1], "return_token_ids": True}).json()
+    assert (body["id"], body["object"]) == ("cmpl-r1", "text_completion")
+    assert body["choices"][0]["text"] == "Héllo"
+    assert body["choices"][0]["token_ids"] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "param", "shown"),
+    [
+        ("token_ids[3]", "token_ids[3]: is 9", "prompt[3]", "prompt[3]: is 9"),
+        ("timeout_s", "timeout_s: is 0", "timeout", "timeout: is 0"),
+        ("top_p", "is 2", "top_p", "top_p: is 2"),
+        ("", "no field", None, "no field"),
+    ],
+)
+def test_fields_have_the_names_of_this_front(
+    field: str, message: str, param: str | None, shown: str
+) -> None:
+    """Guards against errors that name a field which the caller never sent."""
+    frontend = FakeFrontend(ApiError("INVALID_ARGUMENT", message, field))
+    error = ask(frontend, "POST", TEXT, json={"prompt": [1]}).json()["error"]
+    assert (error["param"], error["message"]) == (param, shown)
+
+
+@pytest.mark.parametrize(("retry_after_s", "header"), [(None, "1"), (0.2, "1"), (2.1, "3")])
+def test_retry_after_is_whole_seconds(retry_after_s: float | None, header: str) -> None:
+    frontend = FakeFrontend(refusal("RESOURCE_EXHAUSTED", retry_after_s=retry_after_s))
+    reply = ask(frontend, "POST", TEXT, json={"prompt": "hi"})
+    assert reply.headers["retry-after"] == header
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (ApiError("NOT_FOUND", "who?", "model"), 404, "model_not_found", "model"),
+        (ApiError("NOT_FOUND", "who?", "resume_token"), 404, "stream_not_found", "resume_token"),
+        (ApiError("INVALID_ARGUMENT", "no", "text_bytes"), 400, "invalid_argument", "Last-Event-ID"),
+        (ApiError("INVALID_ARGUMENT", "no", "positions[2]"), 400, "invalid_argument", "Last-Event-ID[2]"),
+        (ApiError("INVALID_ARGUMENT", "no", "request_id"), 400, "invalid_argument", "x-request-id"),
+        (ApiError("WHAT", "no"), 500, "what", None),
+    ],
+)
+def test_an_error_says_what_a_caller_of_http_can_mend(error: ApiError, status: int, code: str, param: str) -> None:
+    reply = error_reply(error)
+    said = reply.envelope["error"]
+    assert (reply.status, said["code"], said["param"]) == (status, code, param)
+    assert said["message"] == (f"{param}: {error.message}" if param else error.message)
+
+
+@pytest.mark.parametrize(
+    ("code", "retry_after_s", "header"),
+    [("UNAVAILABLE", None, None), ("UNAVAILABLE", 2.1, "3"), ("INTERNAL", 2.1, None)],
+)
+def test_only_who_may_come_back_is_told_when(code: str, retry_after_s: float | None, header: str | None) -> None:
+    assert error_reply(refusal(code, retry_after_s=retry_after_s)).headers.get("Retry-After") == header
+
+
+def test_samples_share_one_prompt_and_their_figures_are_those_of_the_first() -> None:
+    """Guards a bill that counts the prompt once for each sample, or calls cached what only one of them found."""
+    ends = [msgspec.structs.replace(FINISHED, sample=at, output_tokens=at + 2, cached_tokens=4 - at) for at in (0, 1)]
+    ends[1] = msgspec.structs.replace(ends[1], e2e_s=9.0)
+    assert usage(ends) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 5,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    body = json.loads(whole(STARTED, FORM, [[Delta("a", (1,))], [Delta("b", (2,))]], ends))
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a"), (1, "b")]
+    assert (body["headrace"]["timing"]["e2e_s"], body["created"]) == (0.2, 7)
+    assert all("token_ids" not in choice for choice in body["choices"])
+
+
+def test_only_answers_of_a_search_have_a_score() -> None:
+    """Guards against a score of null, or of 0, for what was drawn."""
+    for score in None, 0.0, -1.5:
+        choice = json.loads(msgspec.json.encode(last_choice(msgspec.structs.replace(FINISHED, beam_score=score))))
+        assert choice.get("beam_score", "none") == ("none" if score is None else score)
