@@ -13,7 +13,8 @@ from tests.transfer.pair import PREFILL, H
 from transfer.digest import Tally
 from transfer.handoff.commands import IncomingBlock, OutgoingBlock, PostRecv, PostSend, Rows
 from transfer.handoff.negotiation import AS_STORED, Agreement
-from transfer.host.landing import InPlace, Repacked
+from transfer.host.landing import InPlace
+from transfer.host.repacked import Repacked
 from transfer.route import Route
 from transfer.transport import BlockSlice, Move
 
