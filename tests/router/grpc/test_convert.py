@@ -47,7 +47,7 @@ FULL = GenerateCall(
     resumable=True,
 )
 NOT_SENT = {"form", "traceparent"}
-"""Of HTTP alone, and metadata of the connection."""
+"""One belongs to HTTP alone, the other travels as metadata."""
 FINISHED = Finished(
     reason=FinishReason.LENGTH,
     prompt_tokens=5,
