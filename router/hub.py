@@ -117,13 +117,13 @@ class Hub:
         """The client is gone; nothing more reaches its sink."""
         if self._sinks.pop(request, None) is not None:
             self.journal.left(request, self._clock())
-            self._handle(events.Left(request))
+            self._handle(events.ClientLeft(request))
 
     # ---- from workers
 
     def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
         """Take in the names of all decode workers, and the lives of all workers as far as they are known."""
-        self._handle(events.Named(tuple(decode), tuple(lives)))
+        self._handle(events.WorkersNamed(tuple(decode), tuple(lives)))
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""
@@ -152,7 +152,7 @@ class Hub:
         """Take in one frame of a worker."""
         for record in records:
             try:
-                self._handle(events.Heard(worker, record))
+                self._handle(events.WorkerSaid(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
@@ -248,7 +248,7 @@ class Hub:
         log.warning("goes on behind %d tokens of an earlier router", len(orphan.tokens), extra={"request": request})
         sink = self._revive(orphan, now)
         if sink is None:
-            self._handle(events.Left(request))
+            self._handle(events.ClientLeft(request))
         else:
             self._sinks[request] = sink
             self._observer.continued("adopted")
@@ -258,7 +258,7 @@ class Hub:
         if (sink := self._sinks.pop(request, None)) is not None:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
-        self._handle(events.Left(request))
+        self._handle(events.ClientLeft(request))
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

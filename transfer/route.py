@@ -13,7 +13,7 @@ from transfer.host.landing import InPlace, Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
 
 
-class Checked(Protocol):
+class CheckedLanding(Protocol):
     """A landing that compares digests."""
 
     wrong: int
@@ -62,7 +62,7 @@ class Route:
                 self._tally.made += 1
         return tuple(found)
 
-    def landing(self, command: PostRecv) -> Checked:
+    def landing(self, command: PostRecv) -> CheckedLanding:
         """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""
         verifier = Verifier(command.move.handoff, self._share, self._tally)
 

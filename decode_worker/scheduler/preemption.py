@@ -30,7 +30,7 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
 from worker.config import DecodeConfig
 
-YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
+PREEMPTIBLE = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""
 
 
@@ -88,7 +88,7 @@ class Preemption:
         here = [r for r in self.admission.requests.values() if r.state is not RequestState.PREEMPTED]
         here.sort(key=order)
         behind = here[here.index(wants) + 1 :]
-        last = next((r for r in reversed(behind) if r.state in YIELDING), None)
+        last = next((r for r in reversed(behind) if r.state in PREEMPTIBLE), None)
         if last is None:
             # 1. Nobody stands behind `wants`, but others before it: it gives way itself.
             # 2. Those behind it are all in handoffs, or there are no others: it waits.
@@ -97,7 +97,7 @@ class Preemption:
         chosen, group = [last], last.record.group
         if group and group != wants.record.group:
             # 4. The last behind it is a sample of another prompt: all of its samples do, that can.
-            chosen = [r for r in here if r.record.group == group and r.state in YIELDING]
+            chosen = [r for r in here if r.record.group == group and r.state in PREEMPTIBLE]
         forks = [fork for request in chosen for fork in waiting(request)]
         return chosen + [fork for fork in forks if fork not in chosen]
 

@@ -22,7 +22,7 @@ class Submit(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
 
 
-class Named(msgspec.Struct, frozen=True):
+class WorkersNamed(msgspec.Struct, frozen=True):
     """These are all decode workers, connected or not; and, where that is known, the lives of all workers."""
 
     decode: tuple[str, ...]
@@ -36,7 +36,7 @@ class Connected(msgspec.Struct, frozen=True):
     info: WorkerInfo
 
 
-class Heard(msgspec.Struct, frozen=True):
+class WorkerSaid(msgspec.Struct, frozen=True):
     """A connected worker sent a record; who it is has been said by `Connected`."""
 
     worker: str
@@ -50,7 +50,7 @@ class Lost(msgspec.Struct, frozen=True):
     for_good: bool = False
 
 
-class Left(msgspec.Struct, frozen=True):
+class ClientLeft(msgspec.Struct, frozen=True):
     """The client cancelled or disconnected."""
 
     request: RequestId
@@ -67,7 +67,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
+Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | StopFound | Tick
 
 
 class TellWorker(msgspec.Struct, frozen=True):

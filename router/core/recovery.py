@@ -57,21 +57,21 @@ class RetryBudget:
         return True
 
 
-class Again(msgspec.Struct, frozen=True):
+class PlaceAgain(msgspec.Struct, frozen=True):
     """Place it once more."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class AlreadyComplete(msgspec.Struct, frozen=True):
     """Everything had been emitted when the worker was lost; only its last word is missing."""
 
     reason: FinishReason
 
 
-class Hopeless(msgspec.Struct, frozen=True):
+class GivenUp(msgspec.Struct, frozen=True):
     fault: Fault
 
 
-Verdict = Again | Done | Hopeless
+Recovery = PlaceAgain | AlreadyComplete | GivenUp
 
 
 def poisoned(call: Call) -> Fault | None:
@@ -93,20 +93,20 @@ def judge(
     budget: RetryBudget,
     now: float,
     announced: bool = False,
-) -> Verdict:
-    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless
+) -> Recovery:
+    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `PlaceAgain`, unless
     the worker's end was `announced`: such losses are bounded by themselves."""
     if call.emitted:
         reason = finish_reason(call.record, len(call.emitted), call.emitted[-1], stop_ids)
         if reason is not None:
-            return Done(reason)
+            return AlreadyComplete(reason)
     poison = poisoned(call)
     if poison is not None:
-        return Hopeless(poison)
+        return GivenUp(poison)
     lost = f"decode worker {call.decode} was lost during the request"
     if call.losses >= config.max_placements or call.unheard >= MAX_UNHEARD:
         placements = call.losses + call.unheard
-        return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
+        return GivenUp(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
     if not announced and not budget.take(now):
-        return Hopeless(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
-    return Again()
+        return GivenUp(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
+    return PlaceAgain()
