@@ -42,10 +42,11 @@ class Sink(Protocol):
     def accepted(self, now: float) -> None: ...
 
     def interrupted(self, now: float) -> None:
-        """Its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
+        """Note that its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
 
     def moved(self, stages: dict[str, float], now: float) -> None:
-        """Its decode worker is leaving and has yielded it after `stages`: it will be offered and accepted once more."""
+        """Note that its leaving decode worker has yielded it after `stages`: it will be offered and accepted once
+        more."""
 
     def tokens(self, ids: list[int], now: float) -> int | None:
         """Take output; the number of tokens kept if they complete a stop string."""
@@ -98,7 +99,7 @@ class Hub:
         return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
-        """Whether a prefill and a decode worker are alive."""
+        """True while a prefill and a decode worker are alive."""
         now = self._clock()
         registry = self.core.registry
         return bool(registry.live("prefill", now) and registry.live("decode", now))

@@ -1,4 +1,4 @@
-"""Who gives way when the pool is exhausted, and how it comes back. Pure.
+"""Chooses which request is preempted when the pool is exhausted, and brings it back. Pure.
 
     READY, RUNNING, LOCAL, FORKING --the pool is exhausted--> PREEMPTED: no blocks; what it had is evictable cache
     PREEMPTED --room--> FORKING, LOADING, LOCAL or handoff
@@ -52,7 +52,7 @@ class Preemption:
     admission: Admission
     line: list[Request] = field(default_factory=list)
     preempted: Counter[str] = field(default_factory=Counter)
-    """How many, by the state in which they were."""
+    """Preemptions, by the state in which the requests were."""
 
     def bars(self, record: RequestRecord) -> bool:
         """Say if a preempted request comes before a new one."""
@@ -152,7 +152,7 @@ class Preemption:
         # Who runs wants its next block soon: to take it away would preempt this request again.
         spare = max(len(self.batch.running), self.batch.shortage)
         sample = self._fetched_sample(request)
-        # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, for to fetch what they
+        # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, since fetching what they
         # share twice would take room twice.
         if sample is not None and request.stash is not None:
             return None

@@ -102,7 +102,7 @@ class Router:
         return len(self._calls)
 
     def is_settled(self, now: float) -> bool:
-        """Whether requests of an earlier router that are not known by now will not be."""
+        """Return True once no more requests of an earlier router can appear."""
         return self._adoptions.is_settled(now)
 
     @property

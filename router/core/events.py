@@ -23,7 +23,7 @@ class Submit(msgspec.Struct, frozen=True):
 
 
 class WorkersNamed(msgspec.Struct, frozen=True):
-    """These are all decode workers, connected or not; and, where that is known, the lives of all workers."""
+    """All decode workers were named, connected or not; and, where they are known, the lives of all workers."""
 
     decode: tuple[str, ...]
     lives: tuple[tuple[str, Incarnation], ...] = ()
@@ -149,11 +149,11 @@ class Ignored(msgspec.Struct, frozen=True):
 
 
 class Condemn(msgspec.Struct, frozen=True):
-    """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
+    """A life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
 
     verdict: Verdict
 
 
 Ending = Complete | Fail
-"""How a request ends for its client: one of them, once."""
+"""The end of a request for its client: one of them, once."""
 Command = TellWorker | Begin | Adopt | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn

@@ -46,7 +46,7 @@ class Losses:
                 self._recover(call, announced, now, out)
 
     def give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
-        """These lives were condemned: each is lost at once, whatever becomes of its stream."""
+        """Treat each condemned life as lost at once, whatever becomes of its stream."""
         for verdict in verdicts:
             self.lost(verdict.name, now, out)
             out.append(Condemn(verdict))

@@ -51,7 +51,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
 }
-"""These fields and the values, beside null, with which they ask for nothing."""
+"""Fields, with the values beside null with which they ask for nothing."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -69,7 +69,7 @@ class Message(msgspec.Struct):
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
-    """What both routes share."""
+    """The fields that both routes share."""
 
     model: str | None = None
     n: Int | None = None
@@ -230,7 +230,7 @@ def _parsed(
 
 
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the fields that the client sent; what it left out keeps its default."""
+    """Return the fields that the client sent; what it left out keeps its default."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 

@@ -1,4 +1,5 @@
-"""What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
+"""The records of a handoff's pure sides: commands to the transfer thread and to the scheduler, and the thread's
+answers.
 
 Plain immutable records of one process, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover`
 carries out those of `MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What

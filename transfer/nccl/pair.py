@@ -103,7 +103,7 @@ class Pair:
         return [Gone(False, number)]
 
     def give_up(self, chunk: Chunk) -> list[Said]:
-        """This end wants no more of a chunk of its own."""
+        """Drop a chunk of this end, which is not wanted any more."""
         return [Gone(chunk.sends, chunk.number)] if self.forget(chunk) else []
 
     def forget(self, chunk: Chunk) -> bool:
@@ -151,8 +151,8 @@ class Pair:
         return None
 
     def next_send(self, most: int) -> ChunkPiece | None:
-        """What this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer is
-        ready for, a follower only what comes first."""
+        """Return what this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer
+        is ready for, a follower only what comes first."""
         direction = self._directions[True]
         for chunk in direction.chunks.values():
             if chunk.verdict is None and chunk.launched < chunk.blocks:

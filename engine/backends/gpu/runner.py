@@ -20,7 +20,7 @@ from kernels.launch import count_compilations
 log = logging.getLogger(__name__)
 
 TRIAL_BLOCKS = 2
-"""As many as the warm-up writes to."""
+"""Blocks of the trial pool: as many as the warm-up writes to."""
 
 
 class TritonOpener:

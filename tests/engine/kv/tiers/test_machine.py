@@ -1,7 +1,7 @@
-"""The machine of `test_kv_machine` over tiers: what is in no device block lies in host slots and in segments, which
-the shadow knows as well. Stores, loads and spills end when they like, or fail; a disk may be full. Whoever reads a slot
-finds exactly his own prefix there, wherever it has been meanwhile; what a store reads is held, and as it was, whatever
-becomes of whoever had it."""
+"""The machine of `tests/engine/kv/test_machine.py` over tiers: what is in no device block lies in host slots and in
+segments, which the shadow knows as well. Stores, loads and spills end when they like, or fail; a disk may be full.
+Whoever reads a slot finds exactly his own prefix there, wherever it has been meanwhile; what a store reads is held, and
+as it was, whatever becomes of whoever had it."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

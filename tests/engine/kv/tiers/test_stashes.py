@@ -1,4 +1,4 @@
-"""Stashes one by one, where the machine over tiers seldom comes (`test_kv_tiers_machine`)."""
+"""Stashes one by one, where the machine over tiers seldom comes (`test_machine.py`)."""
 
 from engine.kv.manager import KVCacheManager, Lease
 from engine.kv.tiers.commands import Store, Stored
