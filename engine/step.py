@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True):
     draw: bool
     banned: tuple[int, ...] = ()
     candidates: int = 0
-    """The number of likeliest next tokens wanted with their log probabilities, where none is drawn; 0: one is drawn."""
+    """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
 
 
 Candidates = tuple[tuple[int, float], ...]
