@@ -95,17 +95,17 @@ def _count(name: str) -> None:
     opening: Any = worker.opening
     digest, open_device = route.block_digest, opening.open_device
 
-    def timed(*arguments: Any) -> int:
+    def timed(*arguments: Any, **named: Any) -> int:
         began_s = time.thread_time()
-        found: int = digest(*arguments)
+        found: int = digest(*arguments, **named)
         ledger.counts.digest_cpu_s += time.thread_time() - began_s
         ledger.counts.digests += 1
         ledger.counts.digests_elsewhere += threading.current_thread().name != TRANSFER_THREAD
         ledger.write()
         return found
 
-    def opened(*arguments: Any) -> Any:
-        device = open_device(*arguments)
+    def opened(*arguments: Any, **named: Any) -> Any:
+        device = open_device(*arguments, **named)
         return replace(device, runner=_CountingRunner(device.runner, ledger))
 
     route.block_digest = timed

@@ -95,5 +95,5 @@ def serve(
     served.seconds = time.thread_time() - began_s
     while both.turn():
         pass
-    served.moved_blocks = sum(migration.blocks for migration in both.decode.prefills.handoffs.migrated)
+    served.moved_blocks = sum(migration.blocks for migration in both.decode.prefills.handoffs.take_migrated())
     return served

@@ -92,7 +92,7 @@ class SchedulerPair:
             self._until(lambda: answer.ended is not None)
         while both.turn():
             pass
-        return Turn(out_s, back_s, both.decode.swapping.resumed[-1].way)
+        return Turn(out_s, back_s, both.decode.swapping.take_resumed()[-1].way)
 
     def _copy_out(self) -> None:
         """Copy the blocks out as the engine and its tier thread do, but without the request's coming back at once."""

@@ -135,7 +135,7 @@ def _run(prefill: EngineDevice, decode: EngineDevice, records: list[RequestRecor
     seconds = time.thread_time() - began_s
     while engine.turn():
         pass
-    migrated_blocks = sum(migration.blocks for migration in engine.decode.prefills.handoffs.migrated)
+    migrated_blocks = sum(migration.blocks for migration in engine.decode.prefills.handoffs.take_migrated())
     engine.close()
     found = [beam.ids for one in asked if one.ended for beam in one.ended.beams]
     answers = found or [one.tokens for one in asked]

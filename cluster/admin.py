@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.processes.launch import Addresses, Cluster
+from cluster.processes.launch import Addresses, Cluster, check_size
 from cluster.processes.leftovers import descendants
 from cluster.processes.spec import Kind, LaunchError
 from cluster.resolve import Setting
@@ -62,10 +62,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[ProcessStatus] = []
 
 
+LONGEST_WAIT_S = 30 * 24 * 3600.0
+"""How long an order may ask to be waited for."""
+Patience = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_WAIT_S)]
+
+
 class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: str
     replace: bool = False
-    timeout_s: float | None = None
+    timeout_s: Patience | None = None
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +78,7 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill: int | None = None
     decode: int | None = None
-    timeout_s: float | None = None
+    timeout_s: Patience | None = None
 
 
 class Flights(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,14 +204,14 @@ class AdminServer:
         return self.status()
 
     def scale(self, order: Scale) -> Status:
-        """Give the pools these sizes; return when they have them. Raises LaunchError."""
-        sizes: list[tuple[Kind, int | None]] = [
-            ("prefill", order.prefill),
-            ("decode", order.decode),
-        ]
+        """Give the pools these sizes; return when they have them. Raises LaunchError; where a size is not possible,
+        before either pool has changed."""
+        asked: list[tuple[Kind, int | None]] = [("prefill", order.prefill), ("decode", order.decode)]
+        sizes = [(kind, count) for kind, count in asked if count is not None]
         for kind, count in sizes:
-            if count is not None:
-                self._cluster.scale(kind, count, order.timeout_s)
+            check_size(kind, count)
+        for kind, count in sizes:
+            self._cluster.scale(kind, count, order.timeout_s)
         return self.status()
 
     def config(self) -> dict[str, dict[str, object]]:

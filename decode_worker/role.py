@@ -115,16 +115,14 @@ class DecodeRole:
         metrics.generated(batch.generated_tokens)
         metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=0, recomputed=batch.recomputed_tokens)
         batch.generated_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
-        for back in scheduler.swapping.resumed:
+        for back in scheduler.swapping.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
-        scheduler.swapping.resumed.clear()
-        for one in handoffs.migrated:
+        for one in handoffs.take_migrated():
             nbytes = one.blocks * (one.block_bytes or self._block_bytes)
             metrics.migration(one.outcome, one.transport, one.seconds, nbytes)
             if one.blocks and one.outcome == "ok":
                 latest = one.seconds / one.blocks
                 self._s_per_block[one.peer] = mean(self._s_per_block.get(one.peer, 0.0), latest)
-        handoffs.migrated.clear()
 
     def load(self, load: Load, now: float) -> Load:
         scheduler, metrics, prefills = self.scheduler, self._metrics, self.scheduler.prefills

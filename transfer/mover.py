@@ -190,7 +190,8 @@ class Mover:
             route = open_route(transport, self._memory, self._layout, command.agreement, self.digests)
             route.warm_up()
             transport.connect(command.peer, command.endpoint, route.sent, route.received)
-        except (KeyError, ValueError, TransferError) as error:
+        except Exception as error:
+            # Whatever a peer says of itself may cost its own connection, never this thread.
             self._on_event(Unreachable(command.peer, f"over {name}: {_describe(error)}"))
             return
         self._routes[command.peer] = route

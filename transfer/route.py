@@ -10,7 +10,8 @@ from engine.kv.layout import KVLayout
 from transfer.digest import Tally, Verifier, binding, block_digest, is_sampled
 from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend
 from transfer.handoff.negotiation import AS_STORED, Agreement, unit
-from transfer.host.landing import InPlace, Repacked, convert
+from transfer.host.landing import InPlace
+from transfer.host.repacked import Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
 
 

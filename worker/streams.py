@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import Hello, Record, decode_to_prefill_frame, encode
+from engine.messages import Hello, Landed, Record, StartPrefill, Stop, decode_to_prefill_frame, encode
 from engine.types import Incarnation
 from transfer.handoff.commands import Connect, FromReader, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
 from transfer.handoff.negotiation import NegotiationError, negotiate
@@ -80,12 +80,25 @@ class Readers:
         """Tell `hear` what a frame means to the scheduler. Each event has been acted on when `hear` returns: a lost
         stream is closed in the transfer thread before its successor is opened there."""
         for record in records_of(data, decode_to_prefill_frame, "a reader"):
-            if isinstance(record, Hello):
+            peer, what = stream.peer, type(record).__name__
+            if isinstance(record, Hello) and peer is None:
                 self._welcome(stream, record, hear)
-            elif stream.peer is None or self._streams.get(stream.peer) is not stream:
-                log.info("%s on a stream that is not a peer's: dropped", type(record).__name__)
+            elif peer is None or self._streams.get(peer) is not stream:
+                log.info("%s on a stream that is not a peer's: dropped", what)
+            elif isinstance(record, Hello) or not self._is_own(record, peer):
+                log.error("reader %x says what it may not, a %s: its stream is ended", peer, what)
+                stream.send(None)
+                self.ended(stream, "it broke the protocol", hear)
+                return
             else:
-                hear(FromReader(stream.peer, record))
+                hear(FromReader(peer, record))
+
+    def _is_own(self, record: StartPrefill | Landed | Stop, peer: Incarnation) -> bool:
+        """Say whether a record is about a handoff of that reader's own, and asks this life for blocks, no other. A
+        reader may end handoffs with others here: between two hellos it cannot know whom they reach."""
+        begins = isinstance(record, StartPrefill)
+        here = record.handoff.prefill == self.hello.info.incarnation
+        return record.handoff.decode == peer and (here or not begins)
 
     def _welcome(self, stream: ReaderStream, hello: Hello, hear: Callable[[ReaderEvent], None]) -> None:
         """Answer with this worker's own hello. Both sides compare the two; a reader that does not fit leaves."""

@@ -22,6 +22,7 @@ from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import allocator_checks, gpu_checks
 from cluster.memory import available_bytes
 from cluster.processes.processors import usable_cores
+from cluster.processes.spec import model_cache
 from cluster.rundir import RunDir
 from cluster.sizes import format_size
 from engine.config import EngineConfig, TierConfig
@@ -211,10 +212,7 @@ def _is_synchronized() -> bool | None:
 
 
 def _folders(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Check]:
-    from engine.model.prepared.cache import default_cache_dir
-
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    cache = cache or default_cache_dir(Path.home())
+    cache = model_cache(config.cache_dir, environ)
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):

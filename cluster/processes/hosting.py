@@ -3,12 +3,11 @@
 import importlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource
+from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource, model_cache
 from engine.messages import PeerAddress
 from router.config import RouterConfig
 from router.core.escalation import Verdict
@@ -119,8 +118,8 @@ def prepared(source: ModelSource, report: Callable[[int, int], None] | None = No
     bytes. Raises engine's ModelError."""
     from engine.model.prepared.cache import prepare
 
-    cache_dir = Path(source.cache_dir).expanduser() if source.cache_dir else None
-    return str(prepare(source.model or None, cache_dir, source.dtype, report, source.mapped))
+    cache = model_cache(source.cache_dir, os.environ)
+    return str(prepare(source.model or None, cache, source.dtype, report, source.mapped))
 
 
 def moved(spec: ChildSpec, host: str) -> ChildSpec:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, problem
 from cluster.processes.events import (
     Accused,
     Announce,
@@ -179,10 +179,9 @@ class Cluster:
         self._leave((name,), again=again, timeout_s=timeout_s)
 
     def scale(self, kind: Kind, count: int, timeout_s: float | None = None) -> None:
-        """Give a pool `count` workers, at least one, and block until it has them, as `roll` does. Who leaves is
-        drained. Raises LaunchError."""
-        if kind == "router" or count < 1:
-            raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
+        """Give a pool `count` workers and block until it has them, as `roll` does. Who leaves is drained. Raises
+        LaunchError, also as `check_size` does."""
+        check_size(kind, count)
         order = Resize(kind, count, self._config.leave_grace_s)
         self._orders.give(order, f"{kind}={count}", timeout_s)
 
@@ -341,6 +340,14 @@ class Cluster:
         assert self._supervisor is not None
         why = str(error).removeprefix(f"{name}: ")
         self._carry_out(self._supervisor.handle(ProcessEnded(name, why), time.monotonic()))
+
+
+def check_size(kind: Kind, count: int) -> None:
+    """Raises LaunchError for a pool that cannot have `count` workers, whoever asks for them."""
+    if kind == "router" or count < 1:
+        raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
+    if (reason := problem(f"{kind}_workers", count)) is not None:
+        raise LaunchError(f"{kind}: {reason}")
 
 
 def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from engine.messages import PeerAddress
+from engine.model.prepared.cache import default_cache_dir
 from engine.types import Incarnation
 from router.core.escalation import Verdict
 from telemetry.tracing import TracingConfig
@@ -35,6 +36,13 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     mapped: bool = True
     """Whether any worker maps the weights, as those on a CPU do (`engine.model.prepared.cache.prepare`)."""
+
+
+def model_cache(cache_dir: str, environ: Mapping[str, str]) -> Path:
+    """Return where prepared models are kept: `cache_dir`, or the user's cache folder where it is empty."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return default_cache_dir(Path.home(), environ.get("XDG_CACHE_HOME", ""))
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,14 @@ class Admission:
         request = self.requests.get(name)
         return None if request is None or request.placement != placement else request
 
+    def forget(self, request: Request) -> None:
+        """Forget a request that ends, or departs."""
+        del self.requests[request.record.request]
+
+    def take_back(self, request: Request) -> None:
+        """Hold a departed request again."""
+        self.requests[request.record.request] = request
+
     @property
     def growth_tokens(self) -> int:
         """Room that a request is given beside that for its tokens."""

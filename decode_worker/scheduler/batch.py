@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
-from engine.kv.manager import KVCacheManager
+from engine.kv.manager import KVCacheManager, Lease
 from engine.plan import finish_reason, row_of, share_budget
 from engine.step import Candidates, Drawn, Row, StepPlan
 from engine.types import Beam, FinishReason
@@ -57,10 +57,16 @@ class Batch:
                 line.remove(request)
         self.beams.drop(request)
 
+    def wants(self, request: Request) -> list[tuple[Lease, int]]:
+        """Return the blocks that its next step needs beyond what is promised, by lease: one but for a search."""
+        if request.record.beams is not None:
+            return self.beams.wants(request)
+        return [(request.lease, self._kv.shortage(request.lease, len(request.tokens)))]
+
     @property
     def shortage(self) -> int:
         """Blocks that those who run want now, and neither have nor are promised."""
-        wants = [want for request in self.running for want in self.beams.wants(request)]
+        wants = [want for request in self.running for want in self.wants(request)]
         return sum(short for _, short in wants)
 
     def fill(self, others: int, now: float) -> None:
@@ -79,7 +85,7 @@ class Batch:
         copies = [pair for request in self.local for pair in request.lease.copies]
         self._stepping = []
         for request in (*self.running, *departing):
-            if any(short for _, short in self.beams.wants(request)):
+            if any(short for _, short in self.wants(request)):
                 continue
             if request.record.beams is not None:
                 self.beams.prepare(request)

@@ -24,8 +24,8 @@ from engine.types import Beam, FinishReason, Incarnation
 
 @dataclass(eq=False, repr=False)
 class Endings:
-    """Mutable state: what `departures` and `orphans` own; who ends is taken out of every other part. Owner: the
-    scheduler."""
+    """Mutable state: what `departures` and `orphans` own. Who ends is taken out of every other part, by that part's own
+    methods. Owner: the scheduler."""
 
     block_bytes: int
     kv: KVCacheManager
@@ -75,7 +75,7 @@ class Endings:
     ) -> list[Command]:
         """Tell the router, and let the blocks go as soon as nothing of ours can still write to them. `kept`: how many
         output tokens are its answer, where that is not all."""
-        del self.admission.requests[request.record.request]
+        self.admission.forget(request)
         ended = Ended(
             request=request.record.request,
             placement=request.placement,
@@ -107,7 +107,7 @@ class Endings:
     def depart(self, request: Request, now: float) -> Command:
         """Take a request out of the batch: all KV but the newest token's is here, for whoever goes on."""
         name, placement = request.record.request, request.placement
-        del self.admission.requests[name]
+        self.admission.forget(request)
         self.batch.remove(request)
         request.move(RequestState.DEPARTED)
         self.departures.add(request)
@@ -185,7 +185,7 @@ class Endings:
     def _take_back(self, departure: Departure, now: float) -> list[Command]:
         """Run a request on as an orphan: its router is gone before anybody went on with it."""
         request = departure.request
-        self.admission.requests[request.record.request] = request
+        self.admission.take_back(request)
         self.orphans.leave(request, now)
         request.clock.resume("decode_queue", now)
         self.batch.add_ready(request)

@@ -274,6 +274,11 @@ class Handoffs:
         one = Migrated(outcome, name, origin.transport, seconds, blocks, origin.block_bytes)
         self.migrated.append(one)
 
+    def take_migrated(self) -> list[Migrated]:
+        """Return the attempts that have ended since the last call."""
+        taken, self.migrated = self.migrated, []
+        return taken
+
     def check(self) -> None:
         self.receiver.check()
         for handoff, request in self._open.items():

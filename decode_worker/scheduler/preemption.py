@@ -67,7 +67,7 @@ class Preemption:
         for request in sorted(self.batch.running, key=order):
             if request.state is not RequestState.RUNNING:
                 continue  # it has given way to one before it
-            wants = self.batch.beams.wants(request)
+            wants = self.batch.wants(request)
             while (short := sum(more for _, more in wants)) > self.kv.available:
                 if awaited + short <= self.kv.available + self.swapping.freeing:
                     awaited += short

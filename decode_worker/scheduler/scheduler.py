@@ -13,9 +13,10 @@ All legal moves are in one table (`decode_worker.scheduler.request`). Each part 
 those above it:
 
     batch       the lines of those that are computed, the step, and beam searches (`beams`)
+    swapping    copies of preempted requests in host memory, and what a swap costs
     prefills    how the KV of a request gets here: handoffs (`handoffs`), samples that share (`forks`), loads, chunks
     admission   which requests are taken, with how much room, and the table of all that were
-    preemption  who gives way when the pool is exhausted, and comes back; what is copied meanwhile is `swapping`
+    preemption  who gives way when the pool is exhausted, and comes back
     endings     what ends, goes on elsewhere (`departures`), or has lost its router (`orphans`)
 
 The first token is sent on as soon as the prefill worker names it; the gap until the second is inter-token latency.
@@ -100,7 +101,8 @@ class DecodeScheduler:
     # events
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event in; returns what the shell must do. Nothing else changes the state, but `plan`, `complete`."""
+        """Take one event in; returns what the shell must do. The state changes here, by `plan`,
+        `complete` and `tick`; what is counted, the shell takes."""
         match event:
             case FromRouter(link, message):
                 return self._from_router(link, message, now)

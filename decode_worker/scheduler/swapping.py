@@ -57,6 +57,11 @@ class Swapping:
         self._mode = config.preemption
         self._kv = kv
 
+    def take_resumed(self) -> list[Resumed]:
+        """Return those that came back since the last call."""
+        taken, self.resumed = self.resumed, []
+        return taken
+
     @property
     def under_way(self) -> int:
         """Requests whose copies have not ended."""

@@ -2,27 +2,35 @@
 
 Waiting jobs are admitted in the order of `matched_tokens + λ · waiting_seconds`, each only when blocks for its whole
 prompt are leased, so a running job can always finish; and no earlier than there is budget for it, so that it finds in
-the cache what those before it have computed; one whose next tokens are on their way into the cache is held back for
-them (`prefill_worker.scheduler.arriving`). Running jobs share the step's token budget in the same order; one that is
+the cache what those before it have computed. Running jobs share the step's token budget in the same order; one that is
 much shorter than the first may slip in (`engine.plan.share_budget`); `prefill_worker.scheduler.order` has the rules.
+
+A job whose next tokens are on their way into the cache is held back for them:
+
+- Another job is computing them. Jobs that share an uncached prefix compute it once: the later ones wait until the first
+  has come to where they part. What is less than a block is computed twice rather than waited for.
+- A lower tier has them, and gives them back sooner than they would be computed: the fetch is begun while the job waits
+  (`engine.kv.tiers.fetches`). No job is held for longer than computing its prompt would have taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.fetches import Fetches
 from engine.plan import share_budget
-from prefill_worker.scheduler.arriving import Arriving
+from engine.types import RequestRecord
 from prefill_worker.scheduler.order import Job, JobState, Order
 from worker.config import PrefillConfig
 
 MAX_CONSIDERED = 64
 """How many of the longest-waiting jobs are compared at each step."""
+LOOK_AHEAD = 4
+"""How many of the first in line may be fetched for."""
 
 
 class Line:
-    """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, and what `order` has measured.
-    Owner: the scheduler."""
+    """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states and fetches, and what `order` has
+    measured. Owner: the scheduler."""
 
     def __init__(self, config: PrefillConfig, kv: KVCacheManager, fetches: Fetches | None, context_tokens: int) -> None:
         fairness = config.fairness_tokens_per_s
@@ -32,7 +40,7 @@ class Line:
         self._kv = kv
         self._chunk_tokens = config.chunk_tokens
         self._max_prompts = config.max_prompts
-        self._arriving = Arriving(fetches, kv.block_size)
+        self._fetches = fetches
 
     def __iter__(self) -> Iterator[Job]:
         """Go over all that is not computed yet."""
@@ -59,7 +67,7 @@ class Line:
             return self.order.priority(matched[job], job, now)
 
         line = sorted(matched, key=priority, reverse=True)
-        self._arriving.look(line, [matched[job] for job in line], self.order.speed, now)
+        self._fetch([(job, matched[job]) for job in line[:LOOK_AHEAD]], now)
         admitted: list[Job] = []
         held: list[Job] = []
         while matched:
@@ -67,13 +75,38 @@ class Line:
             job = max(matched, key=priority) if has_budget else self._slips_in(matched, now)
             if job is None or not self.order.is_in_time(job, [*held, job]):
                 break  # the budget is full, or it comes too late to overtake those who are held back
-            if self._arriving.is_held(job, matched.pop(job), self.running, now):
+            if self._is_held(job, matched.pop(job), now):
                 held.append(job)
             elif self._start(job):
                 admitted.append(job)
             else:
                 break
         return admitted
+
+    def _fetch(self, first: Sequence[tuple[Job, int]], now: float) -> None:
+        """Ask the lower tiers for what the first in line lack. Each comes with how many of its tokens are cached."""
+        if self._fetches is None:
+            return
+        for job, cached in first:
+            if job.fetch is not None and job.fetch.is_over:
+                job.fetch = None
+            if job.fetch is not None or (job.held_until is not None and now >= job.held_until):
+                continue
+            record, limit = job.record, len(job.record.tokens) - 1
+            job.fetch = self._fetches.wanted(record.namespace, record.tokens, limit, self.order.speed)
+            if job.fetch is not None and job.held_until is None:
+                job.held_until = now + (limit - cached) / self.order.speed
+
+    def _is_held(self, job: Job, matched: int, now: float) -> bool:
+        """Return True if the job must wait although the step has room. `matched` of its tokens are in the cache."""
+        if job.fetch is not None and not job.fetch.is_over:
+            assert job.held_until is not None
+            if now < job.held_until:
+                return True
+        end = matched + self._kv.block_size
+        return end < len(job.record.tokens) and any(
+            other.computed < end and _begin_alike(job.record, other.record, matched, end) for other in self.running
+        )
 
     def _start(self, job: Job) -> bool:
         """Return False where there is no room for it now."""
@@ -112,3 +145,13 @@ class Line:
     def check(self) -> None:
         assert all(job.state is JobState.WAITING for job in self.waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self.running)
+
+
+def _begin_alike(one: RequestRecord, other: RequestRecord, matched: int, end: int) -> bool:
+    """Say if both begin with the same `end` tokens. The last of them, which differ most often, are compared first."""
+    mine, theirs = one.tokens, other.tokens
+    return (
+        one.namespace == other.namespace
+        and mine[matched:end] == theirs[matched:end]
+        and mine[:matched] == theirs[:matched]
+    )

@@ -87,7 +87,8 @@ class PrefillScheduler:
     # events
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event in; returns what the shell must do. Nothing else changes the state, but `plan`, `complete`."""
+        """Take one event in; returns what the shell must do. The state changes here, by `plan`,
+        `complete` and `tick`; what is counted, the shell takes."""
         match event:
             case Leave():
                 return self._leave()

@@ -40,6 +40,7 @@ class ClusterView:
         call.prefill, call.believed_prefill_tokens = choice.name, choice.cached_tokens
         prefill = self.registry.get(choice.name)
         if prefill is None:
+            call.prefill_life = None
             return LOCAL
         call.prefill_life, call.prefill_key = prefill.life, prefill.key
         uncached = len(call.record.tokens) - choice.cached_tokens

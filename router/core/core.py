@@ -119,7 +119,8 @@ class Router:
             case WorkerSaid():
                 self._heard(event, now, out)
             case ClientLeft():
-                self._close(event.request, FinishReason.CANCELLED, now, out)
+                self._close(event.request, FinishReason.CANCELLED, out)
+                self._queue.advance(now, out)
             case StopFound():
                 self._stop_found(event, out)
             case WorkersNamed(decode, lives):
@@ -243,7 +244,7 @@ class Router:
         fault = poisoned(call)
         if fault is not None:
             out.append(poisonous(call))
-            self._answer(call, fault, FinishReason.ERROR, now, out)
+            self._answer(call, fault, FinishReason.ERROR, out)
             return
         peer = self._view.replace_prefill(call, self._placer.choose_prefill(call, now))
         out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
@@ -313,20 +314,19 @@ class Router:
         del call.emitted[event.tokens_kept :]
         out.append(TellWorker(call.decode, Finish(event.request, call.placement, event.tokens_kept)))
 
-    def _close(self, request: RequestId, reason: FinishReason, now: float, out: list[Command]) -> None:
+    def _close(self, request: RequestId, reason: FinishReason, out: list[Command]) -> None:
         call = self._calls.get(request)
         if call is None or call.state is State.CLOSING:
             return
         self._adoptions.close(request)
-        self._answer(call, DEADLINE if reason is FinishReason.DEADLINE else LEFT, reason, now, out)
+        self._answer(call, DEADLINE if reason is FinishReason.DEADLINE else LEFT, reason, out)
 
-    def _answer(self, call: Call, fault: Fault, reason: FinishReason, now: float, out: list[Command]) -> None:
+    def _answer(self, call: Call, fault: Fault, reason: FinishReason, out: list[Command]) -> None:
         """Tell the client that its request is over, and the worker, if there is one."""
         request = call.record.request
         out.append(Fail(request, fault, reason))
         if call.state is State.WAITING:
             self._table.forget(call, out)
-            self._queue.advance(now, out)
             return
         call.move(State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
@@ -337,8 +337,8 @@ class Router:
     def _tick(self, now: float, out: list[Command]) -> None:
         self._losses.give_up(self._detector.look(now), now, out)
         overdue = [r for r, c in self._calls.items() if c.deadline_s is not None and c.deadline_s <= now]
-        for request in overdue:
-            self._close(request, FinishReason.DEADLINE, now, out)
+        for request in overdue:  # all of them, before the queue moves up
+            self._close(request, FinishReason.DEADLINE, out)
         if self.registry.live("decode", now):
             self._no_decode_since_s = None
             self._queue.advance(now, out)

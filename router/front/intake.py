@@ -136,5 +136,5 @@ def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:
 
 
 def _refusal(error: FieldError) -> ApiError:
-    codes = {TooLongError: "OUT_OF_RANGE", UnknownModelError: "NOT_FOUND"}
-    return ApiError(codes.get(type(error), "INVALID_ARGUMENT"), str(error), error.field)
+    codes = ((TooLongError, "OUT_OF_RANGE"), (UnknownModelError, "NOT_FOUND"), (FieldError, "INVALID_ARGUMENT"))
+    return ApiError(next(code for kind, code in codes if isinstance(error, kind)), str(error), error.field)

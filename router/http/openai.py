@@ -50,6 +50,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
+    # What other servers call constraints on the answer: dropped, the answer would break what its reader relies on.
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), ()
+    ),
+    **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
+    **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids", "bad_words", "logits_processors"), ()),
 }
 """Fields, with the values beside null with which they ask for nothing."""
 

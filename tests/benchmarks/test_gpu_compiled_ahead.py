@@ -44,30 +44,38 @@ def dry_card_without_interpreter() -> Card:
     return card
 
 
-def in_another_process(cache: Path, *keys: ConfigKey) -> list[bool]:
+def in_another_process(cache: Path, *keys: ConfigKey) -> subprocess.Popen[str]:
     told = "import json; from tests.benchmarks.test_gpu_compiled_ahead import *; "
     told += f"print(json.dumps(launch_again(*{keys!r})))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(
-        [sys.executable, "-c", told], capture_output=True, text=True, env=environment, cwd=SOURCE, timeout=240
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", told], stdout=pipe, stderr=pipe, text=True, env=environment, cwd=SOURCE
     )
-    assert done.returncode == 0, done.stderr
-    return list(json.loads(done.stdout))
+
+
+def found_by(process: subprocess.Popen[str]) -> list[bool]:
+    with process:
+        told, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+    return list(json.loads(told))
 
 
 def test_what_was_compiled_ahead_is_found_by_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards compiling ahead for nothing: another constant, type or alignment than that of the launch, or another
     folder, and each candidate is compiled a second time while the card waits."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "ahead"))
+    elsewhere = in_another_process(tmp_path / "elsewhere", DECODE)
     pool = CompilePool(target_of(dry_card()))
     try:
         answers = [pool.ask(key, [TABLE[key]])[TABLE[key]] for key in (DECODE, PREFILL)]
         assert [answer.result(240) for answer in answers] == ["", ""]
     finally:
         pool.close()
-    assert in_another_process(tmp_path / "ahead", DECODE, PREFILL) == [True, True, True]
-    assert in_another_process(tmp_path / "elsewhere", DECODE) == [False, False]
+    again = in_another_process(tmp_path / "ahead", DECODE, PREFILL)
+    assert found_by(elsewhere) == [False, False]
+    assert found_by(again) == [True, True, True]
 
 
 def test_what_the_card_has_no_room_for_is_refused_before_it_is_timed() -> None:

@@ -30,34 +30,26 @@ FATES = tuning.candidates(KEY)[:7]
 slow, does not fit."""
 
 
-def tune(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def tune(out: Path, *options: str) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.gpu.tune", "--out", str(out), *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=SOURCE
-    )
+    said = subprocess.PIPE
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, text=True, env=environment, cwd=SOURCE)
 
 
-def test_a_dry_run_measures_every_kernel_and_is_not_taken(tmp_path: Path) -> None:
-    """Guards a program that only a card has ever run, and figures of the interpreter in the table of a worker."""
-    ended = tune(tmp_path, "--dry-run")
-    assert ended.returncode == 0, ended.stderr
-    file = tmp_path / MEASURED.name
-    told = json.loads(file.read_text())
-    assert [entry["kernel"] for entry in told["entries"]] == ["decode", "decode_shared", "prefill", "copy_blocks"]
-    assert all(entry["us"] <= entry["present_us"] for entry in told["entries"])
-    assert all(entry["timed"] == entry["of"] == 3 for entry in told["entries"]), "not all of what was compiled ahead"
-    with pytest.raises(ValueError, match="dry run"):
-        read_measured(file)
-    file.write_text(json.dumps({**told, "gpu": "a card"}))
-    found = read_measured(file)
-    assert set(found) < set(TABLE) and len(found) == 4
-    assert all(config.origin == "measured" for config in found.values())
+@pytest.fixture(scope="module", autouse=True)
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Goes on beside the other tests, and is looked at by the last."""
+    out = tmp_path_factory.mktemp("tuned")
+    with tune(out, "--dry-run") as process:
+        yield out, process
+        process.terminate()
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    ended = tune(tmp_path)
-    assert ended.returncode == 2 and "no NVIDIA GPU" in ended.stderr
+    with tune(tmp_path) as process:
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 2 and "no NVIDIA GPU" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -207,3 +199,21 @@ def test_every_entry_is_written_when_it_is_measured(tmp_path: Path, monkeypatch:
         main(["--dry-run", "--out", str(tmp_path), "--seconds", "330", "--keys", "copy_blocks"])
     assert [entry["kernel"] for entry in json.loads(file.read_text())["entries"]] == ["copy_blocks"]
     assert main(["--dry-run", "--out", str(tmp_path), "--keys", "sort"]) == 2
+
+
+def test_a_dry_run_measures_every_kernel_and_is_not_taken(dry_run: tuple[Path, subprocess.Popen[str]]) -> None:
+    """Guards a program that only a card has ever run, and figures of the interpreter in the table of a worker."""
+    out, process = dry_run
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    file = out / MEASURED.name
+    told = json.loads(file.read_text())
+    assert [entry["kernel"] for entry in told["entries"]] == ["decode", "decode_shared", "prefill", "copy_blocks"]
+    assert all(entry["us"] <= entry["present_us"] for entry in told["entries"])
+    assert all(entry["timed"] == entry["of"] == 3 for entry in told["entries"]), "not all of what was compiled ahead"
+    with pytest.raises(ValueError, match="dry run"):
+        read_measured(file)
+    file.write_text(json.dumps({**told, "gpu": "a card"}))
+    found = read_measured(file)
+    assert set(found) < set(TABLE) and len(found) == 4
+    assert all(config.origin == "measured" for config in found.values())

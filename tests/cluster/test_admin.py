@@ -115,6 +115,21 @@ def test_what_would_empty_a_pool_is_refused(served: Served) -> None:
     assert all(one.state == "up" for one in served.client.status().processes)
 
 
+def test_what_no_command_line_has_checked_is_bounded(served: Served) -> None:
+    """Guards against a script that posts a slip of the keyboard, and starts a million processes, or half an order."""
+    before = served.client.status().processes
+    with pytest.raises(LaunchError, match="1025"):
+        served.client.scale(Scale(prefill=2, decode=1025))
+    with pytest.raises(LaunchError, match="at least one worker"):
+        served.client.scale(Scale(prefill=2, decode=-1))
+    for timeout_s in (0.0, -1.0, 1e308):
+        with pytest.raises(LaunchError, match="timeout_s"):
+            served.client.scale(Scale(prefill=2, timeout_s=timeout_s))
+        with pytest.raises(LaunchError, match="timeout_s"):
+            served.client.drain(Drain("decode-1", timeout_s=timeout_s))
+    assert served.client.status().processes == before
+
+
 def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:
     """Guards the namespace key, which would let whoever reads it probe other tenants' prefixes."""
     assert served.client.config()["router.namespace_key"] == {"value": "(set)", "origin": "file x"}

@@ -37,10 +37,8 @@ class Handing(Bench):
 
     def outcomes(self) -> list[tuple[str, str, float, int]]:
         """Return outcome, transport, seconds and blocks of every attempt since the last call."""
-        migrated = self.scheduler.prefills.handoffs.migrated
-        told = [(one.outcome, one.transport, one.seconds, one.blocks) for one in migrated]
-        migrated.clear()
-        return told
+        migrated = self.scheduler.prefills.handoffs.take_migrated()
+        return [(one.outcome, one.transport, one.seconds, one.blocks) for one in migrated]
 
     def _asked(self, commands: object) -> Handoff:
         (asked,) = [

@@ -110,14 +110,39 @@ def names_of(wing: Sequence[str], reader: ast.Module) -> tuple[set[str], int]:
     return names, statements
 
 
+def holders(names: set[str], reader: ast.Module) -> set[str]:
+    """The variables and attributes that hold something of these names: annotated as such, or made by calling one."""
+    found = set()
+    for node in ast.walk(reader):
+        match node:
+            case ast.arg(arg=holder, annotation=ast.expr() as said) if _mentions(said, names):
+                found.add(holder)
+            case ast.AnnAssign(target=ast.Name(id=holder) | ast.Attribute(attr=holder), annotation=said):
+                if _mentions(said, names):
+                    found.add(holder)
+            case ast.Assign(targets=[ast.Name(id=holder) | ast.Attribute(attr=holder)], value=ast.Call(func=made)):
+                if _mentions(made, names):
+                    found.add(holder)
+    return found
+
+
+def _mentions(node: ast.expr, names: set[str]) -> bool:
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+
+
 def places(house: House, wing: Sequence[str], root: Path = ROOT) -> int:
-    """How often the spine names a wing: imports from it, and uses of what they import."""
+    """How often the spine names a wing: imports from it, uses of what they import, and of what holds an instance."""
+    trees = [ast.parse((root / path).read_text(encoding="utf-8")) for path in house.spine]
+    imported = [names_of(wing, tree) for tree in trees]
+    held = {holder for tree, (names, _) in zip(trees, imported, strict=True) for holder in holders(names, tree)}
+    # A plain name says nothing in another file; an attribute is the same there.
     count = 0
-    for path in house.spine:
-        tree = ast.parse((root / path).read_text(encoding="utf-8"))
-        names, statements = names_of(wing, tree)
-        count += statements
-        count += sum(isinstance(node, ast.Name) and node.id in names for node in ast.walk(tree))
+    for tree, (names, statements) in zip(trees, imported, strict=True):
+        mine = names | holders(names, tree)
+        count += statements + sum(
+            (isinstance(node, ast.Name) and node.id in mine) or (isinstance(node, ast.Attribute) and node.attr in held)
+            for node in ast.walk(tree)
+        )
     return count
 
 

@@ -61,6 +61,15 @@ def test_places_are_imports_and_uses() -> None:
     assert places(HOUSE, HOUSE.wings["Several answers"]) > 0
 
 
+def test_what_holds_an_instance_counts_too() -> None:
+    """Guards against a wing that is named all over the spine, through attributes alone."""
+    reader = ast.parse(
+        "def f(one: C | None): ...\nclass K:\n    two: dict[int, D]\n    def __init__(self): self.three, x = 1, C()\n"
+        "    def g(self): self.four = C(1)\n"
+    )
+    assert house.holders({"C", "D"}, reader) == {"one", "two", "four"}
+
+
 def test_small_drift_is_let_pass_and_no_other() -> None:
     """Guards against a page that must be written again at each line, and against one that may say anything."""
     assert not house.has_drifted("| a | 4 | 1,000 |", "| a | 5 | 1,019 |")

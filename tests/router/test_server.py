@@ -1,6 +1,8 @@
 """The router from outside: started, asked and stopped by a program without an event loop."""
 
+import os
 import socket
+import stat
 import threading
 import time
 
@@ -42,6 +44,37 @@ def test_start_both_fronts_and_stop_twice() -> None:
         host, number = address.rsplit(":", 1)
         with pytest.raises(ConnectionRefusedError), socket.create_connection((host, int(number))):
             pass
+
+
+def test_small_writes_of_http_leave_at_once() -> None:
+    """Guards the pace of every stream: with Nagle's algorithm on, a token waits for the client's delayed
+    acknowledgement of the one before."""
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", text=ByteText())
+    address = server.start().http
+    try:
+        with httpx.Client() as client:
+            assert client.get(f"http://{address}/health").status_code == 200
+            server_port = int(address.rpartition(":")[2])
+            ours = [
+                socket.socket(fileno=os.dup(fd))
+                for fd in map(int, os.listdir("/proc/self/fd"))
+                if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)
+            ]
+            try:
+                tcp = [one for one in ours if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM]
+                accepted = [
+                    one
+                    for one in tcp
+                    if one.getsockname()[1] == server_port
+                    and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                ]
+                assert [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in accepted] == [1]
+            finally:
+                for one in ours:
+                    one.close()
+    finally:
+        server.stop(0.0)
+        server.wait()
 
 
 def test_a_router_whose_thread_hangs_owes_its_answer() -> None:

@@ -1,6 +1,8 @@
 """Peers that freeze, die or lie, and what each transport leaves behind. Every fault proves that it took effect."""
 
 import os
+import resource
+import select
 import signal
 import socket
 from pathlib import Path
@@ -252,6 +254,41 @@ def test_silent_strangers_do_not_pile_up(make_rig: Any) -> None:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_without_a_free_descriptor_the_door_stays_open(make_rig: Any) -> None:
+    """Guards against a flood of connections that ends the worker, or spins its thread, when descriptors run out."""
+    rig = make_rig("tcp")
+    peer = rig.peer()
+    peer.fill({0: 1})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        stranger.setblocking(False)
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, limits[1]))
+        taken: list[int] = []
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    taken.append(os.dup(stranger.fileno()))
+            stranger.connect_ex((peer.details["host"], peer.details["port"]))
+            peer.pump()
+            assert not select.select([peer.transport.fileno()], [], [], 0)[0], "it would be woken for ever"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for fd in taken:
+                os.close(fd)
+    peer.send(ME, "r", 0, [0])
+    assert rig.outcome(rig.recv(peer, "r", 0, [(0, 0)], [1])) is Outcome.DONE
+
+
+@pytest.mark.parametrize("port", [-1, 0, 1 << 16, (1 << 64) - 1])
+def test_a_port_that_cannot_be_is_refused(make_rig: Any, port: int) -> None:
+    """Guards against a peer whose endpoint ends the worker that reads it."""
+    rig = make_rig("tcp")
+    peer = rig.peer()
+    with pytest.raises(TransferError, match="no port"):
+        rig.connect(peer.me, Endpoint(transport="tcp", details={**peer.details, "port": port}))
 
 
 @pytest.mark.parametrize("kind", ["loopback", "shm", "tcp"])

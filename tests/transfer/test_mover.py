@@ -210,6 +210,19 @@ def test_a_peer_that_cannot_be_reached_is_reported(make_pair: Callable[..., Pair
         assert isinstance(pair.events[-1], Unreachable)
 
 
+def test_a_peer_that_breaks_a_transport_costs_itself_alone(make_pair: Callable[..., Pair]) -> None:
+    """Guards against an endpoint of a kind that nobody thought of, which ends the worker that is told it."""
+    pair = make_pair("shm")
+
+    def fail(*_: object) -> None:
+        raise OverflowError("unthought of")
+
+    pair.decode.transport.connect = fail  # type: ignore[assignment,method-assign]
+    pair.decode.mover.submit(Connect(Incarnation(5), Endpoint(transport="shm"), Agreement(LAYOUT)))
+    pair.turn()
+    assert isinstance(told := pair.events[-1], Unreachable) and "unthought of" in str(told)
+
+
 def test_a_bad_command_fails_alone(make_pair: Callable[..., Pair]) -> None:
     """Guards against one bad chunk that ends the thread, and with it the worker."""
     pair = make_pair()

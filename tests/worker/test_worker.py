@@ -14,7 +14,8 @@ import worker.opening
 from decode_worker.role import open_decode_worker
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
-from engine.messages import Load, WorkerInfo, decode_worker_frame, encode
+from engine.messages import Handoff, Load, StartPrefill, WorkerInfo, decode_worker_frame, encode
+from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker.role import PrefillRole, open_prefill_worker
 from tests.integration.fake_device import fake_device
 from transfer.handoff.commands import Connect, Disconnect
@@ -181,6 +182,32 @@ def test_a_role_that_cannot_be_made_leaves_nothing_open(
     with pytest.raises(ValueError, match="no such role"):
         open_prefill_worker("w", PrefillConfig())
     assert is_closed(devices[0]) and not ours()
+
+
+@pytest.mark.parametrize("wrong", ["a second hello", "another reader's handoff", "another source's handoff"])
+def test_a_reader_that_breaks_the_protocol_loses_its_stream(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a reader that has made up a mapping per hello, or holds blocks under names that nobody ends."""
+    commands: list[object] = []
+    monkeypatch.setattr(Mover, "submit", lambda self, command: commands.append(command))
+    source = open_prefill_worker("w", PrefillConfig())
+    reader = open_decode_worker("r", DecodeConfig())
+    try:
+        sent: list[bytes | None] = []
+        stream = ReaderStream(sent.append, lambda item: None)
+        hello = msgspec.structs.replace(reader.parts.hello, stream=1)
+        mine, other = reader.parts.info.incarnation, Incarnation(77)
+        names = (other, source.parts.info.incarnation) if wrong.startswith("another reader") else (mine, other)
+        record = RequestRecord(request=RequestId("made-up"), tokens=[1, 2, 3], prompt_tokens=3, max_tokens=1, seed=0)
+        start = StartPrefill(Handoff(record.request, 1, 1, *names), record=record, have_tokens=0)
+        source.hear([FrameIn(stream, encode([hello]))])
+        assert None not in sent
+        source.hear([FrameIn(stream, encode([hello if wrong == "a second hello" else start, start]))])
+        assert sent[-1] is None and not source.scheduler.source.items
+        assert [type(command) for command in commands] == [Connect, Disconnect]
+        assert sum(data is None for data in sent) == 1
+    finally:
+        source.stop()
+        reader.stop()
 
 
 def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(

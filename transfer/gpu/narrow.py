@@ -1,4 +1,4 @@
-"""Blocks that travel in 8 bits, on a device: `transfer.host.landing.convert` by the kernel of `kernels.block_convert`,
+"""Blocks that travel in 8 bits, on a device: `transfer.host.repacked.convert` by the kernel of `kernels.block_convert`,
 which reads blocks where they lie and writes codes and scales into the buffer that is sent, and the other way round."""
 
 from collections.abc import Sequence

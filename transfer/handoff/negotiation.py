@@ -2,7 +2,7 @@
 
 Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
 difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
-the receiver (`transfer.host.landing`). Of both shares of blocks that shall have a digest, the larger holds. Blocks
+the receiver (`transfer.host.repacked`). Of both shares of blocks that shall have a digest, the larger holds. Blocks
 travel in 8 bits only where both ask for the same and store more. Both sides come to the same result.
 """
 

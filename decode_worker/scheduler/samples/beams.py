@@ -60,9 +60,7 @@ class Beams:
         self._live[request] = _Live(search, [first])
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
-        """Return the blocks that its next step needs beyond what is promised, by lease: one but for a search."""
-        if request not in self._live:
-            return [(request.lease, self._kv.shortage(request.lease, len(request.tokens)))]
+        """Return the blocks that the next step of its search needs beyond what is promised, by lease."""
         wants = []
         for one in self._live[request].hypotheses:
             short = self._kv.shortage(one.lease, len(one.tokens))

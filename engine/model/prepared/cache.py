@@ -48,8 +48,10 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def default_cache_dir(home: Path, xdg_cache_home: str = "") -> Path:
-    """Return where prepared models go by default; both arguments come from the environment, read by `cluster`."""
-    return (Path(xdg_cache_home) if xdg_cache_home else home / ".cache") / "headrace" / "models"
+    """Return where prepared models go by default; both arguments come from the environment, read by `cluster`. A cache
+    home that is no absolute path counts as none, as the XDG Base Directory Specification has it."""
+    xdg = Path(xdg_cache_home)
+    return (xdg if xdg.is_absolute() else home / ".cache") / "headrace" / "models"
 
 
 def find_demo_model() -> Path:

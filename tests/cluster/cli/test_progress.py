@@ -78,6 +78,18 @@ def test_the_source_says_how_a_host_prepares_it(mapped: bool, tmp_path: Path) ->
     assert by_reference(Path(prepared(asked))) is not mapped
 
 
+def test_the_cache_home_is_honoured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards a user who said where caches go. By the standard a relative path says nothing."""
+    source = tmp_path / "model"
+    save_hf(reference(), source)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    asked = ModelSource(model=str(source))
+    assert Path(prepared(asked)).is_relative_to(tmp_path / "xdg" / "headrace" / "models")
+    monkeypatch.setenv("XDG_CACHE_HOME", "xdg")
+    assert Path(prepared(asked)).is_relative_to(tmp_path / "home" / ".cache" / "headrace" / "models")
+
+
 def test_a_conversion_reports_every_byte_once(tmp_path: Path) -> None:
     """Guards a bar that stops short, or jumps: the steps grow, and end with the whole."""
     told: list[tuple[int, int]] = []

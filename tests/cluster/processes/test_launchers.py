@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,9 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants, running
 from cluster.processes.process_launcher import ProcessLauncher
-from cluster.processes.spec import LaunchError
+from cluster.processes.ray_child import RayChild
+from cluster.processes.ray_launcher import RayLauncher, imported_ray
+from cluster.processes.spec import ChildSpec, Launcher, LaunchError
 from cluster.processes.supervisor import RestartConfig
 from engine.config import EngineConfig
 from router.config import RouterConfig
@@ -61,6 +64,33 @@ def eventually(condition: Callable[[], bool], within_s: float) -> bool:
     return True
 
 
+class LentRay:
+    """A Ray that outlives the clusters which it is lent to. They leave nothing there."""
+
+    def __init__(self, launcher: RayLauncher) -> None:
+        self.launcher = launcher
+
+    def open(self) -> None:
+        pass
+
+    def launch(self, spec: ChildSpec) -> RayChild:
+        return self.launcher.launch(spec)
+
+    def close(self) -> None:
+        named = imported_ray().util.list_named_actors
+        assert eventually(lambda: not named(), 10.0), named()
+
+    @classmethod
+    @contextmanager
+    def started(cls) -> Iterator["LentRay"]:
+        launcher = RayLauncher()
+        launcher.open()
+        try:
+            yield cls(launcher)
+        finally:
+            launcher.close()
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_start_and_stop_leave_nothing(name: str) -> None:
     """Guards against orphans, against a router told of no workers, and against thread counts that
@@ -93,11 +123,8 @@ def start_and_watch(cluster: Cluster) -> None:
     cluster.watch()
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_failures_end_the_cluster_with_one_line(name: str) -> None:
-    """Guards against a start that hangs on the healthy rest, and against a death nobody notices."""
-    before = children()
-    launcher = make_launcher(name)
+def fail(launcher: Launcher) -> None:
+    """A worker cannot start, and one dies later."""
     broken = {**FAKES, "decode": "tests.cluster.fakes:FailingWorker"}
     with (
         Cluster(CONFIG, launcher, broken, model_dir="x") as cluster,
@@ -110,6 +137,14 @@ def test_failures_end_the_cluster_with_one_line(name: str) -> None:
         pytest.raises(LaunchError, match=r"decode-0: (killed by SIGKILL|its process died)"),
     ):
         start_and_watch(cluster)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_failures_end_the_cluster_with_one_line(name: str) -> None:
+    """Guards against a start that hangs on the healthy rest, and against a death nobody notices."""
+    before = children()
+    with LentRay.started() if name == "ray" else nullcontext(make_launcher(name)) as launcher:
+        fail(launcher)
     assert eventually(lambda: children() <= before, within_s=3.0), children() - before
 
 

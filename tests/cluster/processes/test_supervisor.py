@@ -30,13 +30,18 @@ from cluster.processes.events import (
 )
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
-from cluster.processes.ray_child import RayChild
-from cluster.processes.ray_launcher import RayLauncher, imported_ray
 from cluster.processes.slots import SlotState
-from cluster.processes.spec import ChildReady, ChildSpec, Kind, Launcher, LaunchError
+from cluster.processes.spec import ChildReady, Kind, Launcher, LaunchError
 from cluster.processes.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
 from engine.types import Incarnation
-from tests.cluster.processes.test_launchers import CONFIG, FAKES, LAUNCHERS, eventually, gone
+from tests.cluster.processes.test_launchers import (
+    CONFIG,
+    FAKES,
+    LAUNCHERS,
+    LentRay,
+    eventually,
+    gone,
+)
 
 POLICY = RestartConfig(limit=3, window_s=100.0, first_pause_s=1.0, longest_pause_s=3.0)
 START_TIMEOUT_S = 20.0
@@ -432,23 +437,6 @@ def replaced(cluster: Cluster, name: str, old: int) -> Callable[[], bool]:
     return lambda: cluster.workers[name].pid != old
 
 
-class LentRay:
-    """A Ray that outlives the clusters which it is lent to. They leave nothing there."""
-
-    def __init__(self, launcher: RayLauncher) -> None:
-        self.launcher = launcher
-
-    def open(self) -> None:
-        pass
-
-    def launch(self, spec: ChildSpec) -> RayChild:
-        return self.launcher.launch(spec)
-
-    def close(self) -> None:
-        named = imported_ray().util.list_named_actors
-        assert eventually(lambda: not named(), 10.0), named()
-
-
 @pytest.fixture(scope="module")
 def accused_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What an accusing router reads. Its path is in the environment that Ray hands on to actors."""
@@ -461,12 +449,8 @@ def accused_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def standing_ray(accused_file: Path) -> Iterator[LentRay]:
     """Started once: a start takes five seconds, and is the subject of `test_launchers`."""
-    launcher = RayLauncher()
-    launcher.open()
-    try:
-        yield LentRay(launcher)
-    finally:
-        launcher.close()
+    with LentRay.started() as lent:
+        yield lent
 
 
 @pytest.fixture(params=LAUNCHERS)

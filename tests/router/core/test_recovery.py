@@ -135,6 +135,16 @@ def test_a_deadline_ends_the_waiting_for_another_worker() -> None:
     assert isinstance(failed, Fail) and failed.outcome is FinishReason.DEADLINE
 
 
+def test_deadlines_that_pass_together_place_nobody() -> None:
+    """Guards a worker against the offer of a request that is cancelled in the same breath."""
+    bench = Bench()
+    bench.hear(load(active=60))
+    assert bench.submit(A, tokens=500, deadline_s=3.0) == [], "there is no room for it"
+    assert bench.submit(B, tokens=16, max_tokens=1, deadline_s=3.0) == [], "it does not overtake"
+    bench.now = 3.0
+    assert [type(command) for command in bench.do(Tick())] == [Fail, Fail]
+
+
 def test_a_worker_that_never_took_it_is_no_victim() -> None:
     """Guards innocent requests against a router that was frozen and hears of all its broken streams at once."""
     bench = Bench(decodes=3)

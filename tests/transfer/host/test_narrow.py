@@ -26,7 +26,7 @@ from transfer.handoff.commands import (
 )
 from transfer.handoff.conversion import rows_by_block
 from transfer.handoff.negotiation import AS_STORED, WIRED, NegotiationError, negotiate, unit
-from transfer.host.landing import convert
+from transfer.host.repacked import convert
 
 WORST = {"int8": 0.5 / 127, "fp8": 16 / 448}
 """Half of the largest step, of a row's largest value. All of int8's steps are as large; E4M3's shrink with values."""

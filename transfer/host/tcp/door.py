@@ -2,6 +2,7 @@
 nobody else; the other dials."""
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -50,6 +51,8 @@ def peer_door(endpoint: Endpoint, kind: type[DoorAddressT], received: BlockSlice
         raise TransferError(f"not a {endpoint.transport} endpoint: {error}") from error
     if len(token) != TOKEN_BYTES:
         raise TransferError(f"not a {endpoint.transport} endpoint: its token has {len(token)} bytes")
+    if not 0 < details.port < 1 << 16:
+        raise TransferError(f"not a {endpoint.transport} endpoint: there is no port {details.port}")
     if details.block_bytes != received.block_bytes:
         raise TransferError(f"the peer's blocks are not those of its layout: {details.block_bytes} bytes")
     return details
@@ -59,8 +62,8 @@ def resolve(address: DoorAddress) -> Target:
     """May wait for a name server where the host is no plain address. Raises TransferError."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise TransferError(f"cannot find {address.host}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no host could have such a name
+        raise TransferError(f"cannot find {address.host!r}: {error}") from error
     return family, (str(found[0]), int(found[1]))
 
 
@@ -73,8 +76,8 @@ def dial(target: Target, stall_s: float) -> socket.socket:
     """A socket that is being connected. Raises OSError."""
     family, address = target
     sock = socket.socket(family, socket.SOCK_STREAM)
-    _tune(sock, stall_s)
     try:
+        _tune(sock, stall_s)
         with contextlib.suppress(BlockingIOError):
             sock.connect(address)
     except OSError:
@@ -141,6 +144,7 @@ class Door:
         self._stall_s = stall_s
         self._admit = admit
         self._strangers: dict[socket.socket, bytearray] = {}
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         reactor.watch(listener, self._accept)
 
     def address(self, host: str, block_bytes: int) -> DoorAddress:
@@ -153,19 +157,36 @@ class Door:
             stranger.close()
         self._reactor.unwatch(self._listener)
         self._listener.close()
+        self._give_spare()
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        _tune(sock, self._stall_s)
+            _tune(sock, self._stall_s)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return  # nobody is there any more, or the connection broke before it began
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             self._forget(oldest)
             oldest.close()
         self._strangers[sock] = bytearray()
         self._reactor.watch(sock, lambda: self._listen(sock))
+
+    def _turn_away(self) -> None:
+        """Close the connection that waits, with the descriptor kept for that: left alone, it would wake the thread at
+        every turn until a descriptor is free."""
+        self._give_spare()
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _give_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _listen(self, sock: socket.socket) -> None:
         heard = self._strangers.get(sock)
