@@ -15,7 +15,7 @@ from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestSt
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.events import Connected, Heard, Submit, TellWorker
+from router.core.events import Connected, Submit, TellWorker, WorkerSaid
 from router.core.policy import LeastCost
 
 BLOCK_TOKENS = 16
@@ -70,7 +70,7 @@ def measure(workers: int, prompt_blocks: int, requests: int, seed: int = 0) -> d
         assert isinstance(place, TellWorker) and isinstance(place.record, Place)
         end = Ended(request=request, placement=1, reason=FinishReason.STOP, stats=RequestStats())
         for answer in (Accepted(request, 1, 0), end, load):
-            router.handle(Heard(place.worker, answer), 0.0)
+            router.handle(WorkerSaid(place.worker, answer), 0.0)
     spent_us.sort()
     hashed_us.sort()
     return {

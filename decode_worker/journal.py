@@ -1,4 +1,4 @@
-"""What a decode worker remembers of its latest requests (`worker.journal`)."""
+"""Remembers a decode worker's latest requests (`worker.journal`)."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -33,7 +33,7 @@ from worker.journal import WorkerJournal
 
 
 class _Trace(msgspec.Struct):
-    """What an accepted request's spans need. `wire`: first offer and last landing, on this worker's clock."""
+    """The data that an accepted request's spans need. `wire`: first offer and last landing, on this worker's clock."""
 
     traceparent: str
     accepted_s: float

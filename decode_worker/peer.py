@@ -58,7 +58,7 @@ class Peers:
     _streams: dict[Incarnation, PeerStream] = field(default_factory=dict)
     _opening: dict[PeerAddress, int] = field(default_factory=dict)
     _lost: dict[PeerAddress, int] = field(default_factory=dict)
-    """How often each has been dialled again."""
+    """Redials, by worker."""
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     _redialled_at: float = 0.0
 

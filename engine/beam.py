@@ -43,7 +43,7 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """How many continuations of each hypothesis must be known: enough for `width` that do not end."""
+        """The number of continuations of each hypothesis that must be known: enough for `width` that do not end."""
         return max(2, 1 + len(self._ends)) * self._params.width
 
     def advance(self, drawn: Sequence[Candidates]) -> list[BeamStep]:

@@ -1,4 +1,4 @@
-"""What one engine (one device, one pool) is told. Every package owns its own struct; `cluster.config` composes them.
+"""The settings of one engine (one device, one pool). Every package owns its own struct; `cluster.config` composes them.
 
 Defaults here are a CPU's. Where a pool computes on a GPU, `cluster.defaults` puts others in place of those that were
 left alone; `headrace dump-config` shows which.
@@ -20,14 +20,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     reads, and it overflows nowhere, as its exponents are float32's. To compute in 32 bits on a GPU, say float32.
     `cluster` settles it before the model is prepared; an engine that finds "auto" takes the type of `model_dir`."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """How KV is kept: `auto`, as the model computes it; int8 and fp8 (E4M3) take about half of 16 bits, with a scale
-    per token and head. Workers that share requests must agree."""
+    """The form in which KV is kept: `auto`, as the model computes it; int8 and fp8 (E4M3) take about half of 16 bits,
+    with a scale per token and head. Workers that share requests must agree."""
     device: str = "cpu"
-    """Where the engine computes: `cpu`, `cuda` or `cuda:N`."""
+    """The device that the engine computes on: `cpu`, `cuda` or `cuda:N`."""
     attention: Literal["auto", "native", "torch", "triton"] = "auto"
-    """Which kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built
-    when Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be
-    had and the model is in float32."""
+    """The kernels: `triton`, those for a GPU; `native`, those for the CPU, which compute in 32 bits and were built when
+    Headrace was installed; `torch`, PyTorch's. `auto`: by the device, and on the CPU native ones where they can be had
+    and the model is in float32."""
     block_size: int = 16
     """Tokens of a block. On a GPU 64, by default: long reads, and what its kernels are tuned for."""
     pool_bytes: int | Literal["auto"] = 384 * 1024 * 1024
@@ -49,8 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Compute threads of this process; `cluster` sets it to max(1, cores / workers on the host), and to 4 on a GPU,
     for which a host has little to compute."""
     lend_cores: bool = True
-    """While other workers of this host have no step to run, compute with their threads too (`engine.cores`). Only with
-    native kernels, whose bits do not depend on it."""
+    """Compute with the threads of other workers of this host too while these have no step to run (`engine.cores`). Only
+    with native kernels, whose bits do not depend on it."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Only the CPU's kernels can keep it: a GPU's split work by the whole batch. `on`: every token is a function of its
     own sequence alone, whatever is in the batch, however the prompt was chunked, wherever it was recomputed; a machine
@@ -71,7 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, dtype=prepared)
 
     def blocks_in(self, kv_bytes: int, block_bytes: int) -> int:
-        """How many blocks a pool of `kv_bytes` holds. Raises ValueError where it does not hold even one."""
+        """Return the number of blocks that a pool of `kv_bytes` holds. Raises ValueError where it does not hold even
+        one."""
         blocks = kv_bytes // block_bytes
         if blocks < 1:
             raise ValueError(f"pool_bytes {self.pool_bytes}: {kv_bytes} bytes hold no block of {block_bytes}")
@@ -98,7 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where cached KV blocks go when they must leave the pool (`engine.kv.tiers`); 0 bytes: no such tier."""
+    """The tiers that cached KV blocks go to when they must leave the pool (`engine.kv.tiers`); 0 bytes: no such
+    tier."""
 
     host_bytes: int = 128 * 1024 * 1024
     """Size of the tier in this machine's memory; taken as it fills. On a GPU 4 GiB, by default, locked at start."""

@@ -60,7 +60,8 @@ class Cores:
         self._write(threads, busy=False)
 
     def threads(self) -> int:
-        """How many to use for the call at hand: this worker's own, and its part of those that nobody uses."""
+        """Return the number of threads for the call at hand: this worker's own, and its part of those that nobody
+        uses."""
         now = time.monotonic()
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now

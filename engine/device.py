@@ -30,7 +30,7 @@ from kernels.native import native as find_native
 log = logging.getLogger(__name__)
 
 ANY_STEP = StepLimits(chunk_tokens=16)
-"""What a GPU is made ready for where nobody knows which steps will come."""
+"""The steps that a GPU is made ready for where nobody knows which will come."""
 
 
 @dataclass(frozen=True, slots=True)

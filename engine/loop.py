@@ -38,7 +38,7 @@ class Scheduler(Protocol[E_in, C_out]):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """True when it holds nothing for anybody."""
 
     def check(self) -> None:
         """Recompute the invariants."""
@@ -107,7 +107,7 @@ class Engine(Generic[E, C]):
 
 
 class Shell(Protocol):
-    """What an engine thread drives; all calls come from that thread."""
+    """The part of a worker that an engine thread drives; all calls come from that thread."""
 
     def hear(self, items: list[object]) -> None:
         """Take in what has arrived, in order."""
@@ -120,7 +120,7 @@ class Shell(Protocol):
 
 
 class Inbox:
-    """What the other threads tell an engine, in order."""
+    """A queue of what the other threads tell an engine, in order."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[object] = queue.SimpleQueue()

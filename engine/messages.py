@@ -35,7 +35,7 @@ class MemoryUse(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(Record, kw_only=True):
-    """What a worker says of itself when somebody connects."""
+    """A worker's description of itself, for those that connect."""
 
     name: str
     role: str  # "prefill" | "decode"
@@ -124,7 +124,8 @@ class Yield(PlacementMessage):
 
 
 class Release(PlacementMessage):
-    """Nobody will ask for the KV of a yielded request again: its blocks go as soon as nobody reads them."""
+    """Let the KV of a yielded request go: nobody will ask for it again, and its blocks go as soon as nobody reads
+    them."""
 
 
 RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
@@ -134,7 +135,8 @@ RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Rele
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Why a request failed: `code` is the name of a gRPC status code, `field` the request field at fault, if any."""
+    """The reason why a request failed: `code` is the name of a gRPC status code, `field` the request field at fault, if
+    any."""
 
     code: str
     message: str
@@ -142,7 +144,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request cost, on the decode worker's clock. Seconds; the stages are those of docs/architecture.md."""
+    """The cost of a request, on the decode worker's clock. Seconds; the stages are those of docs/architecture.md."""
 
     stages: dict[str, float] = {}
     prompt_tokens: int = 0
@@ -240,7 +242,8 @@ class HandoffMessage(Record):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer reaches a worker's KV memory. `details` belongs to the transport named here and to nobody else."""
+    """The way by which a peer reaches a worker's KV memory. `details` belongs to the transport named here and to nobody
+    else."""
 
     transport: str
     details: dict[str, Any] = {}

@@ -1,5 +1,6 @@
-"""What both schedulers decide in the same way: is a record sound, who gets the step's tokens, when is a request over,
-what does a step cost by now, and where did a request's time go. Pure: no torch, no clock; time is an argument."""
+"""Decisions that both schedulers make alike: whether a record is sound, which requests get the step's tokens, when a
+request is over, what a step costs by now, and where a request's time went. Pure: no torch, no clock; time is an
+argument."""
 
 from collections.abc import Sequence
 
@@ -28,7 +29,7 @@ SAMPLING_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-"""What a sampling value may be, ends included: at the router's border and at the worker's."""
+"""The range of each sampling value, ends included: at the router's border and at the worker's."""
 
 MAX_PRIORITY = 100
 MAX_BEAM_WIDTH = 16

@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: one draw per row that wants one, as its request's record says."""
+"""Draws a step's tokens from its logits: one draw per row that wants one, as its request's record says."""
 
 from collections.abc import Sequence
 

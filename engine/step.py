@@ -1,4 +1,4 @@
-"""What a scheduler asks of a runner: one step over a mixed batch. Plain data, no torch."""
+"""The order of a scheduler to a runner: one step over a mixed batch. Plain data, no torch."""
 
 from collections.abc import Sequence
 
@@ -23,13 +23,13 @@ class Row(msgspec.Struct, frozen=True):
     draw: bool
     banned: tuple[int, ...] = ()
     candidates: int = 0
-    """Where not 0, so many of the likeliest next tokens are wanted with their log probabilities, and none is drawn."""
+    """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
 
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
 Drawn = int | Candidates
-"""What a step makes of a row with `draw`."""
+"""The result of a row with `draw`."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -45,5 +45,5 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def recomputed_tokens(self) -> int:
-        """Those of sequences that came with output: another worker computed them once, and was lost."""
+        """Tokens of this step that are recomputed: another worker computed them once, and was lost."""
         return sum(row.end - row.start for row in self.rows if len(row.record.tokens) > row.record.prompt_tokens)

@@ -17,7 +17,7 @@ def host_port(host: str, port: int) -> str:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; also the `outcome` label of the request counters."""
+    """The reason why a request ended; also the `outcome` label of the request counters."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,7 +40,8 @@ class TooLongError(FieldError):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. `temperature` 0 is greedy; 0 for `top_k` and 1.0 for `top_p` switch them off."""
+    """The parameters by which the next token is drawn. `temperature` 0 is greedy; 0 for `top_k` and 1.0 for `top_p`
+    switch them off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -96,9 +97,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     sample_index: int = 0
     group: str = ""
-    """What the samples of one call have in common; empty where there is but one."""
+    """The group that the samples of one call share; empty where there is but one."""
     priority: int = 0
-    """Who gives its blocks away when a decode worker's pool is exhausted: the lowest first."""
+    """The order in which requests give their blocks away when a decode worker's pool is exhausted: the lowest first."""
     beams: BeamParams | None = None
     """Beam search, in place of `sampling`. Its answers come with the request's end, no token before."""
     stop_token_ids: tuple[int, ...] = ()
@@ -108,8 +109,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     remaining_s: float | None = None
     """Time left to the caller's deadline when the record was sent: a duration, since clocks are never compared."""
     context: bytes = b""
-    """What another router needs to go on with this request after a restart; opaque to workers, and secret. Empty where
-    no client can come back."""
+    """All that another router needs to go on with this request after a restart; opaque to workers, and secret. Empty
+    where no client can come back."""
 
     traceparent: str = ""
     """The W3C trace context under which workers say what they did; empty where nobody traces."""

@@ -1,4 +1,4 @@
-"""What a prefill worker remembers of its latest requests (`worker.journal`)."""
+"""Remembers a prefill worker's latest requests (`worker.journal`)."""
 
 from collections.abc import Sequence
 from typing import ClassVar

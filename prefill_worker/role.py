@@ -74,4 +74,4 @@ class PrefillRole:
         return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token)
 
     def close(self) -> None:
-        """It has no streams of its own."""
+        """Close nothing: this role has no streams."""

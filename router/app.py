@@ -62,7 +62,7 @@ class RouterApp:
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.ticked_s = clock()
-        """When the loop last came round to its tick. May be read from any thread."""
+        """The time of the loop's latest tick. May be read from any thread."""
 
     async def start(self) -> RouterAddresses:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""
@@ -80,7 +80,7 @@ class RouterApp:
         await self._links.set_workers(prefill, decode)
 
     def ready(self) -> bool:
-        """Whether a prefill and a decode worker are alive."""
+        """True while a prefill and a decode worker are alive."""
         return self.hub.ready()
 
     def models(self) -> list[str]:

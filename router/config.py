@@ -35,7 +35,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     escalate_s: float = 5.0
     """A worker that another one calls silent is given up when the router has not heard of it for this long either."""
     unplaceable_s: float = 10.0
-    """How long requests wait while no worker is left that could take them."""
+    """The time that requests wait while no worker is left that could take them."""
     max_placements: int = 3
     """Placements of one request that may be lost with their decode workers; then it is given up."""
     moves_at_once: int = 2
@@ -44,12 +44,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Placements after losses that all requests together may take at once; it refills within a minute. With workers on
     GPUs 1,024, by default: also four full batches, each of which goes with its worker."""
     retry_fraction: float = 0.2
-    """How much every new request adds to that budget, up to `retry_reserve`."""
+    """The share of a placement that every new request adds to that budget, up to `retry_reserve`."""
     settle_s: float = 5.0
-    """How long after its start a router waits for decode workers to report what they kept for it. Until then it hands
-    out nothing of earlier requests."""
+    """The time after its start that a router waits for decode workers to report what they kept for it. Until then it
+    hands out nothing of earlier requests."""
     resume_window_s: float = 30.0
-    """How long a resumable stream waits for its client after the connection is lost."""
+    """The time that a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000
     """Token ids remembered of finished chats, so that follow-up turns begin with them."""
     slo_ttft_s: float = 0.5

@@ -83,7 +83,7 @@ class OtherModelError(Exception):
 
 
 class Links:
-    """All streams to workers. Lives on the router's event loop."""
+    """The streams to all workers. Lives on the router's event loop."""
 
     # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, and as
     # much as is known of the fingerprint.

@@ -42,10 +42,11 @@ class Sink(Protocol):
     def accepted(self, now: float) -> None: ...
 
     def interrupted(self, now: float) -> None:
-        """Its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
+        """Note that its decode worker was lost: it will be offered and accepted once more, and goes on where it was."""
 
     def moved(self, stages: dict[str, float], now: float) -> None:
-        """Its decode worker is leaving and has yielded it after `stages`: it will be offered and accepted once more."""
+        """Note that its leaving decode worker has yielded it after `stages`: it will be offered and accepted once
+        more."""
 
     def tokens(self, ids: list[int], now: float) -> int | None:
         """Take output; the number of tokens kept if they complete a stop string."""
@@ -98,7 +99,7 @@ class Hub:
         return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
-        """Whether a prefill and a decode worker are alive."""
+        """True while a prefill and a decode worker are alive."""
         now = self._clock()
         registry = self.core.registry
         return bool(registry.live("prefill", now) and registry.live("decode", now))
@@ -117,13 +118,13 @@ class Hub:
         """The client is gone; nothing more reaches its sink."""
         if self._sinks.pop(request, None) is not None:
             self.journal.left(request, self._clock())
-            self._handle(events.Left(request))
+            self._handle(events.ClientLeft(request))
 
     # ---- from workers
 
     def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
         """Take in the names of all decode workers, and the lives of all workers as far as they are known."""
-        self._handle(events.Named(tuple(decode), tuple(lives)))
+        self._handle(events.WorkersNamed(tuple(decode), tuple(lives)))
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""
@@ -152,7 +153,7 @@ class Hub:
         """Take in one frame of a worker."""
         for record in records:
             try:
-                self._handle(events.Heard(worker, record))
+                self._handle(events.WorkerSaid(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
@@ -248,7 +249,7 @@ class Hub:
         log.warning("goes on behind %d tokens of an earlier router", len(orphan.tokens), extra={"request": request})
         sink = self._revive(orphan, now)
         if sink is None:
-            self._handle(events.Left(request))
+            self._handle(events.ClientLeft(request))
         else:
             self._sinks[request] = sink
             self._observer.continued("adopted")
@@ -258,7 +259,7 @@ class Hub:
         if (sink := self._sinks.pop(request, None)) is not None:
             fault = Fault("INTERNAL", "the router failed on this request")
             sink.failed(fault, FinishReason.ERROR, None, self._clock())
-        self._handle(events.Left(request))
+        self._handle(events.ClientLeft(request))
 
 
 def _nowhere(worker: str, record: RouterRecord) -> None:

@@ -29,7 +29,7 @@ class _Member:
     metrics_address: str = ""
     incarnation: Incarnation | None = None
     is_gone: bool = False
-    """It left, and is taken off as soon as it is named no more."""
+    """Left; removed once no longer named."""
 
 
 class Roster:
@@ -74,7 +74,7 @@ class Roster:
             member.state = "lost"
 
     def views(self, registry: Registry, index: PrefixIndex, now: float) -> list[WorkerView]:
-        """All members; one that is connected and silent counts as lost."""
+        """Return all members; one that is connected and silent counts as lost."""
         live = {worker.name: worker for role in ("prefill", "decode") for worker in registry.live(role, now)}
         views = []
         for name, member in self._members.items():
@@ -86,7 +86,8 @@ class Roster:
         return views
 
     def targets(self, router_address: str) -> list[ScrapeTarget]:
-        """What Prometheus is to scrape: the router where it was reached, and every worker that was ever connected."""
+        """Return what Prometheus is to scrape: the router where it was reached, and every worker that was ever
+        connected."""
         found = [_target("router", "router", router_address)]
         for name, member in self._members.items():
             if member.metrics_address:

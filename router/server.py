@@ -66,7 +66,7 @@ class RouterServer:
         asyncio.run_coroutine_threadsafe(change, loop).result(CALL_TIMEOUT_S)
 
     def ready(self) -> bool:
-        """Whether a prefill and a decode worker are connected and alive."""
+        """True while a prefill and a decode worker are connected and alive."""
         loop, app = self._loop, self._app
         if loop is None or app is None or not self._thread.is_alive():
             return False

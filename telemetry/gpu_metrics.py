@@ -28,7 +28,7 @@ class NcclReadings(Protocol):
 
 
 class Nccl(Protocol):
-    """The NCCL transport as metrics read it, from any thread. Fulfilled by `transfer.nccl.NcclTransport`."""
+    """The NCCL transport as metrics read it, from any thread. Fulfilled by `transfer.nccl.transport.NcclTransport`."""
 
     @property
     def report(self) -> NcclReadings: ...

@@ -29,7 +29,7 @@ class TierTotals(Protocol):
 
 
 class TierReadings(Protocol):
-    """Fulfilled by `engine.kv.tiers.Tiers`."""
+    """Fulfilled by `engine.kv.tiers.tiers.Tiers`."""
 
     block_bytes: int
     disk_error: str

@@ -1,5 +1,5 @@
-"""How KV blocks travel, and what that asks of the environment of a worker's process. Pure: who starts workers applies
-it."""
+"""The settings by which KV blocks travel, and what they ask of the environment of a worker's process. Pure: who starts
+workers applies it."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the `nccl` transport. Peers may differ in all but `share_gpu`."""
 
     communicators: int = 16
-    """At most this many at once; of more peers, the pair that was used least recently loses its own."""
+    """The most communicators at one time; with more peers, the pair that was used least recently loses its own."""
     channels: int = 2
     """Thread blocks, and sets of buffers, of a communicator."""
     buffer_bytes: int = 1 << 20
@@ -32,18 +32,18 @@ class NcclConfig(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 2.0
     """An operation that both ends have begun and that takes longer costs its communicator."""
     join_s: float = 20.0
-    """Within this a communicator must be made and warmed up."""
+    """The time in which a communicator must be made and warmed up."""
     drain_s: float = 5.0
-    """Within this the kernels of an aborted communicator must have ended, else the worker ends: its memory is not safe.
-    `cluster` takes as many times as much where it knows of as many workers on one GPU, which take turns there."""
+    """The time in which the kernels of an aborted communicator must have ended, else the worker ends: its memory is not
+    safe. `cluster` takes as many times as much where it knows of as many workers on one GPU, which take turns there."""
     one_sided: bool = False
     """Put pieces into a ring of the receiver's instead of sending them to it, where both workers say so, NCCL has the
     verbs (2.29.2) and the devices can: copy engines do the work, no multiprocessor does."""
     put_bytes: int = 8 << 20
     """The size of a piece that is put. Each pair keeps four of them at each end, as long as it has a communicator."""
     share_gpu: Literal["no", "multi_rank", "two_hosts"] = "no"
-    """How two workers of one GPU may speak over NCCL, which is slow and for tests: as two ranks of a device (NCCL
-    2.30 and later), or as if they were on two hosts (earlier, over sockets). Both must say the same."""
+    """The way in which two workers of one GPU may speak over NCCL, which is slow and for tests: as two ranks of a
+    device (NCCL 2.30 and later), or as if they were on two hosts (earlier, over sockets). Both must say the same."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ def is_exported(device: str, config: TransferConfig) -> bool:
 
 
 def without_handles(environ: Mapping[str, str]) -> str:
-    """Why memory allocated under these variables has no IPC handle, and what to do; empty where it has one."""
+    """Return why memory allocated under these variables has no IPC handle, and what to do; empty where it has one."""
     for variable in VARIABLES:
         for option, pattern in _WITHOUT_HANDLES.items():
             if pattern.search(environ.get(variable, "")):
@@ -114,8 +114,8 @@ def without_handles(environ: Mapping[str, str]) -> str:
 
 
 def nccl_environment(config: NcclConfig, worker: str) -> dict[str, str]:
-    """What NCCL reads from the environment of one worker's process, and no call can set. `worker` is its name: two of
-    one host have different ones."""
+    """Return what NCCL reads from the environment of one worker's process, and no call can set. `worker` is its name:
+    two of one host have different ones."""
     found = {
         # Two of these, or four, for each channel and peer: the memory that pairs are blamed for.
         "NCCL_BUFFSIZE": str(config.buffer_bytes),

@@ -29,7 +29,8 @@ _SAMPLING = 0x6865616472616365
 
 
 def binding(identity: bytes, generation: int, handoff: Handoff) -> bytes:
-    """What a digest is bound to: block identity, generation of the source block, and the handoff's whole name."""
+    """Return what a digest is bound to: block identity, generation of the source block, and the handoff's whole
+    name."""
     name = handoff.request.encode()
     numbers = (generation, handoff.placement, handoff.attempt, handoff.decode, handoff.prefill, len(name))
     return struct.pack("<QQIQQI", *numbers) + name + identity

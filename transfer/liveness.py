@@ -1,5 +1,5 @@
-"""What still lives: which machine this is, whether a process on it has ended (the proofs that a fence may rest on), and
-whether what should move has stopped."""
+"""Tells what still lives: which machine this is, whether a process on it has ended (the proofs that a fence may rest
+on), and whether what should move has stopped."""
 
 import os
 from pathlib import Path

@@ -39,7 +39,7 @@ from transfer.handoff.negotiation import AS_STORED, WP64, Agreement
 from transfer.liveness import LOOK_S
 from transfer.polling import Bell, PeerTable
 from transfer.registry import open_route
-from transfer.route import Checked, Route
+from transfer.route import CheckedLanding, Route
 from transfer.transport import Completion, KVMemory, Outcome, Ticket, TransferError, Transport
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Mover:
         self._calls = 0
         self._routes: PeerTable[Route] = PeerTable()
         self._sends: dict[_Key, tuple[PostSend, float]] = {}
-        self._recvs: dict[_Key, tuple[PostRecv, Checked, int, float]] = {}
+        self._recvs: dict[_Key, tuple[PostRecv, CheckedLanding, int, float]] = {}
         self._scraps: set[_Key] = set()
         self._tickets: dict[tuple[Handoff, int], _Key] = {}
 

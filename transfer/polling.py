@@ -1,5 +1,5 @@
-"""What the transports share behind their contract: what wakes the transfer thread, what has ended, which peers there
-are and what they tell."""
+"""Parts that the transports share behind their contract: what wakes the transfer thread, what has ended, which peers
+there are and what they tell."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ class Bell:
 
 
 class PeerTable(dict[Incarnation, PeerT]):
-    """Those that a transport, or the transfer thread, can reach."""
+    """Connected peers; a missing one raises TransferError."""
 
     def __missing__(self, peer: Incarnation) -> PeerT:
         raise TransferError(f"{peer} is not connected")
@@ -82,7 +82,7 @@ class CompletionQueue:
 
 
 def details_of(endpoint: Endpoint, kind: type[DetailsT]) -> DetailsT:
-    """What a peer's transport has told of itself. Raises TransferError where it is something else."""
+    """Return what a peer's transport has told of itself. Raises TransferError where it is something else."""
     try:
         return msgspec.convert(endpoint.details, kind)
     except msgspec.ValidationError as error:

@@ -81,7 +81,7 @@ FACTORIES: dict[str, Factory] = {
     "tcp": _tcp,
 }
 WAYS = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nccl")}
-"""What `auto` may take, by where the blocks are: within a host, and beyond."""
+"""Transports that `auto` may take, by where the blocks are: within a host, and beyond."""
 
 
 def open_transport(

@@ -1,4 +1,5 @@
-"""What a worker has settled with one peer: over which transport blocks go, in which form, and with which digests."""
+"""The terms that a worker has settled with one peer: the transport and the form in which blocks go, and their
+digests."""
 
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from transfer.host.repacked import Repacked, convert
 from transfer.transport import BlockSlice, KVMemory, Transport
 
 
-class Checked(Protocol):
+class CheckedLanding(Protocol):
     """A landing that compares digests."""
 
     wrong: int
@@ -43,7 +44,8 @@ class Route:
         self._tally = tally
 
     def pack(self, command: PostSend) -> Any:
-        """What travels of each block to be sent, as its transport takes it; None where that is as it is stored."""
+        """Return what travels of each block to be sent, as its transport takes it; None where that is as it is
+        stored."""
         if self.wire == AS_STORED:
             return None
         stored = msgspec.structs.replace(self.outgoing, dtype=self._layout.dtype)
@@ -63,8 +65,8 @@ class Route:
                 self._tally.made += 1
         return tuple(found)
 
-    def landing(self, command: PostRecv) -> Checked:
-        """Where the blocks of a receive go; it compares nothing where the agreement has no digest."""
+    def landing(self, command: PostRecv) -> CheckedLanding:
+        """Return the landing of a receive's blocks; it compares nothing where the agreement has no digest."""
         verifier = Verifier(command.move.handoff, self._share, self._tally)
 
         def check(view: memoryview, block: IncomingBlock) -> bool:

@@ -48,18 +48,19 @@ class BlockSlice(msgspec.Struct, frozen=True):
 
 
 Packed = Sequence[memoryview]
-"""What travels of each block of a send, on the CPU, where that is not as it is stored."""
+"""The part that travels of each block of a send, on the CPU, where that is not as it is stored."""
 
 
 class Landing(Protocol):
-    """Where the blocks of one receive go. Blocks come one at a time, in the order of `Move.remote`: a transport asks
-    for the place of a block when its bytes begin to come, and says so when they are all there. Neither call raises."""
+    """The places where the blocks of one receive go. Blocks come one at a time, in the order of `Move.remote`: a
+    transport asks for the place of a block when its bytes begin to come, and says so when they are all there. Neither
+    call raises."""
 
     def place(self, at: int) -> memoryview:
         """A writable view of exactly as many bytes as travel of one block."""
 
     def landed(self, at: int) -> None:
-        """All bytes of the block are in their place, and nothing shows that they are stale."""
+        """Note that all bytes of the block are in their place, and nothing shows that they are stale."""
 
 
 class Outcome(Enum):
@@ -87,7 +88,7 @@ class KVMemory(Protocol):
 
     @property
     def device(self) -> str:
-        """Where the blocks are: `cpu`, or a device as torch names it, such as `cuda:0`."""
+        """The device that holds the blocks: `cpu`, or a device as torch names it, such as `cuda:0`."""
 
     @property
     def fd(self) -> int:
@@ -97,7 +98,7 @@ class KVMemory(Protocol):
         """A writable flat byte view of one block. Not on a device."""
 
     def generation(self, block: BlockId) -> int:
-        """How often the block has been handed out; advanced by the owner before each reuse."""
+        """Return how often the block has been handed out; advanced by the owner before each reuse."""
 
 
 LandingT = TypeVar("LandingT", contravariant=True)
@@ -112,7 +113,7 @@ class Transport(Protocol[LandingT, PackedT]):
 
     @property
     def device(self) -> object | None:
-        """Whose memory it moves, a `transfer.gpu.device.Device`; None stands for the host's."""
+        """The device whose memory it moves, a `transfer.gpu.device.Device`; None stands for the host."""
 
     reads_remotely: bool
     """True where the receiver reads the sender's memory itself (shm): then a source block stays pinned until the
@@ -125,7 +126,7 @@ class Transport(Protocol[LandingT, PackedT]):
         grows."""
 
     def describe(self) -> Endpoint:
-        """What a peer needs in order to reach this worker's memory; travels in `Hello`."""
+        """Return what a peer needs in order to reach this worker's memory; travels in `Hello`."""
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Make a peer reachable: `sent` of each block of this worker goes there, `received` of each of the peer's comes

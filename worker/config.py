@@ -1,4 +1,4 @@
-"""What a worker is told: what both roles are, and what only one of them is."""
+"""The settings of a worker: those of both roles, and those of one of them."""
 
 from typing import Literal
 
@@ -43,13 +43,15 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     local_chunk_tokens: int = 64
     """Prompt tokens that one step prefills here when no prefill worker is left. On a GPU 512, by default."""
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
-    """What happens when the pool is exhausted: the last of all requests gives its blocks away, and has its KV computed
-    again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the cheaper for it, as
-    measured. `off`: a request is only taken with room for its whole `max_tokens`: only searches can exhaust it."""
+    """The way in which room is made when the pool is exhausted: the last of all requests gives its blocks away, and has
+    its KV computed again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the
+    cheaper for it, as measured. `off`: a request is only taken with room for its whole `max_tokens`: only searches can
+    exhaust it."""
     growth_tokens: int = 64
     """Room for so many tokens of its answer is promised to a request when it is taken, unless preemption is off."""
     orphan_s: float = 30.0
-    """How long a resumable request whose router is gone runs on, and an ended one is remembered. 0: neither."""
+    """The time for which a resumable request whose router is gone runs on, and an ended one is remembered. 0:
+    neither."""
 
     @property
     def step_limits(self) -> StepLimits:

@@ -1,4 +1,4 @@
-"""What a worker remembers of its latest requests: their flights, and their spans where requests are traced.
+"""Remembers a worker's latest requests: their flights, and their spans where requests are traced.
 
 A journal reads the events and commands that pass through the shell, and decides nothing. Owner: the engine thread.
 """
@@ -21,7 +21,7 @@ class WorkerJournal(ABC, Generic[K, T]):
     # Mutable state: the recorder, and of what is under way what its spans will need.
 
     ENDS: ClassVar[frozenset[str]]
-    """What the last event of a flight is called once its request is not under way any more."""
+    """The name of the last event of a flight once its request is not under way any more."""
 
     def __init__(self, worker: str) -> None:
         self.recorder = FlightRecorder(worker)

@@ -30,16 +30,16 @@ from worker.streams import Readers, RouterStream, methods
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All of it is open; the threads of the two movers do not run yet, and nobody empties the inbox."""
+    """The open parts of a worker; the threads of the two movers do not run yet, and nobody empties the inbox."""
 
     info: WorkerInfo
     hello: Hello
-    """This worker's own, to other workers: it names every way to its memory."""
+    """This worker's hello to other workers: it names every way to its memory."""
     transfer: TransferConfig
     device: EngineDevice
     kv: KVCacheManager
     tier_mover: TierMover | None
-    """None where there are no lower tiers."""
+    """The lower tiers; None where there are none."""
     mover: Mover
     metrics: WorkerMetrics
     inbox: Inbox

@@ -1,4 +1,5 @@
-"""What makes a worker a prefill or a decode worker: its scheduler, its links to others, and what it measures."""
+"""The part that makes a worker a prefill or a decode worker: its scheduler, its links to others, and what it
+measures."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from worker.journal import WorkerJournal
 E = TypeVar("E")
 
 SharedEvent = ReaderEvent | Posted | Sent | Leave | TierEvent
-"""What the scheduler of either role hears; `E` is what only one of them does."""
+"""The events that the scheduler of either role hears; `E` are those that only one of them does."""
 
 
 class Role(Protocol[E]):

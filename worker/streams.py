@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 READ = "/headrace.v1.KVSource/Attach"
 ATTACH = {"prefill": "/headrace.v1.PrefillWorker/Attach", "decode": "/headrace.v1.DecodeWorker/Attach"}
-"""For routers. By role, so that one that dials the address of an earlier worker finds nobody."""
+"""The service that routers dial, named by role: one that dials the address of an earlier worker finds nobody."""
 
 
 class RouterStream(InboxStream):
@@ -63,7 +63,7 @@ class Readers:
     knows them. Owner: the engine thread."""
 
     hello: Hello
-    """This worker's own, whose endpoints are filled in by who asks."""
+    """This worker's hello, whose endpoints are filled in by the one that asks."""
     transports: Mapping[str, Transport]
     submit: Callable[[Connect], None]
     _streams: dict[Incarnation, ReaderStream] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Decode steps of the whole engine (scheduler, runner, model, kernels), recorded and not, for a ladder of batch sizes.
+"""Decode steps of the whole engine (scheduler, runner, model, kernels), recorded and not, for several batch sizes.
 
 A model of an 8B's shape with random weights, greedy. The prompts are prefilled here, in chunks, as a decode worker does
 that has no prefill worker left; then the same requests go on, some steps with recorded graphs and some without.

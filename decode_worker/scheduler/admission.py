@@ -1,4 +1,4 @@
-"""Which requests a decode worker takes, with how much room, and what they begin with. Pure.
+"""Decides which requests a decode worker takes, with how much room, and what they begin with. Pure.
 
 A request is taken with blocks for its tokens and the promise of room for `growth_tokens` more, or as the fork of one
 that is here; otherwise the answer is no, at once, and the router keeps it. What it needs beyond is found as it grows:
@@ -25,23 +25,23 @@ class Admission:
     """Mutable state: `requests`, and `accepted`; who is taken begins in `prefills`. Owner: the scheduler."""
 
     name: str
-    """This worker's."""
+    """This worker's incarnation."""
     config: DecodeConfig
     kv: KVCacheManager
     vocab: int
     context_tokens: int
     prefills: Prefills
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    """All that were taken, until they end or depart."""
+    """Requests that were taken, until they end or depart."""
     accepted: int = 0
-    """How many were taken."""
+    """The number of requests taken."""
 
     def current(self, name: RequestId, placement: int) -> Request | None:
         request = self.requests.get(name)
         return None if request is None or request.placement != placement else request
 
     def forget(self, request: Request) -> None:
-        """It ends, or departs."""
+        """Forget a request that ends, or departs."""
         del self.requests[request.record.request]
 
     def take_back(self, request: Request) -> None:

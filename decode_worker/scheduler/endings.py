@@ -1,9 +1,9 @@
-"""How requests end, and whose they are while they last: the router is told at once, their blocks follow. Pure.
+"""Ends requests, and knows whose they are while they last: the router is told at once, their blocks follow. Pure.
 
 A request ends by its last token, its router's word, its deadline, a fault, or the loss of its router. It is gone, and
-what it has computed is cached, when no copy of ours is under way. What its client
-may come back for outlives its router: which requests are orphans, and what is remembered of ended ones, is the business
-of `decode_worker.scheduler.leaving.orphans`.
+what it has computed is cached, when no copy of ours is under way. A resumable request outlives its router: which
+requests are orphans, and what is remembered of ended ones, is the business of
+`decode_worker.scheduler.leaving.orphans`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,5 @@
-"""What can happen to a decode scheduler, what it asks of its shell besides the commands of `transfer.handoff.commands`,
-and what its parts say of a request that can be forgotten, or is to end."""
+"""The events of a decode scheduler, what it asks of its shell besides the commands of `transfer.handoff.commands`, and
+what its parts say of a request that can be forgotten, or is to end."""
 
 import msgspec
 

@@ -39,7 +39,7 @@ from transfer.handoff.receiver import KVReceiver
 MAX_ATTEMPTS = 4
 """Handoffs tried for one placement, or for what was preempted; then the decode worker prefills by itself."""
 CALLERS_FAULT = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
-"""What another prefill worker would answer as well."""
+"""Error codes that any other prefill worker would give too."""
 
 
 class KVReceived(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Handoffs:
     kv: KVCacheManager
     receiver: KVReceiver
     incarnation: Incarnation
-    """This worker's."""
+    """This worker's incarnation."""
     fingerprint: str
     migrated: list[Migrated] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -143,7 +143,7 @@ class Handoffs:
     # events
 
     def handle(self, event: FromSource, now: float) -> list[HandoffResult]:
-        """Take in what a worker that is read from says, but for first tokens, or what the transfer thread does."""
+        """Handle offers, failures, lost and new peers, and receives that ended; first tokens come by `first_token`."""
         match event:
             case FromPeer(_, Offer() as message):
                 return self._heed(self.receiver.offer(message), now)

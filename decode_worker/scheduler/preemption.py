@@ -1,4 +1,4 @@
-"""Who gives way when the pool is exhausted, and how it comes back. Pure.
+"""Chooses which request is preempted when the pool is exhausted, and brings it back. Pure.
 
     READY, RUNNING, LOCAL, FORKING --the pool is exhausted--> PREEMPTED: no blocks; what it had is evictable cache
     PREEMPTED --room--> FORKING, LOADING, LOCAL or handoff
@@ -30,7 +30,7 @@ from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
 from worker.config import DecodeConfig
 
-YIELDING = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
+PREEMPTIBLE = frozenset({RequestState.READY, RequestState.RUNNING, RequestState.LOCAL, RequestState.FORKING})
 """States in which nothing but a step of ours writes to a request's blocks."""
 
 
@@ -52,7 +52,7 @@ class Preemption:
     admission: Admission
     line: list[Request] = field(default_factory=list)
     preempted: Counter[str] = field(default_factory=Counter)
-    """How many, by the state in which they were."""
+    """Preemptions, by the state in which the requests were."""
 
     def bars(self, record: RequestRecord) -> bool:
         """Say if a preempted request comes before a new one."""
@@ -88,7 +88,7 @@ class Preemption:
         here = [r for r in self.admission.requests.values() if r.state is not RequestState.PREEMPTED]
         here.sort(key=order)
         behind = here[here.index(wants) + 1 :]
-        last = next((r for r in reversed(behind) if r.state in YIELDING), None)
+        last = next((r for r in reversed(behind) if r.state in PREEMPTIBLE), None)
         if last is None:
             # 1. Nobody stands behind `wants`, but others before it: it gives way itself.
             # 2. Those behind it are all in handoffs, or there are no others: it waits.
@@ -97,7 +97,7 @@ class Preemption:
         chosen, group = [last], last.record.group
         if group and group != wants.record.group:
             # 4. The last behind it is a sample of another prompt: all of its samples do, that can.
-            chosen = [r for r in here if r.record.group == group and r.state in YIELDING]
+            chosen = [r for r in here if r.record.group == group and r.state in PREEMPTIBLE]
         forks = [fork for request in chosen for fork in waiting(request)]
         return chosen + [fork for fork in forks if fork not in chosen]
 
@@ -152,7 +152,7 @@ class Preemption:
         # Who runs wants its next block soon: to take it away would preempt this request again.
         spare = max(len(self.batch.running), self.batch.shortage)
         sample = self._fetched_sample(request)
-        # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, for to fetch what they
+        # 1. Another sample of its prompt is being fetched, and this one was swapped: it waits, since fetching what they
         # share twice would take room twice.
         if sample is not None and request.stash is not None:
             return None

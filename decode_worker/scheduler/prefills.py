@@ -1,5 +1,5 @@
-"""How the KV of a request gets here: by its prefill worker, out of a lower tier, from another sample, or computed here
-in chunks, until it can decode. Pure.
+"""Gets the KV of a request here: by its prefill worker, out of a lower tier, from another sample, or computed here in
+chunks, until it can decode. Pure.
 
 From then on others may share its blocks, and those that waited for them begin
 (`decode_worker.scheduler.samples.forks`). Until a load has ended its blocks are written by the tier thread: they are
@@ -29,7 +29,7 @@ class Prefills:
     is ready, or is computed here, joins the batch. Owner: the scheduler."""
 
     name: str
-    """This worker's."""
+    """This worker's incarnation."""
     config: DecodeConfig
     kv: KVCacheManager
     handoffs: Handoffs
@@ -39,12 +39,12 @@ class Prefills:
     _loads: dict[int, tuple[Request, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """How many requests are being fetched now."""
+        """Return the number of requests whose KV is being fetched."""
         return len(self.handoffs) + len(self._loads)
 
     @property
     def is_busy(self) -> bool:
-        """As much is being fetched as may be at one time."""
+        """True when no further handoff or load may begin."""
         return len(self) >= self.config.max_handoffs
 
     # begun
@@ -72,9 +72,9 @@ class Prefills:
             self.share(parent, now)
 
     def load(self, request: Request, *, here: bool) -> bool:
-        """Begin to load what a tier has of the whole blocks that come next after those cached in its new lease, if that
-        is sooner than having them computed, `here` or not; what was copied for it is always loaded. False: nothing
-        is."""
+        """Load the whole blocks after the cached ones, where a tier returns them sooner than computing them, `here` or
+        not, would take. Blocks that were copied for the request are always loaded. Return False where nothing is
+        loaded."""
         tiers, lease, size = self.kv.tiers, request.lease, self.kv.block_size
         if tiers is None:
             return False

@@ -47,7 +47,7 @@ class RequestState(StrEnum):
 
 _S = RequestState
 _FETCH = frozenset({_S.CONNECTING, _S.HANDOFF, _S.LOCAL})
-"""What beginning to have KV leads to: by a prefill worker that is to be reached, or is; or computed here."""
+"""States that follow when a request begins to get its KV."""
 MOVES: dict[RequestState, frozenset[RequestState]] = {
     _S.NEW: _FETCH | {_S.FORKING, _S.LOADING},
     _S.FORKING: _FETCH | {_S.PREEMPTED, _S.ENDING},
@@ -64,7 +64,7 @@ MOVES: dict[RequestState, frozenset[RequestState]] = {
     _S.ENDING: frozenset(),
 }
 FETCHING = frozenset({_S.CONNECTING, _S.HANDOFF, _S.FENCING, _S.ASKING, _S.LOADING})
-"""A prefill worker has the request's prompt, or is looked for; or a tier has it."""
+"""States in which the KV is being fetched, from a worker or a tier."""
 
 
 @dataclass(slots=True)
@@ -81,18 +81,18 @@ class Ownership:
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """How far the KV of the request's present tokens is on its way: a new one each time that it has lost its KV."""
+    """One fetch of a request's KV; replaced after each preemption."""
 
     worker: PeerAddress
-    """Who prefills it; `NO_PREFILL`: this worker."""
+    """The worker that prefills it; `NO_PREFILL`: this worker."""
     since: float
     attempt: int = 0
     """Counts the handoffs of one placement."""
     first_attempt: int = 0
     asked: float = 0.0
-    """Since when a prefill worker has been asked, whichever answers in the end."""
+    """The time at which a prefill worker was first asked."""
     asked_tokens: int = 0
-    """How many were missing then."""
+    """Tokens missing at that time."""
     handoff: Handoff | None = None
     sender_block_size: int = 0
     """Tokens in a block of the prefill worker that serves `handoff`."""
@@ -120,7 +120,7 @@ class Preempted:
 
     since: float
     way: str = ""
-    """How it comes back: see `decode_worker.scheduler.swapping`."""
+    """The way in which it comes back: see `decode_worker.scheduler.swapping`."""
     lost_tokens: int = 0
     stash: Stash | None = None
     """The copies of its blocks, where it was swapped, until it comes back."""
@@ -128,7 +128,7 @@ class Preempted:
 
 @dataclass(slots=True)
 class KVOrigin:
-    """Where the KV of its prompt came from, and what that cost: for the final account."""
+    """The sources of the KV of its prompt, and what they cost: for the final account."""
 
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
@@ -138,7 +138,7 @@ class KVOrigin:
     migration_s: float = 0.0
     transport: str = ""
     prefilled_by: str = ""
-    """Who has prefilled the prompt, once that is here."""
+    """The worker that has prefilled the prompt, once its KV is here."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -171,7 +171,7 @@ class Request:
     """The router wants to place it elsewhere, as soon as all of its KV is here."""
 
     def __repr__(self) -> str:
-        """Without its tokens: it is shown in logs."""
+        """Leave the tokens out: logs show this."""
         name, count = self.record.request, len(self.tokens)
         return f"Request({name}/{self.placement}.{self.prefill.attempt} {self.state}, {count} tokens)"
 
@@ -201,7 +201,7 @@ class Request:
         )
 
     def close_prefill(self, now: float) -> None:
-        """Say where the wait for the first token went, which is over, or given up."""
+        """Attribute the wait for the first token to its stages."""
         prefill, first = self.prefill, self.prefill.first
         queue_s, run_s = (0.0, 0.0) if first is None else (first.queue_s, first.run_s)
         if prefill.local_since is not None:

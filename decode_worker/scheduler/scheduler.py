@@ -78,7 +78,7 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody, nobody reads or is read from, and no router is to be told of an end."""
+        """True when it holds no request, serves no reader, and owes no router an end."""
         held = self._requests or len(self.prefills) or len(self.departures)
         return not (held or self.swapping.under_way or self.endings.orphans.is_untold)
 
@@ -88,7 +88,7 @@ class DecodeScheduler:
 
     @property
     def waiting_requests(self) -> int:
-        """How many were accepted, and are not yet in the batch."""
+        """The number of requests accepted and not yet in the batch."""
         return len(self._requests) - len(self.batch.running)
 
     @property

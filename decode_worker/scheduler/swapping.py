@@ -1,4 +1,4 @@
-"""How a preempted request has its KV back, what each way costs, and the copies that swapping takes. Pure.
+"""Gives a preempted request its KV back: what each way costs, and the copies that swapping takes. Pure.
 
     preempted --computing is the cheaper, or host memory is full--> what is evicted meanwhile is computed again
               --swapping is--> its whole blocks are copied to host memory and kept there (`engine.kv.tiers.stashes`)
@@ -44,13 +44,13 @@ class Swapping:
         self.costs = KVCosts(kv.block_size)
         self.stashes = None if kv.tiers is None else Stashes(kv, kv.tiers)
         self.choices: Counter[str] = Counter()
-        """How requests that had whole blocks to lose were to have them back: `swap` or `recompute`."""
+        """Requests that had whole blocks to lose, by the way chosen to get them back: `swap` or `recompute`."""
         self.fallbacks: Counter[str] = Counter()
         """Swaps that came to nothing: host memory was `full`, a copy `failed`, or was not whole when it was `lost`."""
         self.ways: Counter[str] = Counter()
-        """How preempted requests came back."""
+        """Preempted requests, by the way in which they came back."""
         self.resumed: list[Resumed] = []
-        """Those that came back, until the shell has taken them."""
+        """Requests that came back, until the shell has counted them."""
         self.loaded_blocks = 0
         """Blocks of preempted requests that came back from a tier."""
         self.load_s = 0.0
@@ -162,7 +162,7 @@ class KVCosts:
         self.lost_share = 1.0
         """The share of its tokens that a preempted request has lost when it comes back."""
         self.predicted = {"recompute": 0.0, "swap": 0.0}
-        """For the latest request that either could have been chosen for."""
+        """Both predicted prices of the latest choice, in seconds."""
 
     def fetched(self, tokens: int, seconds: float) -> None:
         """Measure tokens from the prefill pool; a few of them say nothing, since asking costs as for many."""

@@ -41,7 +41,8 @@ class HeadNorms(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """What one layer attends with. `qkv` is `[rows, heads + 2 * kv_heads, head_dim]`: all rows of the step `batch`."""
+    """The input of one layer's attention. `qkv` is `[rows, heads + 2 * kv_heads, head_dim]`: all rows of the step
+    `batch`."""
 
     layer: int
     qkv: Tensor
@@ -52,7 +53,7 @@ class LayerInput(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """What a step computes beside products of matrices. One step at a time."""
+    """The computations of a step beside products of matrices. One step at a time."""
 
     row_multiple: int
     """Rows of a step, and rows of logits, are padded to a multiple of it."""

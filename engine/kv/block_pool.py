@@ -56,7 +56,8 @@ class BlockPool:
         return self._refs[block]
 
     def generation(self, block: BlockId) -> int:
-        """How often the block has been allocated. The memory's header mirrors it for readers in other processes."""
+        """Return how often the block has been allocated. The memory's header mirrors it for readers in other
+        processes."""
         return self._generations[block]
 
     @property

@@ -9,8 +9,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a weight, and of a KV value that is kept in the type it was computed in."""
 
 KV_DTYPES = {**dict.fromkeys(DTYPE_BYTES, 0), "int8": 4, "fp8": 4}
-"""What a pool may hold, with the bytes of the scale beside each row: 8-bit rows (fp8 is E4M3) have one per token and
-head, for keys and values apart."""
+"""The types that a pool may hold, with the bytes of the scale beside each row: 8-bit rows (fp8 is E4M3) have one per
+token and head, for keys and values apart."""
 
 
 class Plane(NamedTuple):
@@ -68,7 +68,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """What a head's slice is made of: its rows, then their scales if there are any."""
+        """The parts of a head's slice: its rows, then their scales if there are any."""
         rows = Plane(0, self.row_bytes)
         if not self.scale_bytes:
             return (rows,)
@@ -88,7 +88,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, first_head=heads.start, kv_heads=len(heads))
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold `tokens` tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def pool_shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:

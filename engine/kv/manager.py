@@ -64,7 +64,7 @@ class KVCacheManager:
         return -(-tokens // self.block_size)
 
     def matched_tokens(self, namespace: bytes, tokens: Sequence[int], limit: int) -> int:
-        """How many of `tokens[:limit]` are cached, to the token."""
+        """Return how many of `tokens[:limit]` are cached, to the token."""
         match = self.cache.match(namespace, tokens, limit)
         return len(match.nodes) * self.block_size + match.partial_tokens
 

@@ -1,4 +1,4 @@
-"""What a decoder-only model looks like: sizes, rotary embedding, options. No torch, no files but its own JSON."""
+"""The shape of a decoder-only model: sizes, rotary embedding, options. No torch, no files but its own JSON."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +97,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.head_dim
 
     def kv_layout(self, block_size: int, dtype: str | None = None) -> KVLayout:
-        """How a pool keeps the model's KV: in `dtype`, or in the one that the model computes in."""
+        """Return the layout in which a pool keeps the model's KV: in `dtype`, or in the one that the model computes
+        in."""
         return KVLayout(
             kv_heads=self.kv_heads,
             layers=self.layers,

@@ -36,7 +36,7 @@ from kernels.native import native
 from kernels.panels import Panels
 
 Weights = Mapping[str, Weight]
-"""By name; norms, biases and the embedding are plain."""
+"""Weights by name; norms, biases and the embedding are plain."""
 
 
 class _Layer:

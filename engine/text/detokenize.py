@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory:
-    """What all detokenizers of a model share."""
+    """Makes the detokenizers of a model, and holds what they share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,5 @@
-"""In which order a prefill worker takes its prompts: `matched_tokens + λ · waiting_seconds`, and who may slip in. Pure.
+"""The order in which a prefill worker takes its prompts: `matched_tokens + λ · waiting_seconds`, and who may slip in.
+Pure.
 
 λ is in tokens per second: how many cached tokens one second of waiting is worth. λ = 0 is longest prefix first, a large
 λ first come first served; at the speed of the prefill, a second waited equals a second saved. A prompt that comes more
@@ -41,10 +42,10 @@ class Job:
     cached_tokens: int = 0
     started: float | None = None
     quarantined: float | None = None
-    """Since when its receiver is lost, but may still read."""
+    """The time since which its receiver is lost, but may still read."""
     fetch: Fetch | None = None
     held_until: float | None = None
-    """When it is no longer held back for fetches; None as long as it never was."""
+    """The time at which it is no longer held back for fetches; None as long as it never was."""
 
     @property
     def remaining(self) -> int:
@@ -62,7 +63,7 @@ class Order:
 
     @property
     def speed(self) -> float:
-        """How fast prompts are computed, in tokens per second, as measured."""
+        """The speed at which prompts are computed, in tokens per second, as measured."""
         return self._speed or FIRST_SPEED
 
     @property

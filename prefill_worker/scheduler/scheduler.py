@@ -81,7 +81,7 @@ class PrefillScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """True when it holds nothing for anybody."""
         return not self.source.items
 
     # events

@@ -71,13 +71,13 @@ class Call:
     cached_tokens_bound: int | None = None
     """After a loss: prompt tokens that may still be called cached, as all others were computed for this request."""
     yielding: bool = False
-    """Its decode worker is leaving, and was asked to yield it."""
+    """True once its leaving decode worker was asked to yield it."""
     source: Life | None = None
     """The decode worker that has yielded it, and keeps its KV until the next one has gone on."""
     source_placement: int = 0
     """Its placement there."""
     earlier: RequestStats | None = None
-    """What it cost on decode workers that have yielded it."""
+    """Its cost on decode workers that have yielded it."""
     _chains: dict[ModelKey, list[bytes]] = field(default_factory=dict)
 
     def move(self, state: State) -> None:
@@ -100,7 +100,7 @@ class Call:
         return chain
 
     def rewrite(self) -> None:
-        """What was emitted becomes history of the record: the next placement goes on behind it."""
+        """Make what was emitted history of the record: the next placement goes on behind it."""
         self.record = msgspec.structs.replace(self.record, tokens=self.tokens)
         self._chains.clear()
         bound, believed = self.cached_tokens_bound, self.believed_prefill_tokens
@@ -108,7 +108,7 @@ class Call:
         self.cached_tokens_bound = believed if bound is None else min(bound, believed)
 
     def moved(self, stats: RequestStats) -> None:
-        """As `rewrite`, after a worker that has told what it all cost until then."""
+        """Rewrite the record after a move, and keep the worker's account."""
         self.believed_prefill_tokens = stats.prefill_cached_tokens
         self.rewrite()
         self.earlier = stats

@@ -39,7 +39,7 @@ class CallTable:
                 yield other
 
     def release(self, call: Call, out: list[Command]) -> None:
-        """The KV that a leaving worker keeps for `call` is not needed any more."""
+        """Tell a leaving worker that the KV it keeps for `call` may go."""
         if call.source is not None:
             out.append(TellWorker(call.source[0], Release(call.record.request, call.source_placement)))
             call.source = None

@@ -38,6 +38,7 @@ from router.core.endings import DEADLINE, LEFT, complete, ending
 from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
     Begin,
+    ClientLeft,
     Command,
     Complete,
     Condemn,
@@ -45,16 +46,15 @@ from router.core.events import (
     Deliver,
     Event,
     Fail,
-    Heard,
     Ignored,
-    Left,
     Lost,
     Moved,
-    Named,
     StopFound,
     Submit,
     TellWorker,
     Tick,
+    WorkerSaid,
+    WorkersNamed,
 )
 from router.core.leaving.adoption import Adoptions
 from router.core.leaving.moves import due_moves, together
@@ -102,7 +102,7 @@ class Router:
         return len(self._calls)
 
     def is_settled(self, now: float) -> bool:
-        """Whether requests of an earlier router that are not known by now will not be."""
+        """Return True once no more requests of an earlier router can appear."""
         return self._adoptions.is_settled(now)
 
     @property
@@ -116,14 +116,14 @@ class Router:
         match event:
             case Submit():
                 self._submit(event, now, out)
-            case Heard():
+            case WorkerSaid():
                 self._heard(event, now, out)
-            case Left():
+            case ClientLeft():
                 self._close(event.request, FinishReason.CANCELLED, out)
                 self._queue.advance(now, out)
             case StopFound():
                 self._stop_found(event, out)
-            case Named(decode, lives):
+            case WorkersNamed(decode, lives):
                 self._adoptions.named(decode)
                 self.registry.named(lives)
             case Connected():
@@ -169,7 +169,7 @@ class Router:
 
     # ---- what workers say
 
-    def _heard(self, event: Heard, now: float, out: list[Command]) -> None:
+    def _heard(self, event: WorkerSaid, now: float, out: list[Command]) -> None:
         worker, record = event.worker, event.record
         if isinstance(record, WorkerInfo):
             return  # `Connected` has told it

@@ -13,7 +13,7 @@ LEFT = Fault("CANCELLED", "the client left before the request ended")
 
 
 def ending(call: Call, record: Ended) -> Ending:
-    """What a worker's `Ended` means to the client, who has not been answered yet."""
+    """Return what a worker's `Ended` means to the client, who has not been answered yet."""
     request, reason, stats = record.request, record.reason, record.stats
     ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
     # 1. The router itself has found the end: the worker's reason comes too late.
@@ -58,7 +58,7 @@ def unreported(call: Call) -> RequestStats:
 
 
 def _contradiction(call: Call, record: Ended) -> str:
-    """Why the worker's good end cannot be believed; empty if it can."""
+    """Return why the worker's good end cannot be believed; empty if it can."""
     if call.state is State.OFFERED:
         return f"worker {call.decode} ended a request that it had not accepted"
     wanted = 0 if call.record.beams is None else call.record.beams.answers

@@ -23,7 +23,7 @@ AWAY_S = 1.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """This life of a worker is given up, and why."""
+    """A life of a worker that is given up, with the reason."""
 
     name: str
     incarnation: Incarnation
@@ -52,7 +52,7 @@ class FailureDetector:
         return life in self._condemned
 
     def accused(self, accuser: str, silent: list[Incarnation], now: float) -> list[Verdict]:
-        """Return whom it condemns that `accuser` keeps blocks for these lives and does not reach them."""
+        """Return the lives condemned because `accuser` keeps blocks for them and cannot reach them."""
         if self._last_look_s is not None and now - self._last_look_s > AWAY_S:
             return []  # what we have not heard meanwhile is our own fault; the next report says it again
         found = []

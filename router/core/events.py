@@ -22,8 +22,8 @@ class Submit(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
 
 
-class Named(msgspec.Struct, frozen=True):
-    """These are all decode workers, connected or not; and, where that is known, the lives of all workers."""
+class WorkersNamed(msgspec.Struct, frozen=True):
+    """All decode workers were named, connected or not; and, where they are known, the lives of all workers."""
 
     decode: tuple[str, ...]
     lives: tuple[tuple[str, Incarnation], ...] = ()
@@ -36,7 +36,7 @@ class Connected(msgspec.Struct, frozen=True):
     info: WorkerInfo
 
 
-class Heard(msgspec.Struct, frozen=True):
+class WorkerSaid(msgspec.Struct, frozen=True):
     """A connected worker sent a record; who it is has been said by `Connected`."""
 
     worker: str
@@ -50,7 +50,7 @@ class Lost(msgspec.Struct, frozen=True):
     for_good: bool = False
 
 
-class Left(msgspec.Struct, frozen=True):
+class ClientLeft(msgspec.Struct, frozen=True):
     """The client cancelled or disconnected."""
 
     request: RequestId
@@ -67,7 +67,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | Named | Connected | Heard | Lost | Left | StopFound | Tick
+Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | StopFound | Tick
 
 
 class TellWorker(msgspec.Struct, frozen=True):
@@ -149,11 +149,11 @@ class Ignored(msgspec.Struct, frozen=True):
 
 
 class Condemn(msgspec.Struct, frozen=True):
-    """This life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
+    """A life of a worker is given up: end the stream to it, if there is one. The supervisor hears of it too."""
 
     verdict: Verdict
 
 
 Ending = Complete | Fail
-"""How a request ends for its client: one of them, once."""
+"""The end of a request for its client: one of them, once."""
 Command = TellWorker | Begin | Adopt | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn

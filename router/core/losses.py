@@ -11,7 +11,7 @@ from router.core.call_table import CallTable
 from router.core.endings import complete, unreported
 from router.core.escalation import Verdict
 from router.core.events import Command, Condemn, DecodeLost, Fail, Poisonous
-from router.core.recovery import Again, Done, Hopeless, RetryBudget, judge, poisoned
+from router.core.recovery import AlreadyComplete, GivenUp, PlaceAgain, RetryBudget, judge, poisoned
 from router.core.registry import Life, Registry
 from router.core.waiting_queue import WaitingQueue
 
@@ -46,7 +46,7 @@ class Losses:
                 self._recover(call, announced, now, out)
 
     def give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
-        """These lives were condemned: each is lost at once, whatever becomes of its stream."""
+        """Treat each condemned life as lost at once, whatever becomes of its stream."""
         for verdict in verdicts:
             self.lost(verdict.name, now, out)
             out.append(Condemn(verdict))
@@ -68,14 +68,14 @@ class Losses:
         else:
             call.losses += not announced
         match judge(call, self._config, self._stop_ids, self.budget, now, announced):
-            case Again():
+            case PlaceAgain():
                 if state is State.RUNNING:
                     call.rewrite()
                     out.append(DecodeLost(request, call.decode, len(call.emitted)))
                 self._queue.rejoin(call)
-            case Done(reason):
+            case AlreadyComplete(reason):
                 self._table.forget(call, out, complete(call, reason, unreported(call)))
-            case Hopeless(fault):
+            case GivenUp(fault):
                 if poisoned(call):
                     out.append(poisonous(call))
                 self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR))

@@ -17,12 +17,12 @@ from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, Registry, WorkerEntry
 
 LOCAL = PeerAddress("", "")
-"""In the place of a prefill worker: the decode worker prefills by itself."""
+"""Stands in the place of a prefill worker: the decode worker prefills by itself."""
 _LOCAL_VIEW = PrefillView(LOCAL.name, 0, 0, 0.0, 0)
 
 
 def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
-    """What `record` needs on such a worker."""
+    """Return what `record` needs on such a worker."""
     prompt, size = len(record.tokens), info.block_size
     end = record.prompt_tokens + record.max_tokens
     room = end if info.growth_tokens is None else min(end, prompt + info.growth_tokens)
@@ -38,7 +38,7 @@ class Placer:
         self._index = index
 
     def impossible(self, record: RequestRecord) -> Fault | None:
-        """Why no known worker could ever take `record`, however long it waited; None if one may."""
+        """Return why no known worker could ever take `record`, however long it waited; None if one may."""
         whole = f"{record.prompt_tokens} prompt tokens and {record.max_tokens} output tokens"
         prompt = f"{record.prompt_tokens} tokens"
         for role, field, what in (("decode", "max_tokens", whole), ("prefill", "prompt", prompt)):
@@ -88,7 +88,8 @@ class Placer:
         return self._policy.choose(wanted, [reader], [view])
 
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
-        """Whether another decode worker than `home`, where it runs, could take `call` beside `promised` more blocks."""
+        """Return True if another decode worker than `home`, where it runs, could take `call` beside `promised` more
+        blocks."""
         return any(
             _fits(demand(call.record, worker.info), self._decode_view(worker, call), promised)
             for worker in self._registry.takers("decode", now)
@@ -144,7 +145,7 @@ def _fits(wanted: Demand, view: DecodeView, promised: int = 0) -> bool:
 
 
 def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
-    """Whether its whole pool is enough for the prompt, history included, and on a decode worker for the answer too."""
+    """Return True if the empty pool could hold the prompt, history included (on a decode worker, the answer too)."""
     needs = demand(record, worker.info)
     return (needs.most_blocks if worker.info.role == "decode" else needs.prompt_blocks) <= worker.info.blocks
 

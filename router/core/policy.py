@@ -1,4 +1,4 @@
-"""Which pair of workers gets a request.
+"""Chooses the pair of workers that gets a request.
 
 `LeastCost` takes the smallest predicted time to first token, a sum of named terms in seconds:
 
@@ -22,8 +22,8 @@ _RESOLUTION_DIGITS = 6  # costs that differ by less than a microsecond are ties
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request asks for. `blocks` covers its tokens and the room that a worker promises for more, `most_blocks`
-    all that its answer may need."""
+    """The memory that a request asks for. `blocks` covers its tokens and the room that a worker promises for more,
+    `most_blocks` all that its answer may need."""
 
     prompt_tokens: int
     prompt_blocks: int

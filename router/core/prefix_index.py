@@ -1,4 +1,4 @@
-"""What the router believes is cached where: one approximate prefix tree per worker.
+"""The router's belief of what is cached where: one approximate prefix tree per worker.
 
 Block identities are chained (`engine.identity`), so a worker's tree is a set of identities that is
 closed under "parent of", and how far a prompt matches is a binary search along its chain. Beliefs
@@ -31,7 +31,7 @@ class PrefixTree:
         return f"PrefixTree({len(self._nodes)}/{self._capacity_blocks} blocks)"
 
     def match(self, chain: Chain) -> int:
-        """How many leading blocks of `chain` are held. O(log len); changes nothing."""
+        """Return how many leading blocks of `chain` are held. O(log len); changes nothing."""
         nodes = self._nodes
         low, high = 0, len(chain)
         while low < high:
@@ -105,7 +105,7 @@ class PrefixIndex:
         self._trees.pop(worker, None)
 
     def held_blocks(self, worker: str) -> int:
-        """How many blocks `worker` is believed to hold."""
+        """Return the number of blocks that `worker` is believed to hold."""
         tree = self._trees.get(worker)
         return len(tree) if tree is not None else 0
 

@@ -1,4 +1,4 @@
-"""What becomes of a request whose worker was lost: it goes on elsewhere, is complete already, or is given up.
+"""Decides what becomes of a request whose worker was lost: it goes on elsewhere, is complete already, or is given up.
 
 Bounded three ways, beside the deadline. A request may lose `max_placements` placements that were accepted; offers
 that were lost unheard are no sign against it, since a router that was itself frozen hears of all its broken streams
@@ -21,11 +21,11 @@ POISON_VICTIMS = 2
 MAX_UNHEARD = 16
 """Offers of one request that may be lost with their workers before these said anything."""
 REFILL_S = 60.0
-"""In this time the budget's reserve fills up by itself, whatever arrives."""
+"""The time in which the budget's reserve fills up by itself, whatever arrives."""
 
 
 class RetryBudget:
-    """How many more placements after losses the router allows itself; each takes one.
+    """A budget of placements after losses; each takes one.
 
     It begins with `reserve`, never holds more, and grows by `fraction` with every new request, by `reserve` a minute.
     """
@@ -57,25 +57,25 @@ class RetryBudget:
         return True
 
 
-class Again(msgspec.Struct, frozen=True):
-    """Place it once more."""
+class PlaceAgain(msgspec.Struct, frozen=True):
+    """The request is placed once more."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class AlreadyComplete(msgspec.Struct, frozen=True):
     """Everything had been emitted when the worker was lost; only its last word is missing."""
 
     reason: FinishReason
 
 
-class Hopeless(msgspec.Struct, frozen=True):
+class GivenUp(msgspec.Struct, frozen=True):
     fault: Fault
 
 
-Verdict = Again | Done | Hopeless
+Recovery = PlaceAgain | AlreadyComplete | GivenUp
 
 
 def poisoned(call: Call) -> Fault | None:
-    """Why the request is refused as poisonous, if it is. Never shows its text."""
+    """Return the fault of a request that is refused as poisonous, else None. Never shows its text."""
     if len(call.victims) < POISON_VICTIMS:
         return None
     names = ", ".join(sorted({name for name, _ in call.victims}))
@@ -93,20 +93,20 @@ def judge(
     budget: RetryBudget,
     now: float,
     announced: bool = False,
-) -> Verdict:
-    """What to do with `call`, whose decode worker was just lost and counted. Takes from `budget` for `Again`, unless
-    the worker's end was `announced`: such losses are bounded by themselves."""
+) -> Recovery:
+    """Decide on `call`, whose decode worker was just lost and counted. Takes from `budget` for `PlaceAgain`, unless the
+    worker's end was `announced`: such losses are bounded by themselves."""
     if call.emitted:
         reason = finish_reason(call.record, len(call.emitted), call.emitted[-1], stop_ids)
         if reason is not None:
-            return Done(reason)
+            return AlreadyComplete(reason)
     poison = poisoned(call)
     if poison is not None:
-        return Hopeless(poison)
+        return GivenUp(poison)
     lost = f"decode worker {call.decode} was lost during the request"
     if call.losses >= config.max_placements or call.unheard >= MAX_UNHEARD:
         placements = call.losses + call.unheard
-        return Hopeless(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
+        return GivenUp(Fault("UNAVAILABLE", f"{lost}, the last of {placements} placements"))
     if not announced and not budget.take(now):
-        return Hopeless(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
-    return Again()
+        return GivenUp(Fault("UNAVAILABLE", f"{lost}, and the retry budget is spent"))
+    return PlaceAgain()

@@ -50,7 +50,7 @@ class WorkerEntry:
 
     @property
     def leaving(self) -> bool:
-        """It takes nothing new, and ends when it holds nothing more."""
+        """True while the worker drains."""
         return self.load is not None and self.load.leaving
 
     @property
@@ -93,7 +93,7 @@ class Registry:
         return list({**self._named, **self._lives}.items())
 
     def has_met(self, life: Life) -> bool:
-        """Whether it was ever connected."""
+        """Return True if it was ever connected."""
         return self._lives.get(life[0]) == life[1]
 
     def computing_otherwise(self, info: WorkerInfo) -> list[WorkerInfo]:
@@ -117,7 +117,7 @@ class Registry:
         return [w for w in self.live(role, now) if not w.leaving]
 
     def was_leaving(self, life: Life) -> bool:
-        """Whether this life had announced its end, for which nobody is to blame then."""
+        """Return True if this life had announced its end, for which nobody is to blame then."""
         return self._left.get(life[0]) == life[1]
 
     def named(self, lives: Iterable[Life]) -> None:

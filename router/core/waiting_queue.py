@@ -39,7 +39,7 @@ class WaitingQueue:
         heapq.heappush(self._queue, (call.turn, call.record.request))
 
     def rejoin(self, call: Call) -> None:
-        """Its decode worker has it no more: it waits again, with its old turn."""
+        """Put a call back into the queue at its old turn."""
         call.move(State.WAITING)
         self._view.release(call)
         call.prefill = call.decode = ""
@@ -75,7 +75,7 @@ class WaitingQueue:
                 assert not call.decode
 
     def _head(self) -> Call | None:
-        """Whose turn it is."""
+        """Return the call at the head of the queue."""
         while self._queue:
             turn, request = self._queue[0]
             call = self._table.calls.get(request)

@@ -1,4 +1,4 @@
-"""What a caller asks of the router and what comes back, whatever front it came through (gRPC or HTTP)."""
+"""The calls to the router and its answers, whatever front they came through (gRPC or HTTP)."""
 
 import msgspec
 
@@ -7,9 +7,9 @@ from engine.types import EarlyStopping, FinishReason, SamplingParams
 
 
 class HttpForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer to one HTTP request is written: beside `Started` and the output, all that every byte of a streamed
-    answer depends on, and a resumed one shares with its beginning. `created` is in seconds since the epoch, `label` the
-    caller's own name for the request (`x-request-id`), empty where there is none."""
+    """The form in which the answer to one HTTP request is written: beside `Started` and the output, all that every byte
+    of a streamed answer depends on, and a resumed one shares with its beginning. `created` is in seconds since the
+    epoch, `label` the caller's own name for the request (`x-request-id`), empty where there is none."""
 
     chat: bool
     include_usage: bool
@@ -48,7 +48,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     resumable: bool = False
     """Leaving the stream does not cancel the request: for a while its client may come back and go on reading."""
     form: HttpForm | None = None
-    """How the answer is written, where the call came over HTTP."""
+    """The form of the answer, where the call came over HTTP."""
     traceparent: str = ""
     """The caller's W3C trace context; it travels as a header or as metadata."""
 
@@ -92,7 +92,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """What a client has of one sample: output tokens, and bytes of their text, since text may lag behind tokens."""
+    """A client's place in one sample: output tokens, and bytes of their text, since text may lag behind tokens."""
 
     next_index: int = 0
     text_bytes: int = 0
@@ -101,7 +101,7 @@ class Position(msgspec.Struct, frozen=True):
 GenerateEvent = Started | Delta | Finished
 
 NOBODY = "nobody answers"
-"""How a client's error begins where no server was reached at all."""
+"""The beginning of a client's error where no server was reached at all."""
 
 
 class ApiError(Exception):

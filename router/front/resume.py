@@ -21,9 +21,9 @@ def unknown_token(why: str = "is unknown, or came too late") -> ApiError:
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a router writes into a resumable request's record, for the router that may come after it: enough to serve
-    the client again from nothing but the record, the output tokens and this. All else about the answer's text follows
-    from the tokens.
+    """A note in a resumable request's record, for the router that may come after this one: enough to serve the client
+    again from nothing but the record, the output tokens and this. All else about the answer's text follows from the
+    tokens.
 
     `chat` holds (role, content) of the messages, so that the finished answer is remembered for the next turn;
     `form` is how the answer is written, where the call came over HTTP; `samples` how many of them there are."""
@@ -80,7 +80,7 @@ class Resumables:
         self._unread.pop(token, None)
 
     def detached(self, token: str, now: float) -> list[Samples]:
-        """Its reader is gone; returns what is given up to make room."""
+        """Note that its reader is gone; return what is given up to make room."""
         self._unread[token] = now
         crowded = list(self._unread)[: max(len(self._unread) - MAX_UNREAD, 0)]
         return [self._drop(token) for token in crowded]

@@ -37,8 +37,8 @@ class Samples:
         self._streams[index] = stream
 
     def read(self, positions: Sequence[Position] | None = None) -> "SamplesReader":
-        """Begin, or go on behind what the client has of each sample, where no positions mean nothing. Raises ApiError
-        for positions that it cannot have reached, and where a sample was lost together with an earlier router."""
+        """Read from the start, or behind `positions` (empty: from the start, as a resumption). Raises ApiError for
+        positions that it cannot have reached, and where a sample was lost together with an earlier router."""
         wanted = self.started.samples
         behind: Sequence[Position | None] = [None] * wanted
         if positions is not None:
@@ -64,7 +64,7 @@ class Samples:
 class SamplesReader:
     """Takes the events of all samples, each sample's in order. Only the newest reader of an answer gets any.
 
-    That of a resumable answer begins when every sample can be found again, not with the first. `is_known`: its client
+    A resumable answer begins once all samples were accepted, so that each can be found again. `is_known`: its client
     has what it needs to come back.
     """
 

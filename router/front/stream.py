@@ -99,7 +99,8 @@ class SampleStream:
         self.changed.set()
 
     def left(self, now: float, why: ApiError | None = None) -> None:
-        """Its client is gone for good, whether or not it saw the end. A reader that still waits is told `why`."""
+        """Note that its client is gone for good, whether or not it saw the end. A reader that still waits is told
+        `why`."""
         # 1. It is complete. An adopted one without a reader was read from the earlier router, which has counted it.
         if isinstance(self.end, Complete):
             if self._is_adopted and self.reader is None:

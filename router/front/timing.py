@@ -93,7 +93,7 @@ class Timeline:
         self._last_token_s = now
 
     def stages(self, worker_stages: dict[str, float], now: float) -> dict[str, float]:
-        """All nine stages and `unattributed`, which add up to the time since `received_s`."""
+        """Return all nine stages and `unattributed`, which add up to the time since `received_s`."""
         stages = dict(self._seconds)
         stages |= {name: worker_stages.get(name, 0.0) for name in WORKER_STAGES}
         if self._accepted_s is not None and self.ended_s is not None:

@@ -74,7 +74,7 @@ def _check_search(call: GenerateCall) -> None:
 
 
 def beam_params(call: GenerateCall) -> BeamParams | None:
-    """What the call asks of a beam search; None where it draws its samples."""
+    """Return what the call asks of a beam search; None where it draws its samples."""
     if call.beam_width is None:
         return None
     return BeamParams(

@@ -179,7 +179,7 @@ class _Reading:
             raise ApiError("CANCELLED", "the client was closed") from error
 
     def is_left_running(self) -> bool:
-        """Whether the server goes on with the request although nobody reads it."""
+        """True while the server goes on with the request although nobody reads it."""
         return self._is_resumable and not self.progress.is_over and bool(self.progress.token)
 
     def cancel(self) -> Any:

@@ -37,7 +37,7 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 
 def call_from_proto(request: pb.GenerateRequest) -> GenerateCall:
-    """What the caller asks; unset fields keep their defaults. Raises FieldError without an input."""
+    """Return what the caller asks; unset fields keep their defaults. Raises FieldError without an input."""
     kind = request.WhichOneof("input")
     prompt: str | list[ChatMessage] | list[int]
     if kind == "prompt":
@@ -145,5 +145,5 @@ def resume_to_proto(token: str, positions: Sequence[Position]) -> pb.ResumeReque
 
 
 def positions_from_proto(request: pb.ResumeRequest) -> list[Position]:
-    """What the client has of each sample, in order."""
+    """Return the client's place in each sample, in order."""
     return [Position(at.next_index, at.text_bytes) for at in (request, *request.others)]

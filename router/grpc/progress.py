@@ -4,7 +4,7 @@ argument."""
 from router.front.api import ApiError, Delta, GenerateEvent, Position, Started
 
 RECONNECT_S = 30.0
-"""How long a client tries to come back, counted from when it lost the connection."""
+"""The time for which a client tries to come back, counted from when it lost the connection."""
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts."""
 
@@ -20,7 +20,7 @@ class Progress:
         self._lost: tuple[ApiError, float] | None = None
         self._pause_s = PAUSE_S[0]
         self.is_over = False
-        """Whether the server has said how the request ended."""
+        """True once the server has said how the request ended."""
 
     def take(self, event: GenerateEvent) -> bool:
         """Note an event; False if the caller has seen it already (a resumed stream begins with Started again, and ends

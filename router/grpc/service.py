@@ -27,7 +27,7 @@ SERVICE = "headrace.v1.Headrace"
 FIELD_KEY = "headrace-field"
 RETRY_KEY = "retry-after-ms"
 ENDED_KEY = "headrace-ended"
-"""On every status that we give, as opposed to those that gRPC makes of a broken connection."""
+"""Marks every status that we give, as opposed to those that gRPC makes of a broken connection."""
 
 log = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs", "structural_tag", "json_schema"), ()),
     **dict.fromkeys(("grammar", "regex", "ebnf", "allowed_token_ids", "bad_words", "logits_processors"), ()),
 }
-"""These fields and the values, beside null, with which they ask for nothing."""
+"""Fields, with the values beside null with which they ask for nothing."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -75,7 +75,7 @@ class Message(msgspec.Struct):
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
-    """What both routes share."""
+    """The fields that both routes share."""
 
     model: str | None = None
     n: Int | None = None
@@ -236,7 +236,7 @@ def _parsed(
 
 
 def _given(request: OpenAIRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the fields that the client sent; what it left out keeps its default."""
+    """Return the fields that the client sent; what it left out keeps its default."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 

@@ -29,7 +29,7 @@ _FIELDS = {
     "text_bytes": "Last-Event-ID",
     "positions": "Last-Event-ID",
 }
-"""What this front calls fields that have another name behind the frontend."""
+"""This front's names of fields that have another name behind the frontend."""
 _TIMES = ("ttft_s", "itl_mean_s", "itl_p99_s", "e2e_s")
 
 
@@ -93,8 +93,8 @@ def encoded(
 
 
 def _headrace(started: Started, end: Finished) -> dict[str, Any]:
-    """What this server adds to OpenAI's answer: where the request ran, what moved, and where its time went, in the
-    stages of docs/architecture.md."""
+    """Return what this server adds to OpenAI's answer: where the request ran, what moved, and where its time went, in
+    the stages of docs/architecture.md."""
     stats = end.stats
     return {
         "request_id": started.request_id,

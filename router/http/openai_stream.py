@@ -26,7 +26,7 @@ DONE = b"[DONE]"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
-"""Without the empty line: OpenAI's Python client takes one after an id for an event, and fails on its lack of data."""
+"""Has no empty line: OpenAI's Python client takes one after an id for an event, and fails on its lack of data."""
 
 
 class EventPosition(msgspec.Struct, frozen=True):

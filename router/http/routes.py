@@ -36,9 +36,9 @@ RESUMABLE_HEADER = "x-headrace-resumable"
 
 
 class ServerState(Protocol):
-    """What the routes beside generation report (`router.app.RouterApp`): whether at least one prefill and one decode
-    worker can take requests, the models, all metric families in Prometheus' text format, and what Prometheus is to
-    scrape, with the router itself at `router_address`, host:port."""
+    """The state that the routes beside generation report (`router.app.RouterApp`): whether at least one prefill and one
+    decode worker can take requests, the models, all metric families in Prometheus' text format, and what Prometheus is
+    to scrape, with the router itself at `router_address`, host:port."""
 
     def ready(self) -> bool: ...
 

@@ -21,7 +21,7 @@ KEPT = 4096
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended, on the router's clock. `ttft_s` is None if no token came."""
+    """The end of a request, on the router's clock. `ttft_s` is None if no token came."""
 
     request: str
     outcome: FinishReason

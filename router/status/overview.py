@@ -7,7 +7,7 @@ from router.hub import Hub
 from router.status.journal import Recent
 
 _SAME = ("role", "address", "host", "pid", "metrics_address", "block_size", "blocks")
-"""What a worker says of itself, and an operator is told unchanged."""
+"""Fields that a worker says of itself, and an operator is told unchanged."""
 
 
 class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from engine.messages import Accepted, Ended, Fault, PeerAddress, RequestStats, R
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.events import Command, Connected, Event, Heard, Submit, TellWorker
+from router.core.events import Command, Connected, Event, Submit, TellWorker, WorkerSaid
 from router.core.policy import LeastCost
 from tests.router.fake_cluster import worker_info
 
@@ -55,7 +55,7 @@ class Bench:
         return self.do(Submit(record, **more))  # type: ignore[arg-type]
 
     def hear(self, record: object, worker: str = "d0") -> list[Command]:
-        return self.do(Heard(worker, record))  # type: ignore[arg-type]
+        return self.do(WorkerSaid(worker, record))  # type: ignore[arg-type]
 
     def accept(
         self, request: RequestId = A, placement: int = 1, worker: str = "d0"

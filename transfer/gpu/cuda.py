@@ -181,7 +181,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def _allocation(pointer: int) -> int:
-    """Where the allocation begins that `pointer` lies in: a handle names a whole one."""
+    """Return where the allocation begins that `pointer` lies in: a handle names a whole one."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))

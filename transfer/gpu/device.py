@@ -1,4 +1,4 @@
-"""What the GPU transports need of a device, and the words in which they see blocks.
+"""The interface of a device for the GPU transports, and the words in which they see blocks.
 
 A pool's memory is seen as int64 words `[blocks, kv_heads, words]`: what a copy kernel moves. `transfer.gpu.cuda` is the
 device of a machine that has one. Tests bring another, of this host's memory, so that everything above this border runs
@@ -28,12 +28,13 @@ class Stream(Protocol):
     """Its name in other libraries: a `cudaStream_t`."""
 
     def use(self) -> AbstractContextManager[object]:
-        """Within it, this is the current stream of the calling thread, and its device the current one."""
+        """Make this the current stream of the calling thread, and its device the current one, while the context
+        lasts."""
 
     def record(self) -> Event: ...
 
     def wait(self, event: Event) -> None:
-        """Nothing enqueued from now on begins before `event`; does not block the caller."""
+        """Let nothing enqueued from now on begin before `event`; does not block the caller."""
 
 
 class DeviceMemory(KVMemory, Protocol):
@@ -100,7 +101,7 @@ class Device(Protocol):
         """Undo `open`; its tensor must not be used any more."""
 
     def free_bytes(self) -> int:
-        """How many bytes of the device's memory are free."""
+        """Return the bytes of the device's memory that are free."""
 
     def unique_id(self) -> bytes:
         """Names a communicator to be made. Raises TransferError."""

@@ -1,5 +1,5 @@
-"""What a device enqueues to move blocks: the kernels of `kernels.block_copy` and `kernels.block_convert`, with block
-numbers brought over from the host."""
+"""The launches by which a device moves blocks: the kernels of `kernels.block_copy` and `kernels.block_convert`, with
+block numbers brought over from the host."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,5 @@
-"""Where received blocks go on a device: as `transfer.host.landing`, but with copies that a stream carries out.
+"""Puts received blocks in their places on a device: as `transfer.host.landing`, but with copies that a stream carries
+out.
 
 A transport calls `land` for some blocks once it may read where they are, and `landed` once that has ended on the
 stream; what either enqueues has ended before the receive is reported, or its cancel confirmed. Digests are made on the

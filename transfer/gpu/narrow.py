@@ -32,7 +32,7 @@ def heads_of(memory: Tensor, layout: KVLayout, form: KVLayout) -> KVPool:
 
 
 class DevicePacked:
-    """What travels of the blocks of one send; converted when there is a place for it."""
+    """The part that travels of the blocks of one send; converted when there is a place for it."""
 
     def __init__(self, device: Device, source: KVPool, form: KVLayout, blocks: Sequence[int]) -> None:
         self._device = device

@@ -14,7 +14,7 @@ from transfer.gpu.landing import DeviceInPlace, DeviceRepacked, unsigned
 from transfer.gpu.narrow import DevicePacked, DeviceWidened, heads_of
 from transfer.handoff.commands import IncomingBlock, PostRecv, PostSend, Rows
 from transfer.handoff.negotiation import AS_STORED, WP64, Agreement, digest_shape
-from transfer.route import Checked, Route
+from transfer.route import CheckedLanding, Route
 from transfer.transport import KVMemory, Transport
 
 NOBODYS = Handoff(RequestId(""), 0, 0, Incarnation(0), Incarnation(0))
@@ -105,7 +105,7 @@ class DeviceRoute(Route):
         self._tally.made += len(chosen)
         return tuple(found)
 
-    def landing(self, command: PostRecv) -> Checked:
+    def landing(self, command: PostRecv) -> CheckedLanding:
         verifier = Verifier(command.move.handoff, self._share, self._tally)
         return self._land(self._pool.memory, command.blocks, verifier)
 

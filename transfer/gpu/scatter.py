@@ -92,7 +92,7 @@ class Scatter:
         self._copies.append(copy)
 
     def poll(self) -> list[Copy]:
-        """Those that are over; `error` tells which did not go well."""
+        """Return the copies that have ended; `error` tells which did not go well."""
         ended: list[Copy] = []
         for copy in self._copies:
             assert copy.event is not None
@@ -117,7 +117,7 @@ class Scatter:
         return ended
 
     def drop(self, owner: object) -> None:
-        """Nothing of `owner` is copied any more when this returns: waits for what is on the device."""
+        """Copy nothing of `owner` any more; waits for what is on the device."""
         mine = [copy for copy in self._copies if copy.owner is owner]
         for copy in mine:
             assert copy.event is not None

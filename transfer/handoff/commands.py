@@ -1,4 +1,5 @@
-"""What the pure sides of a handoff say: commands to the transfer thread and to the scheduler, and the thread's answers.
+"""The records of a handoff's pure sides: commands to the transfer thread and to the scheduler, and the thread's
+answers.
 
 Plain immutable records of one process, no logic. `transfer.handoff.migration` makes the commands, `transfer.mover`
 carries out those of `MoverCommand` and answers with a `MoverEvent`; the rest are for the scheduler and its shell. What
@@ -33,7 +34,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class ExpectedBlock(msgspec.Struct, frozen=True):
-    """What block `index` of the sequence, as the sender cuts it, must be, how many valid tokens it holds, and where its
+    """Block `index` of the sequence, as the sender cuts it: what it must be, how many tokens it holds, and where its
     rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
 
     rows: tuple[Rows, ...]

@@ -1,4 +1,4 @@
-"""Which rows of a sender's blocks go where, when its blocks have another size than the receiver's. Pure integers.
+"""Maps rows of a sender's blocks to their places when its blocks have another size than the receiver's. Pure integers.
 
 A handoff moves the *sender's* blocks: it names them, makes their digests and numbers them. The receiver already has a
 prefix that ends at a border of its own blocks; of each block it takes the rows beyond, cut at its own borders:
@@ -17,8 +17,8 @@ from transfer.handoff.commands import Rows
 def rows_by_block(
     tokens: int, have_tokens: int, sender_size: int, block_size: int, blocks: Sequence[BlockId]
 ) -> dict[int, tuple[Rows, ...]]:
-    """For each of the sender's blocks that `tokens` fill and that has rows beyond `have_tokens`: where these rows go.
-    `blocks` are the receiver's, `block_size` tokens each, from the beginning of the sequence."""
+    """Return, for each of the sender's blocks that `tokens` fill and that has rows beyond `have_tokens`, where these
+    rows go. `blocks` are the receiver's, `block_size` tokens each, from the beginning of the sequence."""
     found: dict[int, tuple[Rows, ...]] = {}
     for index in range(have_tokens // sender_size, -(-tokens // sender_size)):
         start = index * sender_size
@@ -33,7 +33,7 @@ def rows_by_block(
 
 
 def landed_tokens(landed: Collection[int], have_tokens: int, sender_size: int, tokens: int) -> int:
-    """How many leading tokens are there, with the sender's blocks `landed` behind the first `have_tokens`."""
+    """Return how many leading tokens are there, with the sender's blocks `landed` behind the first `have_tokens`."""
     index = have_tokens // sender_size
     while index in landed:
         index += 1

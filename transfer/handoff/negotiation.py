@@ -1,4 +1,4 @@
-"""What two workers settle from their hellos when they connect: that their KV blocks fit, and in which form they travel.
+"""Settles terms from two workers' hellos when they connect: that their KV blocks fit, and in which form they travel.
 
 Protocol, model, weights, dtype, layers, the model's KV heads, head size and digest algorithm must be equal: a
 difference is refused at once, with both values. Blocks of another size, or of a range of the heads, are converted by
@@ -18,7 +18,7 @@ XXH3, WP64 = "xxh3-64", "wp64"
 ALGORITHMS = (XXH3, WP64)
 AS_STORED: Final = "as_stored"
 WIRES = (AS_STORED, "int8", "fp8")
-"""How blocks may travel: as they are stored, or in 8 bits."""
+"""The forms in which blocks may travel: as they are stored, or in 8 bits."""
 
 WIRED = ("nccl", "tcp")
 """The transports on which blocks travel; on the others the receiver reads them where they lie."""
@@ -29,8 +29,8 @@ class NegotiationError(Exception):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What two workers have settled: the peer's layout, the share of blocks with a digest and its algorithm, and in
-    which form blocks travel where there is a wire."""
+    """The outcome of two workers' hellos: the peer's layout, the share of blocks with a digest and its algorithm, and
+    in which form blocks travel where there is a wire."""
 
     layout: KVLayout
     digest_share: float = 1.0
@@ -78,7 +78,7 @@ def common_heads(one: KVLayout, other: KVLayout) -> range:
 
 
 def held_heads(unit: KVLayout, layout: KVLayout) -> slice:
-    """Which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
+    """Return which of the heads of `layout` those of `unit` are. Raises ValueError if some are not."""
     if unit.heads.start < layout.heads.start or unit.heads.stop > layout.heads.stop:
         raise ValueError(f"{unit} does not fit into {layout}")
     first = unit.first_head - layout.first_head
@@ -98,7 +98,8 @@ def digest_shape(layout: KVLayout) -> BlockShape:
 
 
 def narrow_bytes(layout: KVLayout, agreement: Agreement, transport: str) -> int:
-    """How many bytes travel for a block of `layout` in the form that was agreed on; 0 where all of its bytes do."""
+    """Return the bytes that travel for a block of `layout` in the form that was agreed on; 0 where all of its bytes
+    do."""
     if agreement.wire == AS_STORED or transport not in WIRED:
         return 0
     return msgspec.structs.replace(layout, dtype=agreement.wire).block_bytes

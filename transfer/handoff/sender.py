@@ -125,7 +125,7 @@ class KVSender:
         return sending is not None and sending.state is S.OPEN
 
     def unclaimed(self, peer: Incarnation, unfinished: Sequence[Handoff]) -> list[Handoff]:
-        """Handoffs kept for a reader that has just said which it still reads for: these it will never read again."""
+        """Return handoffs that a reader which just said hello no longer claims."""
         return [h for h in self._handoffs if h.decode == peer and h not in unfinished]
 
     @property

@@ -34,7 +34,7 @@ T_in = TypeVar("T_in", contravariant=True)
 
 
 class Holder(Protocol[T_in]):
-    """Who holds the leases of what is served. `item` is what it gave to `HandoffSource.open`."""
+    """The holder of the leases of what is served. `item` is what it gave to `HandoffSource.open`."""
 
     def start(self, peer: Incarnation, message: StartPrefill, now: float) -> list[Command]:
         """A handoff that is not open is asked for: open it, or refuse it."""
@@ -46,7 +46,7 @@ class Holder(Protocol[T_in]):
         """The reader is lost, and may still read."""
 
     def settled(self, item: T_in, handoff: Handoff) -> None:
-        """Nobody reads a block of this handoff any more."""
+        """Note that nobody reads a block of this handoff any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class HandoffSource(Generic[T]):
 
     @property
     def items(self) -> list[T]:
-        """What is served, once per handoff."""
+        """Return what is served, once per handoff."""
         return [served.item for served in self._served.values()]
 
     def take_quarantined(self) -> list[float]:
@@ -92,7 +92,8 @@ class HandoffSource(Generic[T]):
         return [peer for peer, since in self._silent_since.items() if now - since >= escalate_s]
 
     def handle(self, event: ReaderEvent | Posted | Sent, now: float) -> list[Command]:
-        """What a reader says, is heard of one, or the transfer thread has done; returns what the shell must do."""
+        """Handle what a reader says, what is heard of one, or what the transfer thread has done; return what the shell
+        must do."""
         match event:
             case FromReader(peer, StartPrefill() as message):
                 if message.handoff in self._served:
@@ -146,7 +147,7 @@ class HandoffSource(Generic[T]):
     def finish(
         self, handoff: Handoff, token: int, *, queue_s: float, run_s: float, cached_tokens: int
     ) -> list[Command]:
-        """All is offered: name the token that follows."""
+        """Name the token that follows, when all is offered."""
         chunks = self._served[handoff].chunks
         first = FirstToken(
             handoff=handoff, token=token, chunks=chunks, queue_s=queue_s, run_s=run_s, cached_tokens=cached_tokens
@@ -177,7 +178,7 @@ class HandoffSource(Generic[T]):
         return commands
 
     def _settle(self, commands: Iterable[Command]) -> list[Command]:
-        """What the sender says of a handoff is acted on here; the rest goes to the shell."""
+        """Act on what the sender says of a handoff; return the rest, which goes to the shell."""
         rest: list[Command] = []
         for command in commands:
             match command:

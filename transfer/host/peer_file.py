@@ -15,8 +15,8 @@ from transfer.transport import BlockSlice, KVMemory, TransferError
 
 
 class PoolFileDetails(msgspec.Struct, frozen=True):
-    """What process `pid` has open as `fd`. `device` and `inode` name the file itself: a recycled pid or descriptor
-    number leads to another one."""
+    """The file that process `pid` has open as `fd`. `device` and `inode` name the file itself: a recycled pid or
+    descriptor number leads to another one."""
 
     pid: int
     fd: int
@@ -36,7 +36,8 @@ def pool_file(memory: KVMemory) -> PoolFileDetails:
 
 
 def peer_pool_file(endpoint: Endpoint, kind: type[PoolFileDetailsT], received: BlockSlice) -> PoolFileDetailsT:
-    """What a peer has told of its pool's file. Raises TransferError where its blocks are not the `received` ones."""
+    """Return what a peer has told of its pool's file. Raises TransferError where its blocks are not the `received`
+    ones."""
     details = details_of(endpoint, kind)
     if details.block_bytes != received.block_bytes or details.blocks <= 0:
         raise TransferError(f"the peer's blocks are not those of its layout: {details}")

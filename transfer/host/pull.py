@@ -19,7 +19,7 @@ from transfer.polling import Bell, CompletionQueue, PeerTable
 from transfer.transport import Completion, Landing, Move, Outcome, StaleBlockError, Ticket, TransferError
 
 BLOCKS_PER_RUN = 32
-"""So that a poll ends soon, and a cancel that waits in the queue behind it is heard."""
+"""Few, so that a poll ends soon, and a cancel that waits in the queue behind it is heard."""
 
 
 class PeerPool(Protocol):
@@ -121,7 +121,7 @@ class PullTransport(ABC, Generic[PoolT, IntoT]):
         self._bell.ring()
 
     def _finish(self, pull: Pull[PoolT, IntoT], outcome: Outcome, error: str = "") -> None:
-        """Nothing of the receive touches local memory any more when this returns."""
+        """End the receive; nothing of it touches local memory any more."""
         self._pulls.remove(pull)
         self._completions.end(pull.ticket, outcome, error)
 

@@ -1,4 +1,4 @@
-"""Which pairs have a communicator. Each holds device memory at both ends, so there is a limit at each end.
+"""Decides which pairs have a communicator. Each holds device memory at both ends, so there is a limit at each end.
 
 A pair is given one when its workers meet, as long as there is room, and later when both ends have posted a chunk. Who
 needs room takes it from the pair that was used least recently: a leader drops its communicator, a follower asks for
@@ -38,7 +38,7 @@ class NcclReport(msgspec.Struct):
 
     built: int = 0
     rings: int = 0
-    """How many of those built put into a ring."""
+    """The number of those built that put into a ring."""
     dropped: int = 0
     lost: int = 0
     pair_bytes: int = 0
@@ -76,7 +76,7 @@ class CommunicatorBudget:
         )
 
     def tend(self, peer: NcclPeer, dispatch: PieceDispatcher, now: float) -> None:
-        """Whatever is due with the communicator of one pair. Raises TransferError when the pair is to be given up."""
+        """Do what is due with the communicator of one pair. Raises TransferError when the pair is to be given up."""
         communicator = peer.communicator
         if communicator is not None:
             if communicator.poll(now, self._config.join_s) and not peer.pair.leads:
@@ -201,7 +201,7 @@ class CommunicatorBudget:
             victim.say(RequestDrop(victim.communicator.epoch))
 
     def _part(self, peer: NcclPeer, communicator: Communicator, dispatch: PieceDispatcher, now: float) -> None:
-        """Nothing is under way on it: let it go, if somebody wants to be rid of it."""
+        """Let a communicator go on which nothing is under way, if somebody wants to be rid of it."""
         leads = peer.pair.leads
         if leads and peer.spare_asked and communicator.stage is Stage.WARM:
             self._drop(peer, communicator, now)
@@ -225,8 +225,8 @@ def is_due(peer: NcclPeer, has_room: bool) -> bool:
 
 
 def spare(peers: Iterable[NcclPeer], busy: NcclPeer | None) -> NcclPeer | None:
-    """Whose communicator shall go: one that nothing waits for, if there is such a one, else one that has served since
-    it was made. None while one is on its way out already, or none can be missed."""
+    """Return the peer whose communicator shall go: one that nothing waits for, if there is such a one, else one that
+    has served since it was made. None while one is on its way out already, or none can be missed."""
     found: list[tuple[bool, float, NcclPeer]] = []
     for peer in peers:
         communicator = peer.communicator

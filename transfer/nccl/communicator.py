@@ -4,8 +4,8 @@
        |    `-- with a ring: registering --^         |
        |________________|__________________|_________|___ abort: gone
 
-A communicator is never destroyed in peace: what a clean end would wait for is what a dead peer never does. `Drop` and
-`Dropped` see to it that nobody aborts while the other end is still reading.
+A communicator is never destroyed in peace: what a clean end would wait for is what a dead peer never does. By
+`DropCommunicator` and `CommunicatorDropped`, nobody aborts while the other end is still reading.
 """
 
 from enum import Enum
@@ -40,7 +40,8 @@ class Communicator:
     ) -> None:
         self._library = library
         self.ring = ring
-        """Where the peer puts, and what this end puts out of; None where both send and receive."""
+        """The ring that the peer puts into, and the memory that this end puts out of; None where both send and
+        receive."""
         self.epoch = epoch
         self.rank = rank
         self.stage = Stage.JOINING

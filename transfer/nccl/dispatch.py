@@ -60,7 +60,7 @@ class PieceDispatcher:
 
     @property
     def busy(self) -> NcclPeer | None:
-        """Whose operation is in the lane."""
+        """The peer whose operation is in the lane."""
         return self._current[0] if self._current is not None else None
 
     @property
@@ -112,7 +112,7 @@ class PieceDispatcher:
             self.packing.look_ahead(list(peers.values()), called)
 
     def fence(self, chunk: Chunk) -> None:
-        """Nothing of a chunk touches the pool any more when this returns. It waits for copies under way, if any."""
+        """Let nothing of a chunk touch the pool any more. Waits for copies under way, if any."""
         if not chunk.sends:
             self._scatter.drop(chunk)
             return
@@ -140,12 +140,13 @@ class PieceDispatcher:
                 self._incoming.give_back(job.slot)
 
     def retire(self, ring: Ring | None) -> None:
-        """Its communicator is gone: free it as soon as nothing is under way."""
+        """Free the ring of a communicator that is gone, as soon as nothing is under way."""
         if ring is not None:
             self._retired.append(ring)
 
     def close(self) -> None:
-        """All communicators are gone. What the device still works on keeps its memory until the process ends."""
+        """Free the rings, once all communicators are gone. What the device still works on keeps its memory until the
+        process ends."""
         if self._lane.is_free and not self._scatter:
             self._free_rings()
 
@@ -277,7 +278,7 @@ class PieceDispatcher:
         return ring.has_free if ring is not None else self._incoming.has_free
 
     def _free_rings(self) -> None:
-        """Nothing is under way."""
+        """Free the retired rings, when nothing is under way."""
         rings, self._retired = self._retired, []
         for ring in rings:
             try:

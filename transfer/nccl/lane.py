@@ -1,4 +1,4 @@
-"""What a worker has launched on communicators: one operation at a time, whoever the peer is.
+"""The lane of a worker's operations on communicators: one operation at a time, whoever the peer is.
 
 Operations of several communicators that wait in kernels on one device may wait for each other across workers, and
 freeing the memory of one communicator waits for the kernels of another. With one at a time neither can happen: a

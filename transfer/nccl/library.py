@@ -180,7 +180,7 @@ class NcclLibrary:
             self._start("ncclGroupEnd", comm)
 
     def memory_bytes(self, comm: Comm) -> int | None:
-        """What the communicator has allocated on the device, or None before 2.29.7."""
+        """Return what the communicator has allocated on the device, or None before 2.29.7."""
         ask = getattr(self._lib, "ncclCommMemStats", None)
         found = ctypes.c_uint64()
         if ask is None or ask(_pointer(comm), _int(_MEMORY_TOTAL), ctypes.byref(found)) != _SUCCESS:

@@ -1,4 +1,4 @@
-"""How the nccl transport meets its peers and hears them: a door, dials and sockets, driven inside `poll`."""
+"""Meets and hears the peers of the nccl transport: a door, dials and sockets, driven inside `poll`."""
 
 import contextlib
 import selectors

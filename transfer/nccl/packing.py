@@ -107,20 +107,20 @@ class Packing:
         piece.chunk.busy += 1
 
     def tidy(self) -> None:
-        """Nothing is kept for a chunk that is over at the other end."""
+        """Keep nothing for a chunk that is over at the other end."""
         if self._ahead is not None and self._ahead.chunk.verdict is not None:
             self._give_up(self._ahead)
 
     def fence(self, of: Chunk | NcclPeer) -> None:
-        """What was packed ahead of a chunk, or for a peer, is forgotten, and the pool is not read for it any more when
-        this returns. It waits for copies under way, if any."""
+        """Forget what was packed ahead of a chunk, or for a peer; the pool is not read for it any more. Waits for
+        copies under way, if any."""
         ahead = self._ahead
         if ahead is not None and (ahead.chunk is of or ahead.peer is of):
             settle(ahead.event)
             self._drop(ahead)
 
     def give_back(self, slot: Tensor, ring: Ring | None) -> None:
-        """It is not sent from any more."""
+        """Release the send buffer."""
         if ring is None:
             self._slots.give_back(slot)
         else:
@@ -172,7 +172,7 @@ def _foreseen(config: NcclConfig, peers: Sequence[NcclPeer]) -> tuple[NcclPeer, 
 
 
 def piece_blocks(config: NcclConfig, peer: NcclPeer, ring: Ring | None, sends: bool) -> int:
-    """How many blocks a piece has at most."""
+    """Return the most blocks of a piece."""
     most_bytes = config.piece_bytes if ring is None else ring.slot_bytes
     return blocks_within(most_bytes, peer.span(sends))
 

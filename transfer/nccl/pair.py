@@ -53,8 +53,8 @@ class ChunkPiece:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """One direction."""
+class _Direction:
+    """The chunks of one direction, and what the peer has said of its own."""
 
     posted: int = 0
     chunks: OrderedDict[int, Chunk] = field(default_factory=OrderedDict)
@@ -65,11 +65,11 @@ class _Line:
 class Pair:
     """One end. `leads`: it picks."""
 
-    # Mutable state: the two lines, and which of them was served last.
+    # Mutable state: the two directions, and which of them was served last.
 
     def __init__(self, leads: bool) -> None:
         self.leads = leads
-        self._lines = {True: _Line(), False: _Line()}
+        self._directions = {True: _Direction(), False: _Direction()}
         self._served = False
 
     def __repr__(self) -> str:
@@ -77,70 +77,70 @@ class Pair:
 
     @property
     def chunks(self) -> list[Chunk]:
-        return [chunk for line in self._lines.values() for chunk in line.chunks.values()]
+        return [chunk for direction in self._directions.values() for chunk in direction.chunks.values()]
 
     def post(self, sends: bool, ticket: Ticket, key: int, blocks: int) -> tuple[Chunk, list[Said]]:
         """A send or a receive of `blocks` blocks. It may be over at once, if the peer has said that it is gone."""
-        line = self._lines[sends]
-        chunk = Chunk(sends, line.posted, ticket, key, blocks)
-        line.posted += 1
-        if chunk.number in line.peer_gone:
-            line.peer_gone.remove(chunk.number)
+        direction = self._directions[sends]
+        chunk = Chunk(sends, direction.posted, ticket, key, blocks)
+        direction.posted += 1
+        if chunk.number in direction.peer_gone:
+            direction.peer_gone.remove(chunk.number)
             chunk.verdict = _verdict(sends)
             return chunk, []
-        line.chunks[chunk.number] = chunk
+        direction.chunks[chunk.number] = chunk
         return chunk, [] if self.leads else [Ready(sends, chunk.number, key)]
 
     def skip(self) -> list[Said]:
         """A receive that nobody wants: its number is used up, and nothing comes for it."""
-        line = self._lines[False]
-        number = line.posted
-        line.posted += 1
-        line.peer_ready.pop(number, None)
-        if number in line.peer_gone:
-            line.peer_gone.remove(number)
+        direction = self._directions[False]
+        number = direction.posted
+        direction.posted += 1
+        direction.peer_ready.pop(number, None)
+        if number in direction.peer_gone:
+            direction.peer_gone.remove(number)
             return []
         return [Gone(False, number)]
 
     def give_up(self, chunk: Chunk) -> list[Said]:
-        """This end wants no more of a chunk of its own."""
+        """Drop a chunk of this end, which is not wanted any more."""
         return [Gone(chunk.sends, chunk.number)] if self.forget(chunk) else []
 
     def forget(self, chunk: Chunk) -> bool:
         """Drop a chunk that has ended. False where it was dropped before."""
-        line = self._lines[chunk.sends]
-        line.peer_ready.pop(chunk.number, None)
-        return line.chunks.pop(chunk.number, None) is not None
+        direction = self._directions[chunk.sends]
+        direction.peer_ready.pop(chunk.number, None)
+        return direction.chunks.pop(chunk.number, None) is not None
 
     def heard(self, said: Ready | Gone) -> Chunk | None:
         """Returns the chunk of which the peer wants no more, if it is posted here. Raises TransferError."""
-        line = self._lines[not said.sends]
+        direction = self._directions[not said.sends]
         if isinstance(said, Gone):
-            chunk = line.chunks.get(said.number)
-            line.peer_ready.pop(said.number, None)
+            chunk = direction.chunks.get(said.number)
+            direction.peer_ready.pop(said.number, None)
             if chunk is None:
-                if said.number >= line.posted:
-                    line.peer_gone.add(said.number)
+                if said.number >= direction.posted:
+                    direction.peer_gone.add(said.number)
                 return None
             chunk.verdict = chunk.verdict or _verdict(chunk.sends)
             return chunk
         if not self.leads:
             raise TransferError("the leader of a pair says that it is ready")
-        if said.number >= line.posted or said.number in line.chunks:
-            line.peer_ready[said.number] = said.key
+        if said.number >= direction.posted or said.number in direction.chunks:
+            direction.peer_ready[said.number] = said.key
         return None
 
     def next_piece(self, most: dict[bool, int], may_receive: bool) -> ChunkPiece | None:
         """Leader: what to launch now, `most[sends]` blocks at most; the directions take turns. Raises TransferError if
         the two ends mean different chunks."""
         for sends in (not self._served, self._served):
-            line = self._lines[sends]
+            direction = self._directions[sends]
             if not sends and not may_receive:
                 continue
-            for chunk in line.chunks.values():
+            for chunk in direction.chunks.values():
                 if chunk.verdict is not None or chunk.launched == chunk.blocks:
                     continue
-                key = line.peer_ready.get(chunk.number)
+                key = direction.peer_ready.get(chunk.number)
                 if key is None:
                     break
                 if key != chunk.key:
@@ -151,12 +151,12 @@ class Pair:
         return None
 
     def next_send(self, most: int) -> ChunkPiece | None:
-        """What this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer is
-        ready for, a follower only what comes first."""
-        line = self._lines[True]
-        for chunk in line.chunks.values():
+        """Return what this end will send next, as far as it can tell; nothing is launched. A leader knows what its peer
+        is ready for, a follower only what comes first."""
+        direction = self._directions[True]
+        for chunk in direction.chunks.values():
             if chunk.verdict is None and chunk.launched < chunk.blocks:
-                if self.leads and line.peer_ready.get(chunk.number) != chunk.key:
+                if self.leads and direction.peer_ready.get(chunk.number) != chunk.key:
                     return None
                 count = min(most, chunk.blocks - chunk.launched)
                 return ChunkPiece(True, chunk.number, chunk, chunk.launched, count)
@@ -166,9 +166,9 @@ class Pair:
         """Follower: what the leader has launched. Raises TransferError if it cannot be."""
         sends = not go.leader_sends
         count, rest = divmod(go.nbytes, block_bytes)
-        chunk = self._lines[sends].chunks.get(go.number)
+        chunk = self._directions[sends].chunks.get(go.number)
         fits = chunk is None or (go.first == chunk.launched and chunk.launched + count <= chunk.blocks)
-        if rest or not count or not fits or go.number >= self._lines[sends].posted:
+        if rest or not count or not fits or go.number >= self._directions[sends].posted:
             raise TransferError(f"{go} does not fit {chunk}")
         return ChunkPiece(sends, go.number, chunk, go.first, count)
 
@@ -176,9 +176,9 @@ class Pair:
     def is_wanted(self) -> bool:
         """Leader: is there a chunk that both ends have posted?"""
         return any(
-            number in line.peer_ready and chunk.verdict is None and chunk.launched < chunk.blocks
-            for line in self._lines.values()
-            for number, chunk in line.chunks.items()
+            number in direction.peer_ready and chunk.verdict is None and chunk.launched < chunk.blocks
+            for direction in self._directions.values()
+            for number, chunk in direction.chunks.items()
         )
 
     @property

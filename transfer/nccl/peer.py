@@ -1,4 +1,4 @@
-"""What the nccl transport knows of one peer, and how the two find each other.
+"""A peer of the nccl transport, and how the two find each other.
 
 The leader dials, again and again until the follower knows it: the two learn of each other at slightly different times.
 A socket that is lost is not dialled again before the next `connect`, which both ends need (as with tcp): what one of
@@ -24,7 +24,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class NcclDetails(DoorAddress, frozen=True):
-    """How a worker is reached. `gpu` is its device, `version` that of its library."""
+    """The way to reach a worker. `gpu` is its device, `version` that of its library."""
 
     version: int
     gpu: str
@@ -74,7 +74,7 @@ class NcclPeer:
         return f"NcclPeer({self.incarnation:x}, {state}, {self.communicator!r}, {self.pair!r})"
 
     def span(self, sends: bool) -> BlockSlice:
-        """What travels of each block that goes there, or comes from there."""
+        """Return the part that travels of each block that goes there, or comes from there."""
         return self.sent if sends else self.received
 
     def say(self, *messages: Said) -> None:

@@ -88,7 +88,7 @@ class NcclTransport:
 
     @property
     def communicators(self) -> int:
-        """How many there are now. From any thread."""
+        """The number of communicators now. From any thread."""
         return sum(peer.communicator is not None for peer in list(self._peers.values()))
 
     def describe(self) -> Endpoint:
@@ -195,7 +195,7 @@ class NcclTransport:
                 self._room.heard(peer, said, self._dispatch, time.monotonic())
 
     def _guarded(self, peer: NcclPeer, act: Callable[[NcclPeer, float], bool | None], now: float) -> bool:
-        """Whatever goes wrong with one peer costs that peer, and nobody else."""
+        """Let a failure with one peer cost that peer, and nobody else."""
         try:
             return bool(act(peer, now))
         except TransferError as error:

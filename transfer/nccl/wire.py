@@ -1,4 +1,4 @@
-"""What the two ends of a pair say to each other beside the bytes, and the socket on which they say it.
+"""The messages of the two ends of a pair beside the bytes, and the socket on which they are said.
 
 Of two workers the one with the smaller incarnation *leads*: it makes and drops the pair's communicator, and it alone
 decides which operation comes next. Both launch the same operations in the same order, so neither waits in a kernel for
@@ -25,7 +25,7 @@ class _OnCommunicator(_Said, frozen=True):
 
 
 class Welcome(_Said, frozen=True):
-    """Follower: it knows the leader, which may speak. `puts`: it can, and may, have a ring (`nccl_ring`)."""
+    """Follower: it knows the leader, which may speak. `puts`: it can, and may, have a ring (`transfer.nccl.ring`)."""
 
     puts: bool = False
 
@@ -134,7 +134,7 @@ class Wire:
                 self._out[0] = self._out[0][sent:]
 
     def read(self) -> list[Said]:
-        """What has come. Raises OSError when the connection is lost, TransferError for what is no message."""
+        """Return what has come. Raises OSError when the connection is lost, TransferError for what is no message."""
         while True:
             try:
                 data = self.sock.recv(65536)

@@ -34,9 +34,9 @@ class Departure:
     """Another worker has asked for it: that one knows of the request, and perhaps the token."""
     released: bool = False
     shelved: float | None = None
-    """Since when it is kept only because readers that are lost may still read: quarantined, never written again."""
+    """The time since which only lost readers keep it: quarantined, never written again."""
     serving: dict[Handoff, float] = field(default_factory=dict)
-    """Since when each handoff is served."""
+    """The time at which each handoff began to be served."""
 
 
 class Departures:
@@ -101,7 +101,7 @@ class Departures:
         return self._serve(departure, message.handoff, now)
 
     def _serve(self, departure: Departure, handoff: Handoff, now: float) -> list[Command]:
-        """Offer what is there and not offered yet; with the last of it, name the next token."""
+        """Offer the blocks that are complete and not offered yet; with the last of them, name the next token."""
         if not self.sender.is_open(handoff):
             return []
         request = departure.request
@@ -115,7 +115,7 @@ class Departures:
         )
 
     def unwanted(self, departure: Departure) -> None:
-        """Another reader may still ask for it."""
+        """Do nothing: another reader may still ask."""
 
     def reader_lost(self, departure: Departure, now: float) -> None:
         self._shelve(departure, now)

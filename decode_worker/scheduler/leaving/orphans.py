@@ -1,4 +1,5 @@
-"""Which routers are attached, whose each request is, and what is kept for the router that comes after a lost one. Pure.
+"""Tracks which routers are attached, whose each request is, and what is kept for the router that comes after a lost
+one. Pure.
 
 A resumable request whose router's stream has ended is an orphan: it runs on until the next router is told of it, or its
 time is over. One that ended while its router lived is remembered as long, without blocks, since its router may
@@ -17,7 +18,7 @@ from engine.types import Incarnation, RequestId
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
-"""What a token id is taken to cost: an int, and its place in the record, the request and the output."""
+"""The memory that a token id is taken to cost: an int, and its place in the record, the request and the output."""
 MAX_HANDOVERS = 3
 """Routers that are told of one request after its first; what kills routers is not handed on for ever."""
 
@@ -49,7 +50,7 @@ class Orphans:
         """Orphans that nobody took in time."""
 
     def __len__(self) -> int:
-        """How many ended requests are remembered."""
+        """Return the number of ended requests that are remembered."""
         return len(self._ended)
 
     @property
@@ -117,7 +118,8 @@ class Orphans:
 
     def adopt_ended(self, link: int) -> list[Remembered]:
         """Return what the router on `link` is to be told of requests that have ended: those of routers that are gone,
-        and those that it was told of on an earlier stream. Of that one's end this side may yet have to hear."""
+        and those that it was told of on an earlier stream. The end of that earlier stream may not have been noticed
+        here yet."""
         router, attached = self._routers[link], set(self._routers.values())
         told = [
             one

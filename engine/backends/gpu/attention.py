@@ -32,7 +32,7 @@ from kernels.shared_prefixes import shared_prefixes
 from kernels.silu_mul import silu_mul
 
 PROGRAMS_PER_SM = 3
-"""As many of the decode kernel's programs fit on an SM of the GPUs it was compiled for (docs/kernels.md)."""
+"""Programs of the decode kernel that fit on one SM of the GPUs it was compiled for (docs/kernels.md)."""
 INTERPRETED_PROGRAMS = 4
 
 _Rows = tuple[list[int], list[SharedPrefix]]
@@ -64,7 +64,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Planning:
-    """How decode steps came by their work lists, since the start: a figure for benchmarks and tests."""
+    """Counts how decode steps came by their work lists, since the start: figures for benchmarks and tests."""
 
     ahead: int = 0
     at_once: int = 0

@@ -149,7 +149,7 @@ class DecodeGraphs:
         self._recordings[kind, size] = self._recorder.record(work)
 
 
-def ladder(most: int) -> list[int]:
+def recorded_sizes(most: int) -> list[int]:
     """Batch sizes up to `most`: powers of two to 8, then by eights to 64, then by 32; the last is `most`."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
     return [*(size for size in steps if size < most), most]

@@ -1,4 +1,4 @@
-"""How large a GPU worker's pool may be: what a trial of all that it does there leaves free, at its peak.
+"""Sizes a GPU worker's pool: what a trial of all that it does there leaves free, at its peak.
 
 The trial runs over a pool of two blocks, before the real one: kernels are compiled, every decode step is recorded, the
 largest step runs. What the card then lacks is read off the card, so that compiled code, recordings, the libraries'
@@ -26,10 +26,11 @@ class GpuMemory(Protocol):
     total_bytes: int
 
     def free_bytes(self) -> int:
-        """What nobody has taken, this process's allocator included, which keeps what was given back to it."""
+        """Return the bytes that nobody has taken, this process's allocator included, which keeps what was given back to
+        it."""
 
     def reserved_bytes(self) -> tuple[int, int]:
-        """What this process's allocator holds now, and the most that it has held since `release`."""
+        """Return the bytes that this process's allocator holds now, and the most that it has held since `release`."""
 
     def release(self) -> None:
         """Give back what the allocator keeps for nobody, once the device has ended all work."""

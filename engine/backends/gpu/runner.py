@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.backends.gpu.attention import TritonAttention, arch_of
-from engine.backends.gpu.graphs import DecodeGraphs, Recorder, ladder
+from engine.backends.gpu.graphs import DecodeGraphs, Recorder, recorded_sizes
 from engine.backends.gpu.memory import GpuMemory, auto_pool_bytes, measure_peak
 from engine.backends.gpu.pool import DeviceKV
 from engine.backends.gpu.warmup import Reach, warm_up
@@ -20,7 +20,7 @@ from kernels.launch import count_compilations
 log = logging.getLogger(__name__)
 
 TRIAL_BLOCKS = 2
-"""As many as the warm-up writes to."""
+"""Blocks of the trial pool: as many as the warm-up writes to."""
 
 
 class TritonOpener:
@@ -41,7 +41,7 @@ class TritonOpener:
         attention = TritonAttention(model.config, layout, model.device, max_batch=limits.batch + limits.prompts)
         graphs = None
         if limits.batch:
-            graphs = DecodeGraphs(model, kv, attention, self._recorder(), ladder(limits.batch))
+            graphs = DecodeGraphs(model, kv, attention, self._recorder(), recorded_sizes(limits.batch))
             with torch.inference_mode():
                 graphs.prepare()
         runner = ModelRunner(model, kv, attention, graphs)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Reach(NamedTuple):
-    """What steps may be made of. `share_tokens`: what rows must have in common for it to be read once; 0: never."""
+    """The sizes that steps may have. `share_tokens`: what rows must have in common for it to be read once; 0: never."""
 
     limits: StepLimits
     context_tokens: int

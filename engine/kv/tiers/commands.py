@@ -1,4 +1,4 @@
-"""What passes between the index of the lower tiers (`engine.kv.tiers`) and who moves their bytes
+"""Commands and events between the index of the lower tiers (`engine.kv.tiers`) and the thread that moves their bytes
 (`engine.storage.tiers.mover`)."""
 
 import msgspec
@@ -95,7 +95,7 @@ class DiskHung(msgspec.Struct, frozen=True):
 
 
 class TiersDied(msgspec.Struct, frozen=True):
-    """Whoever moves the bytes has failed at something that is not the disk's fault; nothing is moved any more."""
+    """The tier thread has failed at something that is not the disk's fault; nothing is moved any more."""
 
     error: str
 

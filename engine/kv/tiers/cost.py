@@ -1,4 +1,4 @@
-"""What the lower tiers have done, and whether loading a block is sooner than computing it. Pure.
+"""Counts what the lower tiers have done, and tells whether loading a block is sooner than computing it. Pure.
 
 Both sides are measured: the seconds that a block took to come out of a tier, and the worker's tokens per second. What
 has never been loaded counts as free, so that it is tried once. What is refused is not measured any more, so each
@@ -31,7 +31,7 @@ class TierCost:
             self.disk_s = mean(self.disk_s, disk_s / disk_blocks)
 
     def worthwhile(self, on_disk: Sequence[bool], compute_s: float) -> int:
-        """How many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
+        """Return how many of the first of these blocks to load, where computing one takes `compute_s`: as many as save
         most."""
         best, best_saved_s, saved_s = 0, 0.0, 0.0
         for count, is_on_disk in enumerate(on_disk, 1):

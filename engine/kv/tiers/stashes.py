@@ -50,7 +50,7 @@ class Stashes:
         return sum(self._kv.pool.refs(block) == count for block, count in held.items())
 
     def missing(self, lease: Lease, tokens: int) -> int:
-        """How many of the whole blocks of the lease's first `tokens` tokens would have to be copied."""
+        """Return how many of the whole blocks of the lease's first `tokens` tokens would have to be copied."""
         path = lease.path[: tokens // self._kv.block_size]
         return sum(node.identity not in self._tiers.host for node in path)
 
@@ -75,7 +75,7 @@ class Stashes:
         return stash
 
     def drop(self, stash: Stash) -> None:
-        """Nobody wants it any more."""
+        """Let a stash go that nobody wants any more."""
         stash.dropped = True
         self._settle([stash])
 

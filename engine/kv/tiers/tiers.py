@@ -1,4 +1,4 @@
-"""What lies below the device: a host tier, and below it a disk tier, as an index of block identities. Pure.
+"""The tiers below the device: a host tier, and below it a disk tier, as an index of block identities. Pure.
 
     device cache --evicted: Save--> host --the oldest, ahead of time: Spill--> disk --segment dropped--> forgotten
                  --kept: Store---->
@@ -44,7 +44,7 @@ from engine.types import BlockId
 SEGMENT_BLOCKS = 16
 """Blocks of one file, at most a quarter of the host tier."""
 AHEAD_SEGMENTS = 8
-"""As many are written ahead, at most half of the host tier."""
+"""Segments written ahead, at most half of the host tier."""
 
 
 class Tiers:
@@ -61,7 +61,7 @@ class Tiers:
         self.cost = TierCost()
         self.counts = TierCounts()
         self.disk_error = ""
-        """Why the disk tier was given up."""
+        """The reason why the disk tier was given up."""
         self._segment_blocks = min(SEGMENT_BLOCKS, max(1, host_blocks // 4))
         self._ahead_blocks = min(AHEAD_SEGMENTS * self._segment_blocks, host_blocks // 2)
         self._loads: dict[int, TierLoad] = {}
@@ -79,7 +79,7 @@ class Tiers:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many there are in each tier; a block may be in both."""
+        """Return the number of blocks in each tier; a block may be in both."""
         return {"host": len(self.host), "disk": 0 if self.disk is None else len(self.disk)}
 
     # down
@@ -156,7 +156,7 @@ class Tiers:
         return found
 
     def worthwhile(self, identities: Sequence[bytes], block_size: int, tokens_per_s: float) -> int:
-        """How many of the first of these blocks are loaded sooner than computed at `tokens_per_s`."""
+        """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`."""
         on_disk = [ident not in self.host for ident in identities]
         return self.cost.worthwhile(on_disk, block_size / tokens_per_s)
 

@@ -1,4 +1,4 @@
-"""What a reader of somebody else's model files offers, and the arithmetic both readers share."""
+"""The interface of a reader of somebody else's model files, and the arithmetic both readers share."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -21,7 +21,7 @@ from engine.model.files.checkpoint import most_of
 from engine.model.files.gguf_codes import codes_of
 
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
-"""What the package raises on bytes that are no GGUF."""
+"""The errors that the package raises on bytes that are no GGUF."""
 
 
 class _QuickReader(GGUFReader):

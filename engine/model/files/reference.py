@@ -1,5 +1,5 @@
-"""What a prepared model keeps of weights that it leaves where they are: which bytes of a Hugging Face directory make
-each weight, and a description of the directory without them.
+"""A prepared model's record of weights that it leaves where they are: which bytes of a Hugging Face directory make each
+weight, and a description of the directory without them.
 
 It takes a directory that holds every weight in the type that the engine computes in, and workers that copy them to a
 device rather than map them. Of its files only headers and text are read. What the weights are, the first worker that

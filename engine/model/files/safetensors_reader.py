@@ -49,7 +49,7 @@ class SafetensorsFile:
         (size,) = struct.unpack("<Q", self._bytes[:8].tobytes())
         start = 8 + size
         self.header = self._bytes[:start].tobytes()
-        """All before the first tensor's bytes."""
+        """The bytes before the first tensor's."""
         header = msgspec.json.decode(self.header[8:])
         header.pop("__metadata__", None)
         self.tensors = {

@@ -1,4 +1,4 @@
-"""Where a prepared folder keeps the codes of quantized weights, by the names that the weights have in it.
+"""The files in which a prepared folder keeps the codes of quantized weights, by the names that the weights have in it.
 
     codes.bin, codes.json     per matrix `<name>.codes`, `<name>.scales` and, with 4 bits, `<name>.offsets`
 

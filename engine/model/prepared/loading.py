@@ -34,7 +34,7 @@ def load_weights(model_dir: Path, device: torch.device, progress: Progress | Non
 
 
 def loaded_bytes(model_dir: Path) -> int:
-    """How many bytes a prepared model's weights take in memory. Raises ModelError."""
+    """Return the bytes that a prepared model's weights take in memory. Raises ModelError."""
     if by_reference(model_dir):
         return ShardIndex.load(model_dir).size_bytes
     return load_index(model_dir / WEIGHTS_FILE).size_bytes

@@ -22,7 +22,7 @@ CONTENTS_FILE = "contents.json"
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What tells which file it is, as far as can be told without reading it."""
+    """The identity of a file, as far as it can be told without reading it."""
 
     path: str
     size_bytes: int
@@ -76,7 +76,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the weights take."""
+        """Return the bytes that the weights take."""
         width = 4 if self.dtype == "float32" else 2
         return sum(prod(shape) * width for shape in self.shapes.values())
 

@@ -34,7 +34,7 @@ Read = Callable[[int, list[memoryview], int], int]
 
 
 class Copies(Protocol):
-    """How bytes get from a buffer to the device. Fulfilled by `HostCopies` and `PinnedCopies`."""
+    """Brings bytes from a buffer to the device. Fulfilled by `HostCopies` and `PinnedCopies`."""
 
     pinned: bool
     """True where buffers must be pinned memory."""

@@ -17,7 +17,7 @@ from engine.model.prepared.pieces import Made, write_pieces
 WEIGHTS_FILE = "weights.bin"
 
 SLAB_VALUES = 1 << 20
-"""How many values are rounded at once: rounding takes a few times their memory."""
+"""The number of values that are rounded at once: rounding takes a few times their memory."""
 
 
 def write_weights(source: Checkpoint, dtype: str, folder: Path, progress: Progress | None = None) -> None:

@@ -74,7 +74,8 @@ class TierMover:
         self._staging = HostMemory(1, device.memory.shape[1], pinned=not self._is_cpu)
         self._on_event = on_event
         self._digests: dict[TierSlot, int] = {}
-        """What was stored in each slot. A slot is pinned, or it is nobody's: no two threads change one at once."""
+        """The digest of what was stored in each slot. A slot is pinned, or it is nobody's: no two threads change one at
+        once."""
         self._queue: queue.PriorityQueue[tuple[int, int, TierCommand | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
@@ -82,7 +83,7 @@ class TierMover:
         """Held by the thread while it changes what others see, and by whoever abandons it."""
         self._under_way: TierCommand | None = None
         self._loaded = Loaded(0, 0, 0.0, 0.0)
-        """How far the load under way has come."""
+        """The progress of the load under way."""
         self._beats = 0
 
     @property

@@ -30,7 +30,8 @@ def open_tiers(
     name: str,
     on_event: Callable[[TierEvent | TiersDied], None],
 ) -> Tiering | None:
-    """None where there is to be no host tier. `name` is the worker's, for its folder in `disk_dir`.
+    """Open the tiers that `config` asks for; None where there is to be no host tier. `name` is the worker's, for its
+    folder in `disk_dir`.
 
     A folder that cannot be had leaves the disk tier out, with a warning. Raises ValueError for a disk tier without a
     folder, or without a host tier of at least four blocks.
@@ -59,6 +60,6 @@ def open_tiers(
 
 
 def _kind(device: EngineDevice) -> bytes:
-    """What the bytes of a block depend on, besides its tokens and all before them."""
+    """Return what the bytes of a block depend on, besides its tokens and all before them."""
     told = f"{device.fingerprint}|{device.layout.describe()}|{device.is_deterministic}|{device.arithmetic}"
     return blake2b(told.encode(), digest_size=16).digest()

@@ -44,8 +44,8 @@ class SegmentFolder:
             raise
 
     def scan(self) -> tuple[list[tuple[int, int, tuple[bytes, ...]]], int]:
-        """What an earlier life has left: (number, bytes of the file, identities), the oldest first; and how many files
-        were torn or of another kind, which are gone now."""
+        """Return what an earlier life has left: (number, bytes of the file, identities), the oldest first; and how many
+        files were torn or of another kind, which are gone now."""
         found, torn = [], 0
         for path in self._files("*.writing"):
             path.unlink(missing_ok=True)

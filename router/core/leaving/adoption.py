@@ -51,7 +51,8 @@ class Adoptions:
         self._told.add(worker)
 
     def is_settled(self, now: float) -> bool:
-        """Whether every decode worker has told all, or the time for it is over. Counts from the first question."""
+        """Return True once every decode worker has told all, or the time for it is over. Counts from the first
+        question."""
         if self._waits_since_s is None:
             self._waits_since_s = now
         if not self._is_settled:
@@ -60,11 +61,12 @@ class Adoptions:
         return self._is_settled
 
     def knows(self, request: RequestId) -> bool:
-        """Whether it was adopted, and not long ago."""
+        """Return True if it was adopted, and not long ago."""
         return request in self._placements
 
     def is_unsure(self, request: RequestId, now: float) -> bool:
-        """Whether a worker may yet tell of a higher placement of it: until then it stays with whoever has it."""
+        """Return True while a worker may still report a higher placement: until then it stays with the worker that has
+        it."""
         return self.knows(request) and not self.is_settled(now)
 
     def close(self, request: RequestId) -> None:
@@ -106,7 +108,7 @@ class Adoptions:
         out.extend(Deliver(request, [token]) for token in orphan.tokens)
 
     def takes(self, orphan: Orphan, now: float) -> bool:
-        """Whether this report is the one to go on with, which is noted."""
+        """Accept this report if it has the highest placement; return True if accepted."""
         request = orphan.record.request
         best = self._placements.get(request)
         if best is not None and (orphan.placement <= best or self.is_settled(now)):

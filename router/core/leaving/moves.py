@@ -42,7 +42,7 @@ def due_moves(
 
 
 def _is_worth_moving(call: Call, worker: WorkerEntry) -> bool:
-    """It runs there, its KV is complete, and more than one token is to come."""
+    """Return True if the call runs there, has all its KV, and has more than one token left."""
     record = call.record
     came_here_with = len(record.tokens) - record.prompt_tokens
     return (

@@ -7,17 +7,17 @@ from engine.messages import Accepted, Cancel, Fault, Finish, Place, Refused, Tok
 from engine.types import FinishReason, RequestId
 from router.core.events import (
     Begin,
+    ClientLeft,
     Command,
     Complete,
     Deliver,
     Event,
     Fail,
-    Heard,
     Ignored,
-    Left,
     Lost,
     StopFound,
     Tick,
+    WorkerSaid,
 )
 from tests.router.bench import A, B, Bench, ended, is_told
 from tests.router.fake_cluster import load
@@ -158,23 +158,23 @@ def test_every_end_in_every_state(state: str, end: str) -> None:
 
     bench.submit(deadline_s=5.0)
     if state == "waiting":
-        do(Heard("d0", Refused(A, 1, 4)))
+        do(WorkerSaid("d0", Refused(A, 1, 4)))
     elif state != "offered":
-        do(Heard("d0", Accepted(A, 1, 0)))
-        do(Heard("d0", Tokens(A, 1, 0, [1, 2])))
+        do(WorkerSaid("d0", Accepted(A, 1, 0)))
+        do(WorkerSaid("d0", Tokens(A, 1, 0, [1, 2])))
         if state == "finishing":
             (finish,) = do(StopFound(A, 1))
             assert is_told(finish, Finish) and finish.record.tokens_kept == 1
         if state == "closing":
-            do(Left(A))
-    event: Event = {"cancel": Left(A), "deadline": Tick(), "lost": Lost("d0")}[end]
+            do(ClientLeft(A))
+    event: Event = {"cancel": ClientLeft(A), "deadline": Tick(), "lost": Lost("d0")}[end]
     bench.now = 6.0 if end == "deadline" else 1.0
     out = do(event)
     on_worker = state in ("offered", "running", "finishing")
     if end != "lost":
         assert sum(is_told(c, Cancel) for c in out) == on_worker
         if on_worker or state == "closing":
-            do(Heard("d0", ended(reason=FinishReason.CANCELLED)))
+            do(WorkerSaid("d0", ended(reason=FinishReason.CANCELLED)))
     elif state in ("waiting", "offered", "running"):
         assert answers == [] and bench.router.waiting == 1
         (place,) = bench.join("d0", "decode", 2)

@@ -37,21 +37,21 @@ from router.core.core import Router
 from router.core.events import (
     Adopt,
     Begin,
+    ClientLeft,
     Complete,
     Connected,
     DecodeLost,
     Deliver,
     Event,
     Fail,
-    Heard,
-    Left,
     Lost,
     Moved,
-    Named,
     StopFound,
     Submit,
     TellWorker,
     Tick,
+    WorkerSaid,
+    WorkersNamed,
 )
 from router.core.policy import LeastCost
 from tests.router.fake_cluster import load, worker_info
@@ -215,11 +215,11 @@ class RouterMachine(RuleBasedStateMachine):
             return
         if not job.accepted:
             job.accepted = True
-            self.do(Heard(job.worker, Accepted(job.request, job.placement, 0)))
+            self.do(WorkerSaid(job.worker, Accepted(job.request, job.placement, 0)))
         start = job.sent
         job.sent = min(start + count, 16)
         ids = [token(job.request, i) for i in range(start, job.sent)]
-        self.do(Heard(job.worker, Tokens(job.request, job.placement, start, ids)))
+        self.do(WorkerSaid(job.worker, Tokens(job.request, job.placement, start, ids)))
 
     @precondition(lambda self: any(not j.accepted for j in self.jobs))
     @rule(data=st.data(), refuse=st.booleans())
@@ -227,10 +227,10 @@ class RouterMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from([j for j in self.jobs if not j.accepted]))
         if refuse and job.told is None:
             self.jobs.remove(job)
-            self.do(Heard(job.worker, Refused(job.request, job.placement, 1)))
+            self.do(WorkerSaid(job.worker, Refused(job.request, job.placement, 1)))
         else:
             job.accepted = True
-            self.do(Heard(job.worker, Accepted(job.request, job.placement, 0)))
+            self.do(WorkerSaid(job.worker, Accepted(job.request, job.placement, 0)))
 
     @precondition(lambda self: any(j.accepted for j in self.jobs))
     @rule(data=st.data(), count=st.integers(1, 3), again=st.integers(0, 2), skew=st.integers(0, 2))
@@ -245,7 +245,7 @@ class RouterMachine(RuleBasedStateMachine):
             placement += 1
         else:
             job.sent += count
-        self.do(Heard(job.worker, Tokens(job.request, placement, start, ids)))
+        self.do(WorkerSaid(job.worker, Tokens(job.request, placement, start, ids)))
 
     @precondition(lambda self: any(j.accepted for j in self.jobs))
     @rule(data=st.data())
@@ -254,7 +254,7 @@ class RouterMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from([j for j in self.jobs if j.accepted]))
         ahead = job.sent + 1
         ids = [token(job.request, ahead)]
-        self.do(Heard(job.worker, Tokens(job.request, job.placement, ahead, ids)))
+        self.do(WorkerSaid(job.worker, Tokens(job.request, job.placement, ahead, ids)))
 
     @precondition(lambda self: any(j.accepted for j in self.jobs))
     @rule(data=st.data())
@@ -266,12 +266,12 @@ class RouterMachine(RuleBasedStateMachine):
             reason = job.told.reason
         stats = RequestStats(output_tokens=job.sent)
         end = Ended(request=job.request, placement=job.placement, reason=reason, stats=stats)
-        self.do(Heard(job.worker, end))
+        self.do(WorkerSaid(job.worker, end))
 
     @precondition(lambda self: self.minted)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        self.do(Left(RequestId(f"r{data.draw(st.integers(0, self.minted - 1))}")))
+        self.do(ClientLeft(RequestId(f"r{data.draw(st.integers(0, self.minted - 1))}")))
 
     @precondition(lambda self: any(self.given.values()))
     @rule(data=st.data())
@@ -319,7 +319,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.kept.add((job.worker, job.request, job.placement))
         stats = RequestStats(output_tokens=job.sent)
         yielded = Yielded(request=job.request, placement=job.placement, stats=stats)
-        self.do(Heard(job.worker, yielded))
+        self.do(WorkerSaid(job.worker, yielded))
 
     def bury(self, name: str) -> None:
         self.known_leaving.discard(name)
@@ -346,7 +346,7 @@ class RouterMachine(RuleBasedStateMachine):
         elif what == "refused":
             record = Refused(name, placement, 1)
         before = dict(self.ends)
-        self.do(Heard(job.worker, record))
+        self.do(WorkerSaid(job.worker, record))
         assert self.ends == before
 
     @precondition(lambda self: any(j.accepted and j.prefill and not j.told for j in self.jobs))
@@ -356,7 +356,7 @@ class RouterMachine(RuleBasedStateMachine):
         asking = [j for j in self.jobs if j.accepted and j.prefill and not j.told]
         job = data.draw(st.sampled_from(asking))
         failed = job.prefill
-        self.do(Heard(job.worker, NeedPrefill(job.request, job.placement, failed)))
+        self.do(WorkerSaid(job.worker, NeedPrefill(job.request, job.placement, failed)))
         assert job.told or job.prefill != failed or failed in self.up
 
     @rule(
@@ -385,7 +385,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.jobs.append(job)
         ids = [token(request, i) for i in range(tokens)]
         self.do(
-            Heard(
+            WorkerSaid(
                 name,
                 Orphan(record=record, placement=placement, prefill=prefill, tokens=ids, age_s=0.0),
             )
@@ -397,13 +397,13 @@ class RouterMachine(RuleBasedStateMachine):
             if name in self.leaving:
                 self.known_leaving.add(name)
             report = load(active=active, blocks=BLOCKS)
-            self.do(Heard(name, replace(report, leaving=name in self.leaving)))
+            self.do(WorkerSaid(name, replace(report, leaving=name in self.leaving)))
 
     @rule(seconds=st.integers(0, 2))
     def tick(self, seconds: int) -> None:
         self.now += seconds
         for name in PREFILLS:
-            self.do(Heard(name, load()))
+            self.do(WorkerSaid(name, load()))
         self.do(Tick())
 
     @invariant()
@@ -422,15 +422,15 @@ class RouterMachine(RuleBasedStateMachine):
         for name in PREFILLS + WORKERS:
             if name not in self.up:
                 self.back(name)
-        self.do(Named(tuple(WORKERS)))
+        self.do(WorkersNamed(tuple(WORKERS)))
         for name in WORKERS:
-            self.do(Heard(name, OrphansTold()))
+            self.do(WorkerSaid(name, OrphansTold()))
         for _ in range(4 * self.minted + 4):
             self.tick(0)
             for job in list(self.jobs):
                 if not job.accepted:
                     job.accepted = True
-                    self.do(Heard(job.worker, Accepted(job.request, job.placement, 0)))
+                    self.do(WorkerSaid(job.worker, Accepted(job.request, job.placement, 0)))
                 self.jobs.remove(job)
                 reason = FinishReason.LENGTH
                 if isinstance(job.told, Cancel):
@@ -439,7 +439,7 @@ class RouterMachine(RuleBasedStateMachine):
                 end = Ended(
                     request=job.request, placement=job.placement, reason=reason, stats=stats
                 )
-                self.do(Heard(job.worker, end))
+                self.do(WorkerSaid(job.worker, end))
             for name in WORKERS:
                 self.report(name, 0)
         assert self.router.open == 0, repr(self.router)

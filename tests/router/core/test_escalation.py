@@ -14,8 +14,8 @@ from router.core.events import (
     DecodeLost,
     Fail,
     Lost,
-    Named,
     Tick,
+    WorkersNamed,
 )
 from tests.router.bench import A, Bench, ended, is_told
 from tests.router.fake_cluster import load
@@ -155,7 +155,7 @@ def test_a_missing_worker_is_named_and_forgiven_when_it_is_back() -> None:
 def test_a_worker_that_was_frozen_before_the_router_began_is_missing_too() -> None:
     """Guards a slot that is lost for ever because the router that knew its life died while it was frozen."""
     court = Court()
-    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
+    court.do(WorkersNamed(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
     court.pass_s(HUNG_S - 0.5)
     assert not court.condemned()
     court.pass_s(1.0)
@@ -168,13 +168,13 @@ def test_a_worker_that_was_frozen_before_the_router_began_is_missing_too() -> No
 def test_whom_the_router_never_reached_is_judged_once_it_has_tried() -> None:
     """Guards blocks kept for ever for such a reader; and an innocent accused before the new router has dialled it."""
     court = Court()
-    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
+    court.do(WorkersNamed(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
     assert given_up(court.accuse(13)) == [], "not yet dialled"
     court.pass_s(ESCALATE_S - 0.5)
     assert given_up(court.accuse(13)) == []
     court.pass_s(1.0)
     assert given_up(court.accuse(13)) == ["d2"]
-    court.do(Named(("d0", "d1", "d2"), (("d2", Incarnation(23)),)))
+    court.do(WorkersNamed(("d0", "d1", "d2"), (("d2", Incarnation(23)),)))
     assert given_up(court.accuse(13)) == [], "a former life"
 
 

@@ -16,13 +16,13 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId
 from router.core.events import (
     Begin,
+    ClientLeft,
     Command,
     Complete,
     DecodeLost,
     Deliver,
     Fail,
     Ignored,
-    Left,
     Lost,
     Poisonous,
     StopFound,
@@ -110,7 +110,7 @@ def test_a_client_that_left_is_not_placed_again() -> None:
     """Guards against work for nobody after a loss."""
     bench = Bench(decodes=2)
     home = running(bench, 5)
-    bench.do(Left(A))
+    bench.do(ClientLeft(A))
     assert bench.do(Lost(home)) == [] and bench.router.open == 0
 
 

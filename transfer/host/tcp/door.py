@@ -1,5 +1,5 @@
-"""How the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the right token, and nobody
-else; the other dials."""
+"""Lets the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the right token, and
+nobody else; the other dials."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ Target = tuple[int, tuple[str, int]]
 
 
 class DoorAddress(msgspec.Struct, frozen=True):
-    """Where a worker listens, and whom it lets in. Its blocks have `block_bytes`."""
+    """The address at which a worker listens, and the token of those that it lets in. Its blocks have `block_bytes`."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ DoorAddressT = TypeVar("DoorAddressT", bound=DoorAddress)
 
 
 def peer_door(endpoint: Endpoint, kind: type[DoorAddressT], received: BlockSlice) -> DoorAddressT:
-    """What a peer has told of its door. Raises TransferError where its blocks are not the `received` ones."""
+    """Return what a peer has told of its door. Raises TransferError where its blocks are not the `received` ones."""
     details = details_of(endpoint, kind)
     try:
         token = bytes.fromhex(details.token)
@@ -68,7 +68,7 @@ def resolve(address: DoorAddress) -> Target:
 
 
 def greeting(address: DoorAddress, dialer: Incarnation, wanted: Incarnation) -> bytes:
-    """What the one that dials says first: the token it was told, who it is, and whom it means to reach."""
+    """Return what the one that dials says first: the token it was told, who it is, and whom it means to reach."""
     return _GREETING.pack(MAGIC, bytes.fromhex(address.token), dialer, wanted)
 
 

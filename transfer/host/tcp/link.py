@@ -44,7 +44,7 @@ def chunk_key(move: Move, blocks: int, block_bytes: int) -> int:
 
 class _Entry(Protocol):
     ticket: Ticket | None
-    """None once it is withdrawn: then nobody is told of its end."""
+    """The ticket; None once it is withdrawn: then nobody is told of its end."""
 
     def withdraw(self) -> None:
         """Leave local memory alone from now on, and stay in step with the other end."""

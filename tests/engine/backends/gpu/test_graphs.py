@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.backends.gpu.attention import TritonAttention
-from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder, Recording, ladder
+from engine.backends.gpu.graphs import CudaRecorder, DecodeGraphs, Recorder, Recording, recorded_sizes
 from engine.runner import ModelRunner
 from engine.step import StepPlan
 from tests.engine.backends.gpu.recording import FakeRecorder
@@ -123,7 +123,7 @@ def test_no_step_waits_for_a_recording(folder: Path) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the fake device")
 @torch.inference_mode()
 def test_recordings_share_one_buffer_of_logits(folder: Path) -> None:
-    """Guards the memory of a card: with a buffer for each size, those of a ladder to 256 are five times the largest."""
+    """Guards the memory of a card: with a buffer for each size, those up to 256 are five times the largest."""
     gpu = Side(folder, "triton")
     assert isinstance(gpu.attention, TritonAttention)
     results: list[torch.Tensor] = []
@@ -162,8 +162,8 @@ def test_the_fake_device_freezes_what_a_graph_freezes() -> None:
 def test_sizes_are_bounded(folder: Path) -> None:
     with pytest.raises(ValueError, match="largest"):
         recorded(folder, [1, 5])
-    assert ladder(1) == [1] and ladder(6) == [1, 2, 4, 6] and ladder(8) == [1, 2, 4, 8]
-    assert ladder(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
+    assert recorded_sizes(1) == [1] and recorded_sizes(6) == [1, 2, 4, 6] and recorded_sizes(8) == [1, 2, 4, 8]
+    assert recorded_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
 
 
 def test_an_empty_plan_runs_nothing(folder: Path) -> None:

@@ -19,17 +19,17 @@ from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.events import (
     Adopt,
+    ClientLeft,
     Complete,
     DecodeLost,
     Deliver,
     Fail,
     Ignored,
-    Left,
     Lost,
-    Named,
     StopFound,
     TellWorker,
     Tick,
+    WorkersNamed,
 )
 from router.core.leaving.adoption import MAX_KNOWN, Adoptions
 from router.core.placement import LOCAL
@@ -91,7 +91,7 @@ def test_a_stop_string_that_the_dead_router_had_not_found() -> None:
 def test_its_worker_is_lost_and_it_goes_on_elsewhere() -> None:
     """Guards the record that is rebuilt from a report: history, losses, placement numbers and the deadline."""
     bench = Bench(decodes=2)
-    bench.do(Named(("d0", "d1")))
+    bench.do(WorkersNamed(("d0", "d1")))
     bench.hear(orphan(5, 6, 7, history=1, losses=1, remaining_s=9.0), "d0")
     bench.hear(OrphansTold(), "d0")
     bench.hear(OrphansTold(), "d1")
@@ -173,7 +173,7 @@ def test_a_placement_that_the_dead_router_made_and_nobody_told_of_is_not_taken_f
 def test_it_is_placed_again_only_when_no_higher_placement_can_be_told_of() -> None:
     """Guards against a placement of its own that a report displaces, or that ends what the report has handed over."""
     bench = Bench(decodes=2, life=1_000)
-    bench.do(Named(("d0", "d1")))
+    bench.do(WorkersNamed(("d0", "d1")))
     bench.hear(orphan(5, 6, placement=3), "d0")
     bench.hear(OrphansTold(), "d0")
     assert not [c for c in bench.do(Lost("d0")) if is_told(c, Place)]
@@ -193,7 +193,7 @@ def test_of_two_reports_the_lower_one_may_have_ended() -> None:
 def test_once_settled_what_was_adopted_goes_on() -> None:
     """Guards a client that reads already against another placement's tokens."""
     bench = Bench(decodes=2)
-    bench.do(Named(("d0",)))
+    bench.do(WorkersNamed(("d0",)))
     bench.hear(orphan(5, 6, placement=3), "d0")
     bench.hear(OrphansTold(), "d0")
     assert bench.router.is_settled(bench.now)
@@ -209,7 +209,7 @@ def test_a_client_that_left_meanwhile() -> None:
     """Guards against a report that brings a cancelled request back to life."""
     bench = Bench(decodes=2)
     bench.hear(orphan(5), "d0")
-    bench.do(Left(A))
+    bench.do(ClientLeft(A))
     assert bench.hear(orphan(5, placement=4), "d1") == [cancel("d1", 4)]
     bench.hear(ended(placement=3, reason=FinishReason.CANCELLED), "d0")
     assert bench.router.open == 0

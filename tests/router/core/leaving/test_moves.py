@@ -20,10 +20,10 @@ from engine.messages import (
 from engine.types import FinishReason, RequestId
 from router.core.events import (
     Begin,
+    ClientLeft,
     Complete,
     Deliver,
     Ignored,
-    Left,
     Lost,
     Moved,
     StopFound,
@@ -207,7 +207,7 @@ def test_ends_that_cross_the_yield() -> None:
     bench = Bench(decodes=2)
     home = running(bench, 5)
     leave(bench, home)
-    told = bench.do(Left(A))[-1]
+    told = bench.do(ClientLeft(A))[-1]
     assert told == TellWorker(home, Cancel(A, 1, FinishReason.CANCELLED))
     assert bench.hear(yielded(), home) == [TellWorker(home, Release(A, 1))]
     assert bench.router.open == 0
@@ -219,7 +219,7 @@ def test_a_client_that_leaves_while_it_waits_frees_the_source() -> None:
     bench.hear(load(active=63), place.worker)
     bench.do(Lost(place.worker))
     assert bench.router.waiting == 1
-    assert bench.do(Left(A))[-1] == TellWorker(home, Release(A, 1))
+    assert bench.do(ClientLeft(A))[-1] == TellWorker(home, Release(A, 1))
 
 
 def test_what_a_ghost_yields_is_released() -> None:
