@@ -5,27 +5,29 @@ import time
 
 import pytest
 
-from tests.transfer.nccl.ends import LAYOUT, End, Ends
+from tests.transfer.nccl.ends import LAYOUT, QUICK, Ends
 from transfer.nccl.dispatch import PieceDispatcher
 from transfer.nccl.peer import NcclPeer
 from transfer.nccl.wire import Go, Grant
-from transfer.transport import TransferError
+from transfer.transport import BlockSlice, TransferError
 
 
-def _follower(ends: Ends) -> tuple[End, PieceDispatcher, NcclPeer]:
+def _follower(ends: Ends) -> tuple[PieceDispatcher, NcclPeer]:
     """The end that follows, of a pair that is warm and at rest, and what it knows of its leader."""
     leader, follower = ends.pair(1, 2)
     ends.until(lambda: leader.transport.report.built == follower.transport.report.built == 1)
     dispatch, peer = follower.transport._dispatch, follower.transport._peers[leader.me]
     assert dispatch.busy is None and not dispatch.is_waiting and not peer.pair.leads
-    return follower, dispatch, peer
+    return dispatch, peer
 
 
-@pytest.mark.parametrize(("epoch", "number"), [(9, 0), (1, 5)], ids=["another communicator", "a chunk that is not due"])
-def test_a_call_for_what_is_not_there_costs_the_pair(ends: Ends, epoch: int, number: int) -> None:
+@pytest.mark.parametrize(
+    "go", [Go(9, True, 0, 0, 0), Go(1, True, 5, 0, LAYOUT.block_bytes)], ids=["another communicator", "no chunk of ours"]
+)
+def test_a_call_for_what_is_not_there_costs_the_pair(ends: Ends, go: Go) -> None:
     """Guards an operation that one end alone has launched: it would wait in a kernel until its limit."""
-    _, dispatch, peer = _follower(ends)
-    dispatch.call(peer, Go(epoch, True, number, 0, LAYOUT.block_bytes))
+    dispatch, peer = _follower(ends)
+    dispatch.call(peer, go)
     assert dispatch.is_called_by(peer)
     told: list[str] = []
 
@@ -41,14 +43,14 @@ def test_a_call_for_what_is_not_there_costs_the_pair(ends: Ends, epoch: int, num
 
 
 def test_a_grant_that_nobody_asked_for_is_refused(ends: Ends) -> None:
-    _, dispatch, peer = _follower(ends)
+    dispatch, peer = _follower(ends)
     with pytest.raises(TransferError, match="is for nothing that this end does"):
         dispatch.granted(peer, Grant(1, 0))
 
 
 def test_calls_of_a_lost_pair_are_forgotten(ends: Ends) -> None:
     """Guards the next life of the pair from what the leader has said in this one."""
-    _, dispatch, peer = _follower(ends)
+    dispatch, peer = _follower(ends)
     assert peer.communicator is not None
     dispatch.call(peer, Go(1, True, 0, 0, LAYOUT.block_bytes))
     communicator, peer.communicator = peer.communicator, None
@@ -57,5 +59,7 @@ def test_calls_of_a_lost_pair_are_forgotten(ends: Ends) -> None:
 
 
 def test_slots_are_for_the_largest_peer(ends: Ends) -> None:
-    end, dispatch, peer = _follower(ends)
-    assert dispatch.reserve(peer.sent, peer.received) == end.transport.report.slot_bytes, "there is room already"
+    """Guards the device memory that is promised to be enough: four pieces, whoever comes later with less."""
+    dispatch, peer = _follower(ends)
+    part = BlockSlice(0, LAYOUT.head_bytes, LAYOUT.block_bytes)
+    assert dispatch.reserve(peer.sent, peer.received) == dispatch.reserve(part, part) == 4 * QUICK.piece_bytes
