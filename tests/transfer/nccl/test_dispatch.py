@@ -22,7 +22,7 @@ def _follower(ends: Ends) -> tuple[PieceDispatcher, NcclPeer]:
 
 
 @pytest.mark.parametrize(
-    "go", [Go(9, True, 0, 0, 0), Go(1, True, 5, 0, LAYOUT.block_bytes)], ids=["another communicator", "no chunk of ours"]
+    "go", [Go(9, True, 0, 0, 0), Go(1, True, 5, 0, LAYOUT.block_bytes)], ids=["another communicator", "no chunk here"]
 )
 def test_a_call_for_what_is_not_there_costs_the_pair(ends: Ends, go: Go) -> None:
     """Guards an operation that one end alone has launched: it would wait in a kernel until its limit."""
