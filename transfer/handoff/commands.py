@@ -34,7 +34,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class ExpectedBlock(msgspec.Struct, frozen=True):
-    """Block `index` of the sequence, as the sender cuts it: what it must be, how many tokens it holds, and where its
+    """Block `index` of the sequence, as the sender cuts it: what it must be, its valid tokens, and where its
     rows shall land. Where both sides have blocks of one size, it lands whole in the target of its only `rows`."""
 
     rows: tuple[Rows, ...]
