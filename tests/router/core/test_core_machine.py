@@ -59,6 +59,7 @@ from tests.router.fake_cluster import load, worker_info
 WORKERS = ("d0", "d1", "d2")
 PREFILLS = ("p0", "p1")
 BLOCKS = 12
+MAX_TOKENS = 16
 
 
 def token(request: str, index: int) -> int:
@@ -195,12 +196,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.minted += 1
         self.given[request], self.ends[request] = [], 0
         record = RequestRecord(
-            request=request, tokens=[1] * tokens, prompt_tokens=tokens, max_tokens=16, seed=0
+            request=request, tokens=[1] * tokens, prompt_tokens=tokens, max_tokens=MAX_TOKENS, seed=0
         )
         deadline_s = None if deadline is None else self.now + deadline
         self.do(Submit(record, deadline_s))
 
-    @rule(tokens=st.integers(1, 60), count=st.integers(1, 16))
+    @rule(tokens=st.integers(1, 60), count=st.integers(1, MAX_TOKENS))
     def submit_and_run(self, tokens: int, count: int) -> None:
         """Straight to the middle of an answer, where a loss is worth most; perhaps to its last token."""
         self.submit(tokens, None)
@@ -217,7 +218,7 @@ class RouterMachine(RuleBasedStateMachine):
             job.accepted = True
             self.do(WorkerSaid(job.worker, Accepted(job.request, job.placement, 0)))
         start = job.sent
-        job.sent = min(start + count, 16)
+        job.sent = min(start + count, MAX_TOKENS)
         ids = [token(job.request, i) for i in range(start, job.sent)]
         self.do(WorkerSaid(job.worker, Tokens(job.request, job.placement, start, ids)))
 
@@ -237,7 +238,7 @@ class RouterMachine(RuleBasedStateMachine):
     def emit(self, data: st.DataObject, count: int, again: int, skew: int) -> None:
         """Tokens in order, repeating some; with a wrong placement where `skew` is 2."""
         job = data.draw(st.sampled_from([j for j in self.jobs if j.accepted]))
-        count = min(count, 16 - job.sent)
+        count = min(count, MAX_TOKENS - job.sent)
         start = max(job.sent - again, 0)
         ids = [token(job.request, i) for i in range(start, job.sent + count)]
         placement = job.placement
@@ -310,11 +311,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.leaving.add(name)
         self.report(name, 2)
 
-    @precondition(lambda self: any(j.asked_to_yield for j in self.jobs))
+    @precondition(lambda self: any(j.asked_to_yield and j.sent < MAX_TOKENS for j in self.jobs))
     @rule(data=st.data())
     def yield_one(self, data: st.DataObject) -> None:
-        """A leaving worker yields a request; it may not have heard yet that the request is cancelled, or finished."""
-        job = data.draw(st.sampled_from([j for j in self.jobs if j.asked_to_yield]))
+        """A leaving worker yields a request; it may not have heard yet that the request is cancelled, or finished. One
+        that has all its tokens it ends, in the frame of the last."""
+        job = data.draw(st.sampled_from([j for j in self.jobs if j.asked_to_yield and j.sent < MAX_TOKENS]))
         self.jobs.remove(job)
         self.kept.add((job.worker, job.request, job.placement))
         stats = RequestStats(output_tokens=job.sent)
@@ -362,7 +364,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(WORKERS),
         placement=st.integers(1, 6),
-        tokens=st.integers(0, 16),
+        tokens=st.integers(0, MAX_TOKENS),
         again=st.booleans(),
         prefill=st.sampled_from(["", *PREFILLS, "p9"]),
     )
@@ -378,7 +380,7 @@ class RouterMachine(RuleBasedStateMachine):
         if any(j.request == request and j.placement == placement for j in self.jobs + self.ghosts):
             return
         record = RequestRecord(
-            request=request, tokens=[1] * 20, prompt_tokens=20, max_tokens=16, seed=0, context=b"x"
+            request=request, tokens=[1] * 20, prompt_tokens=20, max_tokens=MAX_TOKENS, seed=0, context=b"x"
         )
         job = Job(name, record, placement, prefill, tokens)
         job.accepted = True
