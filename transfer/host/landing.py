@@ -3,7 +3,8 @@
 A block's digest is checked as soon as its bytes are there. A transport calls a landing while it works on a receive, in
 the transfer thread, and no more once the receive has ended or its cancel is confirmed: so the fence that holds for the
 transport's own writes holds for these. It keeps what it finds in `wrong`; `transfer.mover` turns that into the error of
-the receive. Blocks that must be converted land by way of a buffer (`transfer.host.repacked`).
+the receive. Blocks that must be converted land by way of a buffer (`transfer.host.repacked`), which builds on this, and
+`transfer.route` chooses among the two: in one file they would make a circle.
 """
 
 from collections.abc import Callable, Sequence
