@@ -21,7 +21,7 @@ from tests.chaos.rows import (
 
 PROMPTS = {"victim": tokens(PROMPT_TOKENS, 1), "bystander": tokens(PROMPT_TOKENS, 2)}
 END_S = 40.0
-TRIES = 3
+TRIES = 5
 """How often a fault is tried that comes too late, as on a machine that is busy with other things."""
 SETTLE_S = 3.0
 KEEPALIVE_S = 2.0
@@ -179,6 +179,23 @@ def _asked(
         if time.monotonic() > deadline_s:
             raise NoEffectError(f"no prefill worker was asked: bytes by worker {grown}")
         time.sleep(0.002)
+
+
+def ask_and_catch_sending(ground: Ground, mode: str, tenant: str) -> tuple[Ask, Serving]:
+    """Ask the victim's prompt, and return while its blocks are being sent. A prompt that was computed too soon is asked
+    again, for another tenant, whose cache is empty. Raises NoEffectError after `TRIES`."""
+    for again in range(TRIES):
+        ground.settle(SETTLE_S)
+        ask = ground.ask(PROMPTS["victim"], mode, ANSWER_TOKENS, f"{tenant}-{again}")
+        try:
+            serving = Serving(ground.busy("prefill"), ground.busy("decode"))
+            sending(ground, serving.prefill)
+            return ask, serving
+        except NoEffectError:
+            ask.join(END_S)
+            if again == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 def sending(ground: Ground, prefill: str) -> None:

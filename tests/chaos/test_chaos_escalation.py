@@ -14,7 +14,7 @@ from tests.chaos import faults
 from tests.chaos.ground import Ground
 from tests.chaos.hosts import FOLDER
 from tests.chaos.rows import ANSWER_TOKENS, Ending
-from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, Serving, sending
+from tests.chaos.strike import END_S, PROMPTS, SETTLE_S, Reference, ask_and_catch_sending
 
 pytestmark = pytest.mark.chaos
 
@@ -56,10 +56,7 @@ def test_a_reader_frozen_for_ever_is_killed_and_its_blocks_come_back(
     ground: Ground, reference: Reference, mode: str
 ) -> None:
     """Guards blocks kept for a frozen reader: without an end to the ladder they are kept as long as it is stopped."""
-    ground.settle(SETTLE_S)
-    ask = ground.ask(PROMPTS["victim"], mode, ANSWER_TOKENS, f"frozen-{mode}")
-    serving = Serving(ground.busy("prefill"), ground.busy("decode"))
-    sending(ground, serving.prefill)
+    ask, serving = ask_and_catch_sending(ground, mode, f"frozen-{mode}")
     pid = ground.pid(serving.decode)
     faults.freeze(pid)
     frozen_s = time.monotonic()
