@@ -13,10 +13,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig = TransferConfig()
     tiers: TierConfig = TierConfig()
 
-    @property
-    def step_limits(self) -> StepLimits:
-        raise NotImplementedError
-
 
 class PrefillConfig(WorkerConfig, frozen=True, kw_only=True):
     chunk_tokens: int = 128

@@ -23,7 +23,7 @@ from transfer.config import TransferConfig
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
-from worker.config import WorkerConfig
+from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
 
@@ -51,7 +51,7 @@ class Parts:
 def open_parts(
     role: str,
     name: str,
-    config: WorkerConfig,
+    config: PrefillConfig | DecodeConfig,
     host: str,
     port: int,
     closing: ExitStack,

@@ -23,7 +23,7 @@ from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
 from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
 from transfer.liveness import Watchdog
-from worker.config import WorkerConfig
+from worker.config import DecodeConfig, PrefillConfig
 from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent
 from worker.rpc import FrameIn, StreamEnded
@@ -41,7 +41,7 @@ REPORT_S = 0.05
 def open_worker(
     role: str,
     name: str,
-    config: WorkerConfig,
+    config: PrefillConfig | DecodeConfig,
     host: str,
     port: int,
     make_role: Callable[[Parts], Role[E]],

@@ -113,7 +113,7 @@ class Supervisor:
 
     @property
     def is_steady(self) -> bool:
-        """Whether every worker is up, or has been given up for now, and none is to leave."""
+        """True when every worker is up, or has been given up for now, and none is to leave."""
         return not self._to_leave and all(s.state in _SETTLED for s in self._slots.values())
 
     def __contains__(self, name: str) -> bool:

@@ -82,9 +82,7 @@ class Prefills:
         parent = nodes[-1].identity if nodes else self.kv.cache.root_identity(lease.namespace)
         found = tiers.find(parent, request.tokens, len(nodes) * size, limit, size)
         if found and request.stash is None:
-            count = tiers.worthwhile(found, size, self.swapping.costs.tokens_per_s(here))
-            tiers.counts.refused += count < len(found)
-            found = found[:count]
+            found = found[: tiers.worthwhile(found, size, self.swapping.costs.tokens_per_s(here))]
         if not found:
             return False
         assert request.have_blocks == len(nodes)

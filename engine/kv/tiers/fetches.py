@@ -56,8 +56,6 @@ class Fetches:
             if found[0] in fetch.identities:
                 return fetch
         count = tiers.worthwhile(found, kv.block_size, tokens_per_s)
-        if count < len(found):
-            tiers.counts.refused += 1
         if not count or len(self) == MAX_FETCHES:
             return None
         tokens, found = tokens[: start + count * kv.block_size], found[:count]

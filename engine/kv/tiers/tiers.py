@@ -156,9 +156,12 @@ class Tiers:
         return found
 
     def worthwhile(self, identities: Sequence[bytes], block_size: int, tokens_per_s: float) -> int:
-        """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`."""
+        """Return how many of the first of these blocks are loaded sooner than computed at `tokens_per_s`. Fewer than
+        all count as a load that was refused."""
         on_disk = [ident not in self.host for ident in identities]
-        return self.cost.worthwhile(on_disk, block_size / tokens_per_s)
+        count = self.cost.worthwhile(on_disk, block_size / tokens_per_s)
+        self.counts.refused += count < len(on_disk)
+        return count
 
     def pin(self, identities: Sequence[bytes]) -> tuple[Place, ...]:
         """Keep these where they are until `unpin`."""
