@@ -3,23 +3,28 @@
 #   PYTHON=python3   the interpreter it is made from, 3.11 or later
 #   TORCH_INDEX=URL  PyTorch's CPU index, to avoid the CUDA build (several GB) on a machine without a GPU
 #   ARGS="..."       passed on to the program
+#   JOBS=2           processes of `make test` as a whole; with ARGS there is one
+#   TRITON=3.6.0     another version for `make contract`, beside the one of the environment
 #   MINUTES=10       how long `make soak` goes on; SEED=7 repeats its choices
-#   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range
+#   SECONDS, SCHEDULES, SEED   of `make sim`: for how long, how many that count, which disjoint range; of `make fuzz` too
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 MINUTES ?= 10
 SEED ?= 7
 SCHEDULES ?=
+TRITON ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
+OTHER_TRITON := $(VENV)/triton-$(TRITON)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo serve test check contract parity sim chaos rayup soak observe dashboards picture extras bundle proto setup clean
+.PHONY: demo serve test check contract parity sim mutants chaos rayup soak fuzz observe dashboards picture extras bundle proto setup clean
 
 demo: $(READY)
 	$(BIN)/headrace demo $(ARGS)
@@ -28,7 +33,7 @@ serve: $(READY)
 	$(BIN)/headrace up $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup" $(ARGS)
+	$(BIN)/python -m pytest -m "not parity and not chaos and not observe and not rayup" $(or $(ARGS),--numprocesses $(JOBS))
 
 parity: $(DEV)
 	$(BIN)/python -m pytest -m parity $(ARGS)
@@ -58,10 +63,20 @@ rayup: $(DEV)
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
+# Broken inputs to every decoder (tests/fuzz), a minute of them unless told otherwise; guided by atheris where pip finds it.
+fuzz: $(DEV)
+	@$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) atheris || echo "no atheris here: inputs are changed at random"
+	$(BIN)/python -m tests.fuzz --seed $(SEED) \
+		$(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) $(ARGS)
+
 # SECONDS is also a variable of some shells, so only one given to make counts.
 sim: $(DEV)
 	$(BIN)/python -m tests.sim --seed $(SEED) $(if $(SCHEDULES),--schedules $(SCHEDULES)) \
 		$(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) $(ARGS)
+
+# Small wrong changes of the pure folders, one at a time: does a test notice, or else the simulator?
+mutants: $(DEV)
+	nice -n 19 $(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .
@@ -69,9 +84,10 @@ check: $(DEV)
 	$(BIN)/python -m protos.generate --check
 	$(BIN)/python -m telemetry.dashboards --check
 
-# Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (3-10 minutes).
+# Every GPU kernel compiled without a GPU, and its machine code compared with what is checked in (2-4 minutes of two cores).
 contract: $(DEV)
-	$(BIN)/python -m tests.kernels.contract $(ARGS)
+	$(if $(TRITON),$(BIN)/python -m pip install --quiet --no-deps --target $(OTHER_TRITON) triton==$(TRITON))
+	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m tests.kernels.contract $(ARGS)
 
 # The extras for GPUs cannot run everywhere, but pip must be able to find a set of versions for them.
 extras: $(READY)

@@ -78,7 +78,7 @@ def sized(blocks: int) -> Line:
             sample("match", lambda s=sequence: cache.match(b"", s, tokens))  # type: ignore[misc]
             sample("compressed match", lambda s=sequence: compressed.match(s))  # type: ignore[misc]
         for _ in range(SAMPLES):
-            sample("evict", lambda: [cache.evict() for _ in range(SEQUENCE_BLOCKS)])
+            sample("evict", lambda: [cache.evict(b"") for _ in range(SEQUENCE_BLOCKS)])
     line: Line = {name: min(ns) / SEQUENCE_BLOCKS for name, ns in timed.items()}
     return {"blocks": blocks} | line
 
@@ -108,7 +108,7 @@ def hot_prefix(children: int) -> Line:
         match_ns = time.thread_time_ns() - begin_ns
         begin_ns = time.thread_time_ns()
         for _ in range(tenth):
-            cache.evict()
+            cache.evict(b"")
         evict_ns = time.thread_time_ns() - begin_ns
     return {
         "children": children,

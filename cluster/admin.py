@@ -6,11 +6,15 @@
     GET  /config              every setting with its value and origin; secrets as set or not
     POST /drain               Drain    answered when the worker has left
     POST /scale               Scale    answered when the pools have their sizes
+    POST /rotate              answered when every process has a new secret, or what its file says now
     POST /down                answered at once; the supervisor then stops everything
 
-Errors are `{"error": text}`: 400 for what cannot be asked, 409 for what could not be done.
+Both sides prove with every word that they have the cluster's secret (`cluster.admin_proof`), which the run folder keeps
+for the verbs. Errors are `{"error": text}`: 400 for what cannot be asked, 401 for whoever does not have the secret, 409
+for what could not be done, 413 for what is too long.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -25,13 +29,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, RequestCheck, answer_code
+from cluster.config import ConfigError
 from cluster.processes.launch import Addresses, Cluster, check_size
 from cluster.processes.leftovers import descendants
 from cluster.processes.spec import Kind, LaunchError
 from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
+from engine.messages import guarded
+from router.config import FrontLimits
 from telemetry.flight import Flight
 
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 10
+CONNECTIONS = 64
+"""Operators' connections; the one that has said nothing for longest goes when there is another."""
 NOTE_S = 0.5
 """How often the list of processes is brought up to date."""
 
@@ -111,14 +124,19 @@ class AdminServer:
         self._began_s = time.monotonic()
         self._addresses: Addresses | None = None
         self._noted: list[ProcessIdentity] = []
+        self._check = RequestCheck(cluster.keys)
         self._ended = threading.Event()
         self.down = threading.Event()
 
     def start(self) -> None:
-        """Start to listen. Raises OSError."""
+        """Start to listen. Raises OSError, and ConfigError where the verbs cannot be given the secret."""
         # Imported here: the verbs that only ask need no server.
         import uvicorn
 
+        from router.http.protocol import SharedFront
+
+        self._entrusted = self._cluster.keys.valid()
+        self._rundir.entrust(self._entrusted)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._rundir.socket))
         settings = uvicorn.Config(
@@ -129,6 +147,10 @@ class AdminServer:
             lifespan="off",
             timeout_graceful_shutdown=1,
         )
+        limits = FrontLimits(connections=CONNECTIONS, connections_per_address=CONNECTIONS)
+        SharedFront(limits, CONNECTIONS).install(settings)
+        # On a Unix socket, those who find no place in this line are turned away.
+        settings.backlog = 2 * CONNECTIONS
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), name="admin", daemon=True
@@ -214,6 +236,11 @@ class AdminServer:
             self._cluster.scale(kind, count, order.timeout_s)
         return self.status()
 
+    def rotate(self) -> Status:
+        """Replace the secret; return when every process has the new one. Raises LaunchError."""
+        self._cluster.rotate(self._rundir.entrust)
+        return self.status()
+
     def config(self) -> dict[str, dict[str, object]]:
         return {s.key: {"value": s.public, "origin": s.origin} for s in self._settings}
 
@@ -223,33 +250,48 @@ class AdminServer:
         return self.status()
 
     def _note(self) -> None:
-        """Keep the list of processes up to date: whatever becomes of this process, `down` finds them."""
+        """Keep the list of processes up to date: whatever becomes of this process, `down` finds them. What cannot be
+        written, or looked up, is tried again; the last list stays."""
+        told = ""
         while True:
-            # Those below this one: a pid of another host may be anybody's here.
-            names = {up.pid: name for name, up in self._cluster.processes().items()}
-            below = {pid: names.get(pid, name) for pid, name in descendants().items()}
-            below[os.getpid()] = "supervisor"
-            found = [ProcessIdentity.of(name, pid) for pid, name in below.items()]
-            processes = [process for process in found if process is not None]
-            if processes != self._noted:
-                self._noted = processes
-                self._rundir.write(processes)
+            try:
+                self._note_once()
+                told = ""
+            except (OSError, ConfigError) as error:
+                if str(error) != told:
+                    log.warning("the list of processes cannot be kept, and is as it was: %s", error)
+                told = str(error)
             if self._ended.wait(NOTE_S):
                 return
+
+    def _note_once(self) -> None:
+        if (valid := self._cluster.keys.valid()) != self._entrusted:
+            self._rundir.entrust(valid)
+            self._entrusted = valid
+        # Those below this one: a pid of another host may be anybody's here.
+        names = {up.pid: name for name, up in self._cluster.processes().items()}
+        below = {pid: names.get(pid, name) for pid, name in descendants().items()}
+        below[os.getpid()] = "supervisor"
+        found = [ProcessIdentity.of(name, pid) for pid, name in below.items()]
+        processes = [process for process in found if process is not None]
+        if processes != self._noted:
+            self._rundir.write(processes)
+            self._noted = processes
 
     def _app(self) -> Starlette:
         def get(answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
             async def endpoint(request: Request) -> Response:
-                return await _answered(lambda: answer(request))
+                return await self._proven(request, lambda body: answer(request))
 
             return endpoint
 
         def post(
             kind: Any, answer: Callable[[Any], Any]
         ) -> Callable[[Request], Awaitable[Response]]:
+            read = guarded(msgspec.json.Decoder(kind).decode)
+
             async def endpoint(request: Request) -> Response:
-                body = await request.body()
-                return await _answered(lambda: answer(msgspec.json.decode(body, type=kind)))
+                return await self._proven(request, lambda body: answer(read(body)))
 
             return endpoint
 
@@ -264,9 +306,30 @@ class AdminServer:
                 Route("/config", get(lambda _: self.config())),
                 Route("/drain", post(Drain, self.drain), methods=["POST"]),
                 Route("/scale", post(Scale, self.scale), methods=["POST"]),
+                Route("/rotate", get(lambda _: self.rotate()), methods=["POST"]),
                 Route("/down", get(lambda _: self.take_down()), methods=["POST"]),
             ]
         )
+
+    async def _proven(self, request: Request, answer: Callable[[bytes], object]) -> Response:
+        """Answer who has the cluster's secret, and prove that we have it too."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                return _error("it is too long", 413)
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        nonce, code = (request.headers.get(name, "") for name in (NONCE_HEADER, CODE_HEADER))
+        secret = self._check.secret_of(request.method, target, nonce, code, bytes(body))
+        if secret is None:
+            return _error("the secret of this cluster is needed", 401)
+        response = await _answered(lambda: answer(bytes(body)))
+        response.headers[CODE_HEADER] = answer_code(secret, nonce, response.status_code, bytes(response.body))
+        return response
+
+
+def _error(why: str, status: int) -> Response:
+    return Response(msgspec.json.encode({"error": why}), status, media_type="application/json")
 
 
 async def _answered(answer: Callable[[], object]) -> Response:
@@ -275,6 +338,6 @@ async def _answered(answer: Callable[[], object]) -> Response:
         told, status = await run_in_threadpool(answer), 200
     except msgspec.MsgspecError as error:
         told, status = {"error": f"not what is asked for here: {error}"}, 400
-    except LaunchError as error:
+    except (LaunchError, ConfigError) as error:
         told, status = {"error": str(error)}, 409
     return Response(msgspec.json.encode(told), status, media_type="application/json")

@@ -6,8 +6,11 @@ import httpx
 import msgspec
 
 from cluster.admin import Drain, Flights, Scale, Status
+from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, answer_code, is_right, new_nonce, request_code
+from cluster.config import ConfigError
 from cluster.processes.spec import LaunchError
 from cluster.rundir import RunDir
+from cluster.secret import SecretFile
 from router.status.overview import Overview
 
 QUICK_S = 15.0
@@ -48,6 +51,10 @@ class AdminClient:
         """Blocks until the pools have their sizes."""
         return self._call("POST", "/scale", Status, order, timeout_s=None)
 
+    def rotate(self) -> Status:
+        """Blocks until every process has the new secret."""
+        return self._call("POST", "/rotate", Status, timeout_s=None)
+
     def down(self) -> Status:
         """Ask the supervisor to stop everything; returns at once."""
         return self._call("POST", "/down", Status)
@@ -72,11 +79,19 @@ class AdminClient:
     ) -> T:
         if not self._rundir.socket.exists() and not self._rundir.is_held:
             raise self._not_running()
-        content = msgspec.json.encode(body) if body is not None else None
+        content = msgspec.json.encode(body) if body is not None else b""
+        request = self._http.build_request(method, path, content=content, params=params, timeout=timeout_s)
+        nonce = new_nonce()
         try:
-            response = self._http.request(
-                method, path, content=content, params=params, timeout=timeout_s
-            )
+            secret = SecretFile(self._rundir.secret).valid()[0]
+            target = request.url.raw_path.decode()
+            request.headers[NONCE_HEADER] = nonce
+            request.headers[CODE_HEADER] = request_code(secret, method, target, nonce, content)
+            response = self._http.send(request)
+        except ConfigError as error:
+            if self._rundir.is_held:
+                raise LaunchError(f"the cluster {self._rundir.name!r} runs but cannot be asked: {error}") from error
+            raise self._not_running() from error
         except httpx.TimeoutException as error:
             raise LaunchError(
                 f"the supervisor of {self._rundir.name!r} did not answer in {timeout_s:.0f} s"
@@ -87,6 +102,9 @@ class AdminClient:
                     f"the cluster {self._rundir.name!r} runs but its supervisor cannot be asked: {error}"
                 ) from error
             raise self._not_running() from error
+        expected = answer_code(secret, nonce, response.status_code, response.content)
+        if response.status_code != 401 and not is_right(response.headers.get(CODE_HEADER, ""), [expected]):
+            raise LaunchError(f"whoever answers for {self._rundir.name!r} does not have its secret")
         if response.status_code != 200:
             raise LaunchError(_reason(response))
         return msgspec.json.decode(response.content, type=kind)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from access.config import AccessConfig, AccessError, check_exposed
 from cluster.processes.placement import RayConfig
 from cluster.processes.processors import usable_cores
 from cluster.processes.supervisor import RestartConfig
@@ -29,6 +30,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The folder of its socket; empty means $XDG_RUNTIME_DIR/headrace, or a private folder in the temporary one."""
     model: str = ""
     """A GGUF file or a Hugging Face directory; empty means the demo model."""
+    secret_file: str = ""
+    """The file of the secret by which its processes know each other: one a line, two while one replaces the other; made
+    where there is none. Empty: one is drawn at each start. Workers that are started alone need it."""
     launcher: Literal["ray", "process"] = "ray"
     ray: RayConfig = RayConfig()
     prefill_workers: int = 1
@@ -47,6 +51,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Log one JSON object a line, with worker and request, instead of plain lines."""
     tracing: TracingConfig = TracingConfig()
     restart: RestartConfig = RestartConfig()
+    access: AccessConfig = AccessConfig()
     router: RouterConfig = RouterConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
@@ -57,7 +62,12 @@ class ConfigError(ValueError):
 
 
 # The launcher fills these in; nobody sets them.
-INTERNAL = frozenset({"prefill.engine.model_dir", "decode.engine.model_dir"})
+INTERNAL = frozenset(
+    {
+        *("prefill.engine.model_dir", "decode.engine.model_dir"),
+        *("prefill.access", "decode.access", "router.access", "router.supervisor_metrics_port"),
+    }
+)
 MEMORY_KEYS = {
     "prefill.engine.memory_bytes": "prefill.engine.pool_bytes",
     "decode.engine.memory_bytes": "decode.engine.pool_bytes",
@@ -113,9 +123,11 @@ def fields(
     """Every setting as (dotted key, type, default), in the order of the structs."""
     for field in msgspec.structs.fields(struct):
         key = prefix + field.name
+        if key in INTERNAL:
+            continue
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from fields(field.type, key + ".")
-        elif key not in INTERNAL:
+        else:
             default = field.default
             if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
                 default = field.default_factory()
@@ -156,6 +168,20 @@ def problem(key: str, value: object) -> str | None:
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"
     return None
+
+
+def check_listening(config: ClusterConfig) -> None:
+    """Raises ConfigError for a cluster that would serve strangers, or in plain text, without having been told to by
+    name."""
+    hosts = {"the router": config.router.host, "each worker's page of metrics": config.worker_host}
+    if config.launcher == "ray" and config.ray.address != "local":
+        # Each listens on its node's address.
+        hosts["each worker's page of metrics"] = ""
+    try:
+        for what, host in hosts.items():
+            check_exposed(host, config.access, what)
+    except AccessError as error:
+        raise ConfigError(str(error)) from error
 
 
 def default_threads(workers: int) -> int:

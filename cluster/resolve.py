@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from access.client import VARIABLES
 from cluster.config import (
     DEVICE_KEYS,
     DTYPE_KEYS,
@@ -216,7 +217,7 @@ def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, st
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name not in VARIABLES:
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             yield key, environ[name], f"variable {name}"
 

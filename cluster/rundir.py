@@ -2,18 +2,23 @@
 
     NAME.lock   held for the supervisor's life: one supervisor of a name
     NAME.sock   the admin surface (`cluster.admin`)
+    NAME.secret the cluster's secret, by which the verbs prove that they may ask
     NAME.json   the processes, so that a killed supervisor's can still be found
+    NAME.key    keys the cache namespaces of tenants (`router.namespace_key`), from the first start on
     NAME.fault  what a supervisor that was asked to end could not end; until somebody has read it
 
-All of it is worth nothing to other users, and is refused if it could be theirs.
+All of it is worth nothing to other users, and is refused if it could be theirs. A full disk takes away what is written
+here and nothing else: every process of a cluster bears a mark in its environment (`MARK`), by which it is found too.
 """
 
 import fcntl
+import logging
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,9 +26,17 @@ import msgspec
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.processes.spec import LaunchError
+from cluster.secret import write
 
+MARK = "_HEADRACE_CLUSTER"
+"""The variable that tells a cluster's processes on its host: the path of the cluster's socket."""
+KEY_BYTES = 32
 SOCKET_PATH_BYTES = 107
 """The longest path of a socket that the kernel takes."""
+CHILD = b"cluster.processes.child"
+"""Before the name, in the command line of a process of the `process` launcher."""
+
+log = logging.getLogger(__name__)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +96,13 @@ class RunDir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except self.BUSY as error:
                 raise LaunchError(f"a cluster named {self.name!r} runs here already") from error
-            for stale in (self._left, self.socket, self._fault):
+            for stale in (self._left, self.socket, self._fault, self.secret):
                 stale.unlink(missing_ok=True)
             try:
                 yield
             finally:
                 self.socket.unlink(missing_ok=True)
+                self.secret.unlink(missing_ok=True)
                 self._left.unlink(missing_ok=True)
 
     @property
@@ -103,23 +117,85 @@ class RunDir:
                 return True
         return False
 
+    def entrust(self, secrets: tuple[bytes, ...]) -> None:
+        """Leave the secrets for the verbs of this user. Raises ConfigError."""
+        write(self.secret, secrets)
+
+    def namespace_key(self) -> str:
+        """Return the key of this cluster's cache namespaces, drawn at its first start; call it while holding the name.
+        Raises ConfigError for one that others may read, and OSError where it cannot be kept."""
+        path = self.folder / f"{self.name}.key"
+        try:
+            found = path.lstat()
+            kept = path.read_text()
+        except FileNotFoundError:
+            kept = ""
+        else:
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(f"run_dir: {path} is not a file of this user alone (0600)")
+        if len(kept) == 2 * KEY_BYTES:
+            return kept
+        # None yet, or one that a full disk has cut short.
+        key, partial = secrets.token_hex(KEY_BYTES), path.with_suffix(".partial-key")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(key)
+        partial.rename(path)
+        return key
+
     def write(self, processes: list[ProcessIdentity]) -> None:
-        """Write down which processes there are."""
+        """Write down which processes there are. Raises OSError, and then the last list is still there."""
         partial = self._left.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(processes))
-        partial.rename(self._left)
+        try:
+            partial.write_bytes(msgspec.json.encode(processes))
+            partial.rename(self._left)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     def processes(self) -> list[ProcessIdentity]:
-        """Return the processes that were written down last and still run."""
+        """Return the processes that were written down last and still run, those that bear the mark, and the supervisor.
+        """
         try:
             known = msgspec.json.decode(self._left.read_bytes(), type=list[ProcessIdentity])
-        except FileNotFoundError:
-            return []
-        return [process for process in known if process.runs]
+        except (OSError, msgspec.DecodeError):
+            known = []
+        listed = {process.pid: process for process in known if process.runs}
+        return [*({one.pid: one for one in (*self._marked(), *self._holders())} | listed).values()]
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """The variable that the cluster's processes are to be started with."""
+        return {MARK: os.path.realpath(self.socket)}
+
+    def _marked(self) -> Iterator[ProcessIdentity]:
+        """Yield the processes that bear the mark: this user's only, as no other's environment can be read."""
+        wanted = os.fsencode(f"{MARK}={self.mark[MARK]}")
+        for pid in _pids():
+            with suppress(OSError):
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                    name = words[-1] if CHILD in words else words[0]
+                    if (found := ProcessIdentity.of(name.decode(errors="replace"), pid)) is not None:
+                        yield found
+
+    def _holders(self) -> Iterator[ProcessIdentity]:
+        """Yield who holds the lock, which is the supervisor alone. Others may have its file open, for a moment."""
+        locks, path = Path("/proc/locks"), os.path.realpath(self._lock)
+        with suppress(OSError):
+            holding = {int(line.split()[-4]) for line in locks.read_text().splitlines() if " FLOCK " in line}
+            for pid in holding - {os.getpid()}:
+                with suppress(OSError):
+                    files = [os.readlink(file.path) for file in os.scandir(f"/proc/{pid}/fd")]
+                    if path in files and (found := ProcessIdentity.of("supervisor", pid)) is not None:
+                        yield found
 
     def tell_fault(self, fault: str) -> None:
-        """Leave word of what did not end, for whoever has asked for the end."""
-        self._fault.write_text(fault)
+        """Leave word of what did not end, for whoever has asked for the end; on a full disk it is in the log alone."""
+        try:
+            self._fault.write_text(fault)
+        except OSError as error:
+            log.warning("%s: %s", self._fault, error.strerror)
 
     def take_fault(self) -> str:
         """Return the word that was left, once; empty where all is well."""
@@ -132,8 +208,12 @@ class RunDir:
 
     def forget(self) -> None:
         """Remove what a killed supervisor has left in the folder."""
-        self._left.unlink(missing_ok=True)
-        self.socket.unlink(missing_ok=True)
+        for left in (self._left, self.socket, self.secret):
+            left.unlink(missing_ok=True)
+
+    @property
+    def secret(self) -> Path:
+        return self.folder / f"{self.name}.secret"
 
     @property
     def _lock(self) -> Path:
@@ -146,6 +226,11 @@ class RunDir:
     @property
     def _left(self) -> Path:
         return self.folder / f"{self.name}.json"
+
+
+def _pids() -> list[int]:
+    """List the processes of this host but this one."""
+    return [pid for entry in os.listdir("/proc") if entry.isdigit() and (pid := int(entry)) != os.getpid()]
 
 
 def _default(environ: Mapping[str, str]) -> Path:

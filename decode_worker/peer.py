@@ -1,31 +1,46 @@
 """The decode worker's streams to those it reads from: one per peer, opened when a placement first names it. A peer is a
 prefill worker, or another decode worker that yields its requests.
 
-A stream begins with a hello in either direction. A peer that does not fit (`transfer.handoff.negotiation`) is refused
-at once and by name; otherwise its memory is made known to the transfer thread and the peer is up. A prefill worker
-answers in `prefill_worker/role.py`.
+Once the other end has proven who it is, and is the worker that was named, a stream begins with a hello in either
+direction. A peer that does not fit (`transfer.handoff.negotiation`) is refused at once and by name; otherwise its
+memory is made known to the transfer thread and the peer is up. A prefill worker's side begins in
+`prefill_worker/role.py`. It answers in `worker/streams.py`. A life has one stream, by whichever address it was found:
+one that is named by a second address is up there too.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
+from engine.handshake import HandshakeError, Party
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff, Hello, PeerAddress, Record, Stop, decode_from_prefill_frame, encode
+from engine.messages import (
+    FirstToken,
+    Handoff,
+    Hello,
+    Offer,
+    PeerAddress,
+    PrefillFailed,
+    Record,
+    Stop,
+    decode_from_prefill_frame,
+)
 from engine.types import Incarnation
 from transfer.handoff.commands import Connect
 from transfer.handoff.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
+from transfer.transport import Transport
 from worker.rpc import InboxStream, Put, RpcLoop, Send, records_of
 from worker.streams import READ
 
 log = logging.getLogger(__name__)
 
 REDIAL_S = 0.5
+MAX_TICKETS = 4096
 MAX_REDIALS = 60
 """Attempts to reach a lost peer again, before it is only dialled when a placement names it."""
 
@@ -36,13 +51,25 @@ successor is opened there."""
 
 
 class PeerStream(InboxStream):
-    """One stream to one worker to read from; `incarnation` is known once its hello has come."""
+    """One stream to one worker to read from. `peer` is known once it has proven itself, `up` once its hello has come;
+    `claimed` is what our hello has said."""
 
-    incarnation: Incarnation | None = None
+    peer: Party | None = None
+    up: PeerUp | None = None
 
-    def __init__(self, address: PeerAddress, send: Send, put: Put, number: int, claimed: list[Handoff]) -> None:
+    def __init__(self, address: PeerAddress, send: Send, put: Put, number: int) -> None:
         super().__init__(send, put)
-        self.address, self.number, self.claimed = address, number, claimed
+        self.address, self.number = address, number
+        self.claimed: list[Handoff] = []
+
+    def decode(self, data: bytes) -> list[Record]:
+        return records_of(data, decode_from_prefill_frame, self.address.name)
+
+    def proven(self, peer: Party) -> None:
+        """Raises HandshakeError where another worker answers: it has taken the port of an earlier one."""
+        if peer.name != self.address.name:
+            raise HandshakeError(f"{peer.name!r} answers at the address of {self.address.name!r}")
+        super().proven(peer)
 
 
 @dataclass(eq=False, repr=False)
@@ -52,10 +79,14 @@ class Peers:
 
     rpc: RpcLoop
     hello: Hello
+    """This worker's hello, whose endpoints are filled in for each peer."""
+    ways: Sequence[Transport]
     put: Put
     reach: Callable[[Connect], None]
     unfinished: Callable[[], list[Handoff]]
     _streams: dict[Incarnation, PeerStream] = field(default_factory=dict)
+    _tickets: dict[Incarnation, bytes] = field(default_factory=dict)
+    """The latest that a life has given us, which lets our next stream take the place of one that it still holds."""
     _opening: dict[PeerAddress, int] = field(default_factory=dict)
     _lost: dict[PeerAddress, int] = field(default_factory=dict)
     """Redials, by worker."""
@@ -63,66 +94,78 @@ class Peers:
     _redialled_at: float = 0.0
 
     def connect(self, address: PeerAddress) -> None:
-        """Open a stream, unless one is open or being opened. Its outcome comes as an item: a frame, or its end. The
-        hello says which handoffs this worker still reads for."""
+        """Open a stream, unless one is open or being opened. Its outcome comes as an item: its proof, then a frame; or
+        its end."""
         if address in self._opening or any(s.address == address for s in self._streams.values()):
             return
         number = self._opening[address] = next(self._numbers)
-        claimed = self.unfinished()
-        hello = msgspec.structs.replace(self.hello, stream=number, unfinished=claimed)
-
-        def accept(send: Send) -> PeerStream:
-            send(encode([hello]))
-            return PeerStream(address, send, self.put, number, claimed)
-
-        self.rpc.connect(address.address, READ, accept)
+        self.rpc.connect(address.address, READ, lambda send: PeerStream(address, send, self.put, number))
 
     def send(self, peer: Incarnation, records: list[Record]) -> None:
         """Send nothing to a peer that is gone: its loss is on its way to the scheduler."""
         stream = self._streams.get(peer)
         if stream is not None:
-            stream.send(encode(records))
+            stream.say(records)
 
-    def frame(self, stream: PeerStream, data: bytes, hear: Hear) -> None:
-        """Tell `hear` what a frame means to the scheduler."""
-        for record in records_of(data, decode_from_prefill_frame, stream.address.name):
+    def proven(self, stream: PeerStream, peer: Party, hear: Hear) -> None:
+        """Say hello to a worker that has proven who it is, and which handoffs this worker still reads for."""
+        if self._opening.get(stream.address) != stream.number:
+            stream.send(None)
+            return
+        known = self._streams.get(peer.incarnation)
+        if known is not None and known.up is not None:
+            # Another name for where it is. What is under way on its stream goes on.
+            del self._opening[stream.address]
+            self._lost.pop(stream.address, None)
+            stream.send(None)
+            hear(msgspec.structs.replace(known.up, address=stream.address))
+            return
+        stream.peer, stream.claimed = peer, self.unfinished()
+        ticket = self._tickets.get(peer.incarnation, b"")
+        endpoints = [way.describe(peer.incarnation) for way in self.ways]
+        hello = msgspec.structs.replace(self.hello, endpoints=endpoints, ticket=ticket, unfinished=stream.claimed)
+        stream.say([hello])
+
+    def records(self, stream: PeerStream, records: Sequence[Record], hear: Hear) -> None:
+        """Tell `hear` what records mean to the scheduler."""
+        for record in records:
             if isinstance(record, Hello):
                 self._welcome(stream, record, hear)
-            elif stream.incarnation is None:
+            elif stream.up is None:
                 what = type(record).__name__
                 log.error("%s speaks before its hello: %s is dropped", stream.address, what)
+            elif isinstance(record, Offer | FirstToken | PrefillFailed) and record.handoff.prefill == stream.up.peer:
+                hear(FromPeer(stream.up.peer, record))
             else:
-                hear(FromPeer(stream.incarnation, record))
+                log.error("%s says what it may not, a %s: dropped", stream.address, type(record).__name__)
 
     def _welcome(self, stream: PeerStream, hello: Hello, hear: Hear) -> None:
         if not self._has_opened(stream):
             log.error("worker %s says hello twice: dropped", stream.address.name)
             return
         try:
-            agreement = fit(self.hello, hello)
+            agreement = fit(self.hello, hello, stream.peer)
         except NegotiationError as error:
             log.error("worker %s is refused: %s", stream.address.name, error)
             stream.send(None)
             hear(PeerDown(stream.address, None, str(error)))
             return
-        known = self._streams.pop(hello.info.incarnation, None)
-        if known is not None:
-            # Dialled under another address. It answers the newer stream alone: what was said on the older may be lost.
-            known.send(None)
-            hear(PeerDown(known.address, hello.info.incarnation, "it has a newer stream"))
-        stream.incarnation = hello.info.incarnation
+        peer, endpoint = hello.info.incarnation, hello.endpoints[0]
+        self._tickets.pop(peer, None)
+        self._tickets[peer] = hello.ticket
+        if len(self._tickets) > MAX_TICKETS:
+            del self._tickets[next(iter(self._tickets))]
         self._lost.pop(stream.address, None)
-        self._streams[stream.incarnation] = stream
-        endpoint = hello.endpoints[0]
-        self.reach(Connect(stream.incarnation, endpoint, agreement))
+        self._streams[peer] = stream
+        self.reach(Connect(peer, endpoint, agreement))
         # What ended between our hello and the answer could not be told; it is claimed no longer.
         ended = set(stream.claimed) - set(self.unfinished())
         if ended:
-            stream.send(encode([Stop(handoff) for handoff in sorted(ended)]))
+            stream.say([Stop(handoff) for handoff in sorted(ended)])
         mine = msgspec.convert(self.hello.layout, KVLayout)
         nbytes = narrow_bytes(mine, agreement, endpoint.transport)
-        size = agreement.layout.block_size
-        hear(PeerUp(stream.incarnation, stream.address, endpoint.transport, size, nbytes))
+        stream.up = PeerUp(peer, stream.address, endpoint.transport, agreement.layout.block_size, nbytes)
+        hear(stream.up)
 
     def _has_opened(self, stream: PeerStream) -> bool:
         """Say if it was being opened until now. The end of an older stream must not be taken for this one's."""
@@ -135,12 +178,12 @@ class Peers:
         if self._has_opened(stream):
             hear(PeerDown(stream.address, None, why))
             return
-        if stream.incarnation is None or self._streams.get(stream.incarnation) is not stream:
+        if stream.up is None or self._streams.get(stream.up.peer) is not stream:
             return  # an older stream to a peer that was refused or dropped, or has a newer one
-        del self._streams[stream.incarnation]
+        del self._streams[stream.up.peer]
         # It may live, and keep blocks for us: the next hello tells it what we still read.
         self._lost[stream.address] = 0
-        hear(PeerDown(stream.address, stream.incarnation, why))
+        hear(PeerDown(stream.address, stream.up.peer, why))
 
     def redial(self, now: float) -> None:
         """Try to reach lost peers again, every `REDIAL_S`."""
@@ -169,8 +212,12 @@ class Peers:
             hear(PeerDown(stream.address, peer, why))
 
 
-def fit(mine: Hello, theirs: Hello) -> Agreement:
-    """Return how blocks come from another worker to this one. Raises NegotiationError if they cannot."""
+def fit(mine: Hello, theirs: Hello, peer: Party | None) -> Agreement:
+    """Return how blocks come from another worker to this one. Raises NegotiationError if they cannot, and where the
+    hello is not that of the `peer` which has proven itself."""
+    info = theirs.info
+    if peer is None or not peer.is_called(info.role, info.name, info.incarnation):
+        raise NegotiationError(f"it has proven to be {peer}, and says that it is {theirs.info.name!r}")
     agreement = negotiate(mine, theirs)
     check_whole(agreement.layout, msgspec.convert(mine.layout, KVLayout))
     if len(theirs.endpoints) != 1:

@@ -3,6 +3,7 @@
 One frame per engine step and router carries every request's new tokens.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +13,8 @@ from decode_worker.journal import DecodeJournal
 from decode_worker.peer import PeerEvent, Peers, PeerStream
 from decode_worker.scheduler.events import ConnectPeer, FromRouter, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
-from engine.messages import Ended, Load, Record, decode_router_frame, encode
+from engine.handshake import Secrets
+from engine.messages import DecodeOrder, Ended, Load, Record, RouterHello
 from engine.model.config import Progress
 from engine.plan import mean
 from engine.step import StepPlan
@@ -20,19 +22,22 @@ from engine.types import Incarnation
 from telemetry.swap_metrics import SwapMetrics
 from transfer.handoff.commands import Emit, Received, Unreachable
 from transfer.handoff.receiver import KVReceiver
+from worker.backlog import RecordsIn
 from worker.config import DecodeConfig
 from worker.opening import Parts
-from worker.rpc import FrameIn, StreamEnded, records_of
+from worker.rpc import StreamEnded, StreamProven
 from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
+
+log = logging.getLogger(__name__)
 
 RoleEvent = FromRouter | RouterLost | PeerEvent | Received
 
 
 def open_decode_worker(
-    name: str, config: DecodeConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
+    name: str, config: DecodeConfig, host: str, port: int, secrets: Secrets, progress: Progress | None = None
 ) -> Worker[RoleEvent]:
-    return open_worker("decode", name, config, host, port, partial(DecodeRole, config), progress)
+    return open_worker("decode", name, config, host, port, secrets, partial(DecodeRole, config), progress)
 
 
 class DecodeRole:
@@ -57,7 +62,10 @@ class DecodeRole:
         self.growth_tokens = self.scheduler.admission.growth_tokens
         self._routers = parts.routers
         receiver = self.scheduler.receiver
-        self._peers = Peers(parts.rpc, parts.hello, parts.inbox.put, parts.mover.submit, lambda: receiver.unfinished)
+        ways = tuple(parts.transports.values())
+        self._peers = Peers(
+            parts.rpc, parts.hello, ways, parts.inbox.put, parts.mover.submit, lambda: receiver.unfinished
+        )
         self._block_bytes = device.layout.block_bytes
         self._metrics = parts.metrics
         self._swap_metrics = SwapMetrics(parts.metrics.families, self._block_bytes)
@@ -66,13 +74,14 @@ class DecodeRole:
 
     def hear(self, item: object, tell: Callable[[RoleEvent], None]) -> None:
         match item:
-            case FrameIn(RouterStream(link=link), data):
-                for record in records_of(data, decode_router_frame, f"router stream {link}"):
-                    tell(FromRouter(link, record))
+            case RecordsIn(RouterStream() as router, records):
+                self._hear_router(router, records, tell)
             case StreamEnded(RouterStream(link=link)):
                 tell(RouterLost(link))
-            case FrameIn(PeerStream() as peer, data):
-                self._peers.frame(peer, data, tell)
+            case StreamProven(PeerStream() as peer, party):
+                self._peers.proven(peer, party, tell)
+            case RecordsIn(PeerStream() as peer, records):
+                self._peers.records(peer, records, tell)
             case StreamEnded(PeerStream() as peer, why):
                 self._peers.ended(peer, why, tell)
             case Unreachable(incarnation, error):
@@ -81,6 +90,13 @@ class DecodeRole:
                 tell(item)
             case _:
                 raise TypeError(f"not an item: {item!r}")
+
+    def _hear_router(self, router: RouterStream, records: Sequence[Record], tell: Callable[[RoleEvent], None]) -> None:
+        for record in records:
+            if isinstance(record, RouterHello) and record.incarnation != router.router.incarnation:
+                log.error("router %s speaks for another life than its own: dropped", router.router.name)
+            elif isinstance(record, DecodeOrder):
+                tell(FromRouter(router.link, record))
 
     def carry_out(self, commands: Sequence[object]) -> bool:
         """Send one frame per router and per peer. Where a request has ended there is room: routers should know."""
@@ -102,7 +118,7 @@ class DecodeRole:
             self._peers.send(peer, records)
         for link, records in to_routers.items():
             if link in self._routers:
-                self._routers[link].send(encode(records))
+                self._routers[link].say(records)
         return ended
 
     def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:

@@ -18,7 +18,10 @@ from functools import lru_cache
 from hashlib import blake2b
 
 IDENTITY_BYTES = 16
+SHORT_BYTES = 8
+"""Beginning of an identity, where a coincidence would only make a belief wrong."""
 TOKEN_BYTES = 4
+PIECE_BLOCKS = 32
 _KEY_BYTES = 64  # BLAKE2b's longest key
 _ROOT = b"headrace root"
 _NAMESPACE = b"headrace space"
@@ -52,18 +55,33 @@ def extend_packed(parent: bytes, packed: bytes) -> bytes:
 
 
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Identities of a sequence's full blocks, in order; a partly filled last one is left out."""
+    """Identities of a sequence's full blocks, in order; a partly filled last one is left out. Pieces of `PIECE_BLOCKS`
+    that were asked for lately are not hashed again: of a chat's next turn, that is all but the new end."""
     packed = _packed(tokens)
     stride = block_size * TOKEN_BYTES
+    end = len(packed) - len(packed) % stride
+    identities: list[bytes] = []
+    for at in range(0, end, PIECE_BLOCKS * stride):
+        parent = identities[-1] if identities else root
+        piece = packed[at : min(at + PIECE_BLOCKS * stride, end)]
+        hashed = _piece if len(piece) == PIECE_BLOCKS * stride else _hash_piece
+        identities.extend(hashed(parent, piece, stride))
+    return identities
+
+
+def _hash_piece(parent: bytes, packed: bytes, stride: int) -> tuple[bytes, ...]:
     identities = []
-    parent = root
     new = _BLOCK.copy
-    for start in range(0, len(packed) - stride + 1, stride):
+    for start in range(0, len(packed), stride):
         block = new()
         block.update(parent + packed[start : start + stride])
         parent = block.digest()
         identities.append(parent)
-    return identities
+    return tuple(identities)
+
+
+_piece = lru_cache(maxsize=2048)(_hash_piece)
+"""At most 9 MB for blocks of 16 tokens."""
 
 
 def blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:

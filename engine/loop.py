@@ -93,14 +93,14 @@ class Engine(Generic[E, C]):
 
     def _carry_out(self, commands: Sequence[C]) -> None:
         kv = self._scheduler.kv
-        moves = [] if kv.tiers is None else kv.tiers.take_commands()
-        if self._tiers is not None:
+        moves = () if kv.tiers is None else kv.tiers.take_commands()
+        if moves and self._tiers is not None:
             self._tiers.save(moves)
         # Readers in other processes must find the new generation before anybody hears of the block.
         handed_out = kv.take_handed_out()
         if handed_out:
             self._runner.kv.advance(handed_out)
-        if self._tiers is not None:
+        if moves and self._tiers is not None:
             self._tiers.submit(moves)
         if commands:
             self._publish(commands)

@@ -1,11 +1,13 @@
 """Every record that crosses a process border between router, decode workers and prefill workers.
 
-Typed structs, encoded as MessagePack by msgspec and carried as bytes on gRPC streams: a frame is a list of records,
-checked against these types when it is decoded. Apart from sockets, tensors and decisions; the public API is protobuf
-(`protos/`). Unknown fields are ignored and new ones get defaults, so neighbours of different versions still talk.
+Typed structs, encoded as MessagePack by msgspec and carried as bytes on gRPC streams, once both ends have proven who
+they are (`engine/handshake.py`): a frame is a list of records, checked against these types when it is decoded. Apart
+from sockets, tensors and decisions; the public API is protobuf (`protos/`). Unknown fields are ignored and new ones get
+defaults, so neighbours of different versions still talk.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -46,6 +48,8 @@ class WorkerInfo(Record, kw_only=True):
     arithmetic: str = ""  # what the last bits of its results depend on; peers should agree on it
     block_size: int
     blocks: int
+    host_blocks: int = 0  # of the tiers below: what they can hold
+    disk_blocks: int = 0
     context_tokens: int
     growth_tokens: int | None = None  # room for an answer that is promised when a request is taken; None: all of it
     pid: int
@@ -81,6 +85,9 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str
     incarnation: Incarnation = Incarnation(0)
     """The life that answers there, where a supervisor tells a router; 0: not said. Between workers it never is."""
+    pid: int = 0
+    host: str = ""
+    """Its process, as a supervisor knows it; 0 where the incarnation is 0."""
 
 
 class RouterHello(Record):
@@ -128,7 +135,25 @@ class Release(PlacementMessage):
     them."""
 
 
-RouterRecord = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
+class LifeOfProcess(msgspec.Struct, frozen=True):
+    """One worker's process: `pid` means it on `host` (`transfer.liveness.host_id`)."""
+
+    name: str
+    incarnation: Incarnation
+    pid: int
+    host: str
+
+
+class ProcessesTold(Record):
+    """To every worker, whenever it changes: all workers that there are, as those know who started them. Whoever is not
+    among them is nobody to read blocks; and only by these pids is the death of a reader proven."""
+
+    processes: list[LifeOfProcess]
+
+
+DecodeOrder = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
+"""What a router says to a decode worker's scheduler."""
+RouterRecord = ProcessesTold | DecodeOrder
 
 
 # decode worker -> router
@@ -218,7 +243,34 @@ class OrphansTold(Record):
     """There are no more orphans for now."""
 
 
-DecodeRecord = (WorkerInfo | Accepted | Refused | NeedPrefill | Tokens | Yielded | Ended | Orphan | OrphansTold | Load)
+class HeldRun(msgspec.Struct, frozen=True, array_like=True):
+    """Cached blocks that follow each other in a sequence, by the first `engine.identity.SHORT_BYTES` of each identity,
+    packed. `parent` is the block before them; empty where they begin the sequence."""
+
+    parent: bytes
+    blocks: bytes
+
+
+class HoldingTold(Record):
+    """To a router that has attached: some of what the worker holds in all its tiers, parents first and about in the
+    order of use, the latest first. Whatever comes and goes meanwhile is told as always."""
+
+    runs: list[HeldRun]
+
+
+DecodeRecord = (
+    WorkerInfo
+    | Accepted
+    | Refused
+    | NeedPrefill
+    | Tokens
+    | Yielded
+    | Ended
+    | Orphan
+    | OrphansTold
+    | Load
+    | HoldingTold
+)
 
 
 # decode worker <-> the worker that has, or computes, the KV of a prompt: the handoff. A prefill worker, or a leaving
@@ -256,8 +308,9 @@ class Hello(Record, kw_only=True):
     info: WorkerInfo
     layout: dict[str, Any]
     endpoints: list[Endpoint]
-    stream: int = 0
-    """Decode worker: counts its streams to this peer. Of two, the one with the higher number is alive."""
+    ticket: bytes = b""
+    """Prefill worker: names the stream that it answers on. Decode worker: the last one that it was given here. A second
+    stream of a life is refused while the first one lasts, unless it brings the ticket of that."""
     unfinished: list[Handoff] = []
     """Decode worker: the handoffs that it still reads for. Whatever else is kept for it may be let go."""
     protocol: int = 1
@@ -330,13 +383,42 @@ PrefillToDecode = Hello | Offer | FirstToken | PrefillFailed
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(records: list[Record]) -> bytes:
+FRAME_BYTES = 1 << 20
+"""Frames of several records are no larger: who hears them can hear others in between."""
+
+
+def encode(records: Sequence[Record]) -> bytes:
     """One frame: a list of records as bytes."""
     return _encoder.encode(records)
 
 
-decode_router_frame = msgspec.msgpack.Decoder(list[RouterRecord]).decode
-decode_worker_frame = msgspec.msgpack.Decoder(list[DecodeRecord]).decode
-decode_to_prefill_frame = msgspec.msgpack.Decoder(list[DecodeToPrefill]).decode
-decode_from_prefill_frame = msgspec.msgpack.Decoder(list[PrefillToDecode]).decode
+def frames(records: Sequence[Record]) -> list[bytes]:
+    """As few frames as hold these records, each but for single records within FRAME_BYTES."""
+    data = encode(records)
+    if len(data) <= FRAME_BYTES or len(records) < 2:
+        return [data]
+    half = len(records) // 2
+    return frames(records[:half]) + frames(records[half:])
+
+
+_Read = TypeVar("_Read")
+
+
+def guarded(decode: Callable[[bytes], _Read]) -> Callable[[bytes], _Read]:
+    """The same decoder of msgspec's, which raises nothing but `msgspec.MsgspecError` whatever the bytes are: by itself
+    it also raises UnicodeDecodeError where text is not UTF-8, and RecursionError where values are nested too deeply."""
+
+    def read(data: bytes) -> _Read:
+        try:
+            return decode(data)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
+
+    return read
+
+
+decode_router_frame = guarded(msgspec.msgpack.Decoder(list[RouterRecord]).decode)
+decode_worker_frame = guarded(msgspec.msgpack.Decoder(list[DecodeRecord]).decode)
+decode_to_prefill_frame = guarded(msgspec.msgpack.Decoder(list[DecodeToPrefill]).decode)
+decode_from_prefill_frame = guarded(msgspec.msgpack.Decoder(list[PrefillToDecode]).decode)
 """Each raises `msgspec.ValidationError` or `msgspec.DecodeError` on a frame that is not of its types."""

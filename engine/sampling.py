@@ -39,14 +39,14 @@ def _has_penalties(want: Row) -> bool:
 
 
 def _draw_one(logits: Tensor, want: Row) -> int:
-    record, params = want.record, want.record.sampling
+    params = want.record.sampling
     logits = adjusted(logits, want)
     if params.temperature == 0.0:
         return int(logits.argmax())
     probs = probabilities(
         logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
     )
-    return draw(probs, philox_uniform(record.seed, record.sample_index, len(want.tokens)))
+    return draw(probs, philox_uniform(*want.draw_key))
 
 
 def is_adjusted(want: Row) -> bool:

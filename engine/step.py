@@ -25,6 +25,12 @@ class Row(msgspec.Struct, frozen=True):
     candidates: int = 0
     """The number of likeliest next tokens wanted with their log probabilities, in place of a draw; 0: none."""
 
+    @property
+    def draw_key(self) -> tuple[int, int, int]:
+        """(seed, sample index, position): all that the random number of this row's draw depends on, so that whoever
+        draws a position, on whichever worker, after whatever loss, draws the same token."""
+        return self.record.seed, self.record.sample_index, len(self.tokens)
+
 
 Candidates = tuple[tuple[int, float], ...]
 """Tokens with their log probabilities, likeliest first."""
@@ -41,7 +47,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def computed_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows)
+        return sum([row.end - row.start for row in self.rows])
 
     @property
     def recomputed_tokens(self) -> int:

@@ -126,9 +126,9 @@ class Colocated:
                 transports, (prefill, decode), self._from_movers, strict=True
             )
         )
-        for at, peer, device in ((0, DECODE, decode), (1, PREFILL, prefill)):
+        for at, me, peer, device in ((0, PREFILL, DECODE, decode), (1, DECODE, PREFILL, prefill)):
             agreement = Agreement(device.layout, digest_share)
-            self._movers[at].submit(Connect(peer, transports[1 - at].describe(), agreement))
+            self._movers[at].submit(Connect(peer, transports[1 - at].describe(me), agreement))
         self._prefill_block_size = prefill.layout.block_size
         self._engines[0].receive([ReaderUp(DECODE, transports[0].reads_remotely)])
 

@@ -7,6 +7,7 @@ from typing import Never
 
 import msgspec
 
+from engine.handshake import Secrets
 from engine.messages import Load
 from engine.model.config import Progress
 from engine.plan import mean
@@ -14,9 +15,10 @@ from engine.step import StepPlan
 from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler
 from transfer.handoff.commands import Unreachable
+from worker.backlog import RecordsIn
 from worker.config import PrefillConfig
 from worker.opening import Parts
-from worker.rpc import FrameIn, StreamEnded
+from worker.rpc import StreamEnded
 from worker.streams import RouterStream
 from worker.worker import Worker, open_worker
 
@@ -24,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def open_prefill_worker(
-    name: str, config: PrefillConfig, host: str = "127.0.0.1", port: int = 0, progress: Progress | None = None
+    name: str, config: PrefillConfig, host: str, port: int, secrets: Secrets, progress: Progress | None = None
 ) -> Worker[Never]:
-    return open_worker("prefill", name, config, host, port, partial(PrefillRole, config), progress)
+    return open_worker("prefill", name, config, host, port, secrets, partial(PrefillRole, config), progress)
 
 
 class PrefillRole:
@@ -49,7 +51,7 @@ class PrefillRole:
 
     def hear(self, item: object, tell: Callable[[Never], None]) -> None:
         match item:
-            case FrameIn(RouterStream()) | StreamEnded(RouterStream()):
+            case RecordsIn(RouterStream()) | StreamEnded(RouterStream()):
                 pass  # a router only reads reports
             case Unreachable(peer, error):
                 log.error("decode worker %x cannot be reached: %s", peer, error)

@@ -66,7 +66,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "token_ids", "model", "max_tokens", "min_tokens", "sampling", "seed", "stop", "stop_token_ids", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n", "priority", "beam_width", "length_penalty", "early_stopping")
+    __slots__ = ("prompt", "chat", "token_ids", "model", "max_tokens", "min_tokens", "sampling", "seed", "stop", "stop_token_ids", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n", "priority", "beam_width", "length_penalty", "early_stopping", "parse_control_tokens")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class GenerateRequest(_message.Message):
     BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    PARSE_CONTROL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: ChatMessages
     token_ids: TokenIds
@@ -107,7 +108,8 @@ class GenerateRequest(_message.Message):
     beam_width: int
     length_penalty: float
     early_stopping: EarlyStopping
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., resumable: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
+    parse_control_tokens: bool
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., resumable: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., parse_control_tokens: bool = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("resume_token", "next_index", "text_bytes", "others")

@@ -5,15 +5,22 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from access.authenticator import Authenticator
+from access.config import check_exposed
+from access.limits import TenantLimits
+from access.tls import ServerCertificates
+from engine.handshake import Secrets
 from engine.messages import PeerAddress
 from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
-from router.core.policy import make_policy
+from router.core.policies import make_policy
+from router.descriptors import connections_now, grpc_options
 from router.dispatch import Links
 from router.front.frontend import Frontend
 from router.front.output import ServedModel
@@ -26,10 +33,11 @@ from router.status.overview import Overview, overview
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
+LISTEN_BACKLOG = 1024
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):
-    """host:port of each front; `http` is empty if it is off."""
+    """host:port of each front; `http` is empty if it is off, and begins with https:// where it has TLS."""
 
     grpc: str
     http: str
@@ -44,10 +52,13 @@ class RouterApp:
         config: RouterConfig,
         text: ServedModel,
         observer: Observer,
+        secrets: Secrets,
         journal: RouterJournal | None = None,
         fingerprint: str = "",
     ) -> None:
-        """`fingerprint` is that of the model whose text side this is: workers of another one are refused."""
+        """`secrets` are what workers must have, `fingerprint` is that of the model whose text side this is: others are
+        refused. Raises AccessError where `config.access` cannot be used, or its host may not be listened on."""
+        check_exposed(config.host, config.access, "the router")
         clock = time.monotonic
         self._model = text.name
         self._config = config
@@ -55,10 +66,14 @@ class RouterApp:
         core = Router(config, make_policy(config.policy, config.seed), text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
-        self._links = Links(self.hub, incarnation, fingerprint)
-        self._frontend = Frontend(text, self.hub, config, clock, observer)
-        self._service = Service(self._frontend, self.hub.ready)
+        self._links = Links(self.hub, incarnation, secrets, fingerprint)
+        self._authenticator = Authenticator(config.access)
+        self._certificates = ServerCertificates(config.access) if config.access.has_tls else None
+        self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)
+        self._frontend = Frontend(text, self.hub, config, clock, observer, self._limits)
+        self._service = Service(self._frontend, self.hub.ready, self._authenticator, self._certificates)
         self._observer = observer
+        self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics page")
         self._http: _Http | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.ticked_s = clock()
@@ -67,11 +82,15 @@ class RouterApp:
     async def start(self) -> RouterAddresses:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""
         config = self._config
+        connections = connections_now(config.limits.connections, fronts=1 + (config.http_port >= 0))
         if config.http_port >= 0:
+            from router.http.gate import HttpGate
             from router.http.routes import build_app
 
-            self._http = _Http(config, build_app(self._frontend, self))
-        port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes)
+            app = HttpGate(build_app(self._frontend, self, config.limits.bodies_bytes), self._authenticator)
+            self._http = _Http(config, app, connections, self._certificates)
+        options = grpc_options(config.limits, connections)
+        port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes, options)
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
         http = await self._http.start() if self._http is not None else ""
         return RouterAddresses(host_port(config.host, port), http)
@@ -88,11 +107,13 @@ class RouterApp:
 
     async def metrics_text(self) -> bytes:
         self.hub.observe()
-        # A page of some hundred lines: on the loop, every stream would wait for it.
-        return await asyncio.to_thread(self._observer.render)
+        # A page of some hundred lines: on the loop, every stream would wait for it; in a thread that others use, it
+        # would wait for their work.
+        return await asyncio.get_running_loop().run_in_executor(self._pages, self._observer.render)
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]:
-        return self.hub.roster.targets(router_address)
+    def targets(self, router_address: str, host: str) -> list[ScrapeTarget]:
+        port = self._config.supervisor_metrics_port
+        return self.hub.roster.targets(router_address, host_port(host, port) if port else "")
 
     async def overview(self) -> Overview:
         return overview(self.hub, self._model, time.monotonic())
@@ -115,6 +136,8 @@ class RouterApp:
         if self._ticking is not None:
             self._ticking.cancel()
         await self._links.close()
+        self._frontend.close()
+        self._pages.shutdown(wait=False, cancel_futures=True)
 
     async def _tick(self) -> None:
         """Watch deadlines, resume windows and health; a broken invariant ends the router."""
@@ -126,6 +149,7 @@ class RouterApp:
             self._observer.lag(max(0.0, self.ticked_s - asleep_s - TICK_S))
             self.hub.tick()
             self._frontend.tick()
+            self._limits.tick(self.ticked_s)
             await self._service.update_health()
             idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
             if idle_s >= IDLE_CHECK_S:
@@ -136,9 +160,13 @@ class RouterApp:
 class _Http:
     """Runs uvicorn inside this event loop."""
 
-    def __init__(self, config: RouterConfig, app: Any) -> None:
+    def __init__(
+        self, config: RouterConfig, app: Any, connections: int, certificates: ServerCertificates | None
+    ) -> None:
         # Imported here, because a router without the HTTP front needs no HTTP server.
         import uvicorn
+
+        from router.http.protocol import SharedFront
 
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         # By name, since asyncio sends small writes at once only on sockets that say they are TCP: a token would wait
@@ -152,15 +180,28 @@ class _Http:
             where = host_port(config.host, config.http_port)
             raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
         self._address = host_port(config.host, self._socket.getsockname()[1])
+        secure: dict[str, Any] = {}
+        if certificates is not None:
+            self._address = f"https://{self._address}"
+            # A probe has no certificate: the gate refuses who shows none, but for the paths that probes ask.
+            secure["ssl_context_factory"] = lambda settings, default: certificates.context(lets_in=True)
         self._settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            **secure,
         )
+        SharedFront(config.limits, connections).install(self._settings)
         self._server = uvicorn.Server(self._settings)
 
     async def start(self) -> str:
         self._settings.load()
         self._server.lifespan = self._settings.lifespan_class(self._settings)
         await self._server.startup(sockets=[self._socket])
+        # Few are accepted at a time, but many may wait for it.
+        self._socket.listen(LISTEN_BACKLOG)
         self._loop = asyncio.create_task(self._server.main_loop(), name="router http")
         return self._address
 

@@ -2,6 +2,27 @@
 
 import msgspec
 
+from access.config import AccessConfig
+
+
+class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits on the clients of both fronts. Fewer connections are taken where the process may hold few descriptors
+    (`router/descriptors.py`)."""
+
+    connections: int = 1024
+    """Open at once on each front. Where there is no room, the HTTP front gives up the connection that has waited
+    longest for its client; gRPC's refuses the new one."""
+    connections_per_address: int = 512
+    """As many of them may be from one address. Over HTTP only."""
+    header_s: float = 10.0
+    """The time for the head of a request, and for gRPC's handshake."""
+    body_s: float = 60.0
+    """The time for a request's body, over HTTP."""
+    idle_s: float = 75.0
+    """The time that a connection without a request is kept."""
+    bodies_bytes: int = 64 * 1024 * 1024
+    """Bodies that are being received over HTTP, all together; one beyond it is refused, and may come again."""
+
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
@@ -10,7 +31,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int = 8000
     """0 takes a free port, -1 means no HTTP front."""
     policy: str = "least-cost"
-    """`least-cost` or `round-robin`."""
+    """`least-cost`, or one of the simpler ones of `router.core.policies`, for comparison."""
     seed: int = 0
     """Seeds the generator that breaks ties between workers; it never touches sampling."""
     max_waiting: int = 256
@@ -23,8 +44,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most parallel samples (`n`) of one call; each counts as a request."""
     max_message_bytes: int = 4 * 1024 * 1024
     max_prompt_bytes: int = 1024 * 1024
-    tokenize_inline_bytes: int = 8 * 1024
-    """Longer text is tokenized in a thread, so that it does not hold up other requests."""
+    tokenize_inline_bytes: int = 2 * 1024
+    """Longer text is tokenized in threads of its own, so that it does not hold up other requests."""
+    tokenize_threads: int = 2
+    tokenize_budget_bytes: int = 16 * 1024 * 1024
+    """Text that may be in those threads' hands or wait for them; a request beyond it is refused, and may come again."""
     worker_silent_s: float = 10.0
     """A worker that has not reported for this long gets no new requests. It is not given up: a step may be long."""
     worker_hung_s: float = 30.0
@@ -48,13 +72,23 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float = 5.0
     """The time after its start that a router waits for decode workers to report what they kept for it. Until then it
     hands out nothing of earlier requests."""
+    wakes_per_s: float = 12_000.0
+    """Messages of new output over gRPC, all streams together, in a second: each costs 40 to 60 µs whatever is in it.
+    Above it tokens of a stream share messages. Streams over HTTP are not counted: they are written to at less cost."""
     resume_window_s: float = 30.0
     """The time that a resumable stream waits for its client after the connection is lost."""
     conversation_tokens: int = 1_000_000
     """Token ids remembered of finished chats, so that follow-up turns begin with them."""
+    limits: FrontLimits = FrontLimits()
     slo_ttft_s: float = 0.5
     """A request whose first token takes longer has missed the target, in the metrics; past it, look at prefill."""
     slo_itl_s: float = 0.05
     """The same of the mean gap between a request's tokens; past it, look at decode."""
+    supervisor_metrics_port: int = 0
+    """Where the process that started this router serves its own page, on the same host; 0: nowhere."""
     namespace_key: str = ""
-    """Keys the cache namespaces of tenants; give every router of one cluster the same."""
+    """Keys the cache namespaces of tenants, so that nobody can guess one; give every router of one cluster the same.
+    Empty: `headrace up` makes one at its first start and keeps it beside the cluster's files; any other start draws one
+    for as long as it lives."""
+    access: AccessConfig = AccessConfig()
+    """Who may come in: the cluster's own `access`, which its launcher puts here."""

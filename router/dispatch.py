@@ -1,7 +1,8 @@
 """The router's streams to its workers: one per worker, for all requests, kept open and reopened.
 
 From a decode worker come its requests' records, from a worker of either kind its reports.
-A stream begins with the worker's `WorkerInfo`, and to a decode worker with our `RouterHello`. When it
+A stream begins with the proof of both ends (`engine.handshake`), then with the worker's `WorkerInfo`; on our side, to a
+decode worker, with our `RouterHello`, and then with the list of all workers. When it
 breaks, the hub hears `lost` at once and the link dials again with growing pauses. A worker whose model
 is not the one that this router has the tokenizer of is refused, before the hub hears of it: its token
 ids are other words. Nothing here waits for a client: what is read goes to the hub, which only queues;
@@ -10,22 +11,26 @@ what is sent is collected and leaves as one frame per write. A request's way goe
 
 import asyncio
 import logging
+import os
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import grpc
 import msgspec
 
+from engine.handshake import NONCE_BYTES, Dialer, HandshakeError, Party, Secrets
 from engine.messages import (
     DecodeRecord,
+    LifeOfProcess,
     PeerAddress,
+    ProcessesTold,
     Record,
     RouterHello,
     RouterRecord,
     WorkerInfo,
     decode_worker_frame,
-    encode,
+    frames,
 )
 from engine.types import Incarnation
 from router.hub import Hub
@@ -36,12 +41,16 @@ ATTACH = {
 }
 """A worker of another kind, at an address that was one's before, knows no such method."""
 FIRST_FRAME_S = 5.0
+RECORDS_AT_ONCE = 1024
+"""Records of one frame that are heard before others have their turn on the loop."""
+MAX_UNSENT_RECORDS = 65_536
+"""Records that wait for one worker; past it, it is given up as one that does not listen."""
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
 
 CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", 8 * 1024 * 1024),
+    ("grpc.max_send_message_length", 8 * 1024 * 1024),
     # A frozen peer is noticed within two seconds, but only if all three are set: without the
     # last, gRPC waits a minute. gRPC's threads answer pings, not the engine: a worker in a long
     # step is not taken for dead.
@@ -60,22 +69,27 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Records for one worker, in order; everything that waits leaves as one frame."""
+    """Records for one worker, in order; everything that waits leaves together. `cut` ends the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: Callable[[], object]) -> None:
+        self._cut = cut
         self._records: list[Record] = []
         self._filled = asyncio.Event()
 
     def put(self, record: RouterRecord) -> None:
         self._records.append(record)
         self._filled.set()
+        if len(self._records) > MAX_UNSENT_RECORDS:
+            log.error("a worker takes nothing, and %d records wait: its stream is ended", len(self._records))
+            self._records.clear()
+            self._cut()
 
-    async def frame(self) -> bytes:
-        """The next frame, as soon as there is something to send."""
+    async def frames(self) -> list[bytes]:
+        """The next frames, as soon as there is something to send."""
         await self._filled.wait()
         self._filled.clear()
         records, self._records = self._records, []
-        return encode(records)
+        return frames(records)
 
 
 class OtherModelError(Exception):
@@ -85,15 +99,19 @@ class OtherModelError(Exception):
 class Links:
     """The streams to all workers. Lives on the router's event loop."""
 
-    # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, and as
-    # much as is known of the fingerprint.
+    # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, the
+    # processes of all workers, and as much as is known of the fingerprint.
 
-    def __init__(self, hub: Hub, incarnation: Incarnation, fingerprint: str = "") -> None:
+    def __init__(self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "") -> None:
         """`fingerprint` is that of the prepared model; workers of another one are refused, and none if it is empty.
         Where this host has not read the model's weights, the first worker that fits says the rest for all others."""
         self._hub = hub
+        self._secrets = secrets
         self._fingerprint = fingerprint
+        self._me = Party("router", "router", incarnation)
         self._hello = RouterHello(incarnation)
+        self._named: dict[str, LifeOfProcess] = {}
+        self._met: dict[str, LifeOfProcess] = {}
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._severed: set[asyncio.Task[None]] = set()
@@ -117,6 +135,12 @@ class Links:
     async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         """Dial new workers, and leave those that are not named any more."""
         lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
+        peers = {peer.name: peer for peer in (*prefill, *decode)}
+        self._named = {
+            name: LifeOfProcess(name, peer.incarnation, peer.pid, peer.host) for name, peer in peers.items() if peer.pid
+        }
+        self._met = {name: life for name, life in self._met.items() if name in peers}
+        self._tell_processes()
         roles = [*(("prefill", peer) for peer in prefill), *(("decode", peer) for peer in decode)]
         wanted = {(role, PeerAddress(peer.name, peer.address)) for role, peer in roles}
         for key in set(self._tasks) - wanted:
@@ -126,6 +150,13 @@ class Links:
         for key in wanted - set(self._tasks):
             self._hub.expect(key[1].name, key[0])
             self._tasks[key] = asyncio.create_task(self._keep(*key), name=f"link {key[1].name}")
+
+    def _tell_processes(self) -> None:
+        """Tell every worker who there is. One that no supervisor has started is taken at its word, which only one that
+        has the secret can give."""
+        told = ProcessesTold(list({**self._met, **self._named}.values()))
+        for outbox in self._outboxes.values():
+            outbox.put(told)
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, {}
@@ -145,7 +176,7 @@ class Links:
             except (grpc.aio.AioRpcError, msgspec.MsgspecError, TimeoutError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 log.info("no stream to worker %s: %s", peer.name, reason or type(error).__name__)
-            except OtherModelError as error:
+            except (HandshakeError, OtherModelError) as error:
                 if str(error) != refused:
                     log.error("worker %s is refused: %s", peer.name, error)
                 refused, pause_s = str(error), PAUSE_S[1]
@@ -160,21 +191,23 @@ class Links:
         writer: asyncio.Task[None] | None = None
         joined = False
         try:
-            first = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
-            if first is grpc.aio.EOF:
-                raise msgspec.ValidationError("the stream ended before its first frame")
-            info, rest = self._introduction(first)
-            outbox = Outbox()
+            party = await self._prove(call, ATTACH[role])
+            if (party.role, party.name) != (role, peer.name):
+                raise HandshakeError(f"{party.role} {party.name!r} answers at its address")
+            info, rest = self._introduction(await _read(call), party)
+            outbox = Outbox(call.cancel)
             if role == "decode":
                 outbox.put(self._hello)
             writer = asyncio.create_task(_write(call, outbox), name=f"writer {peer.name}")
             self._outboxes[peer.name] = outbox
+            self._met[peer.name] = LifeOfProcess(info.name, info.incarnation, info.pid, info.host)
+            self._tell_processes()
             joined = True
             self._hub.joined(peer, info)
-            self._hub.heard(peer.name, rest)
+            await self._hear(peer.name, rest)
             yield
             while (frame := await call.read()) is not grpc.aio.EOF:
-                self._hub.heard(peer.name, decode_worker_frame(frame))
+                await self._hear(peer.name, decode_worker_frame(frame))
                 yield
         finally:
             self._outboxes.pop(peer.name, None)
@@ -184,12 +217,33 @@ class Links:
             if writer is not None:
                 await _end(writer)
 
-    def _introduction(self, frame: bytes) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
-        """Return who the worker is, and what else it said. Raises ValidationError, and OtherModelError."""
+    async def _prove(self, call: grpc.aio.StreamStreamCall, path: str) -> Party:
+        """Return who has answered, once both ends have proven who they are. Raises HandshakeError."""
+        dialer = Dialer(self._secrets, path, self._me, os.urandom(NONCE_BYTES))
+        async with asyncio.timeout(FIRST_FRAME_S):
+            with suppress(asyncio.InvalidStateError):  # it has ended, and the read says why
+                await call.write(dialer.greet())
+            party, proof = dialer.answer(await _read(call))
+            with suppress(asyncio.InvalidStateError):
+                await call.write(proof)
+        return party
+
+    async def _hear(self, worker: str, records: Sequence[DecodeRecord]) -> None:
+        """Tell the hub, so many records at a time that clients do not wait for a worker that says too much."""
+        for at in range(0, len(records), RECORDS_AT_ONCE):
+            if at:
+                await asyncio.sleep(0)
+            self._hub.heard(worker, records[at : at + RECORDS_AT_ONCE])
+
+    def _introduction(self, frame: bytes, party: Party) -> tuple[WorkerInfo, Sequence[DecodeRecord]]:
+        """Return who the worker is, and what else it said. Raises ValidationError, OtherModelError, and HandshakeError
+        where it speaks for another than itself."""
         records = decode_worker_frame(frame)
         if not records or not isinstance(records[0], WorkerInfo):
             raise msgspec.ValidationError("the first record is not WorkerInfo")
         info = records[0]
+        if not party.is_called(info.role, info.name, info.incarnation):
+            raise HandshakeError(f"it has proven to be {party}, and says that it is {info.name!r}")
         model = info.fingerprint.partition("/")[0]
         if not model.startswith(self._fingerprint):
             raise OtherModelError(
@@ -205,7 +259,16 @@ async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
     """Write frames until the stream ends; its reader reports how it ended."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await call.write(await outbox.frame())
+            for data in await outbox.frames():
+                await call.write(data)
+
+
+async def _read(call: grpc.aio.StreamStreamCall) -> bytes:
+    """Return one of a stream's first frames. Raises TimeoutError, and ValidationError where there is none."""
+    frame: bytes = await asyncio.wait_for(call.read(), FIRST_FRAME_S)
+    if frame is grpc.aio.EOF:
+        raise msgspec.ValidationError("the stream ended before its first frame")
+    return frame
 
 
 async def _end(task: asyncio.Task[None]) -> None:

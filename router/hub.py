@@ -14,12 +14,14 @@ from typing import Protocol
 from engine.messages import (
     DecodeRecord,
     Fault,
+    HoldingTold,
     Load,
     Orphan,
     OrphansTold,
     PeerAddress,
     Place,
     RouterRecord,
+    Tokens,
     UsePrefill,
     WorkerInfo,
 )
@@ -106,11 +108,12 @@ class Hub:
 
     # ---- from clients
 
-    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink) -> None:
+    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink, weight: float = 1.0) -> None:
+        """Hand a request of a tenant of `weight` to the core."""
         self._sinks[record.request] = sink
         begin_s = self._clock()
         self.journal.submitted(record, begin_s)
-        commands = self.core.handle(events.Submit(record, deadline_s), begin_s)
+        commands = self.core.handle(events.Submit(record, deadline_s, weight), begin_s)
         self._observer.decided(self._clock() - begin_s)
         self._apply(commands)
 
@@ -153,12 +156,15 @@ class Hub:
         """Take in one frame of a worker."""
         for record in records:
             try:
-                self._handle(events.WorkerSaid(worker, record))
+                if isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
+                    self._deliver(record.request, ids, self._clock())
+                else:
+                    self._handle(events.WorkerSaid(worker, record))
             except Exception:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
                     self._give_up(record.record.request)
-                elif not isinstance(record, WorkerInfo | Load | OrphansTold):
+                elif not isinstance(record, WorkerInfo | Load | OrphansTold | HoldingTold):
                     self._give_up(record.request)
 
     def tick(self) -> None:
@@ -209,8 +215,7 @@ class Hub:
                 if request in self._sinks:
                     self._sinks[request].accepted(now)
             case events.Deliver(request, ids):
-                if request in self._sinks and (kept := self._sinks[request].tokens(ids, now)) is not None:
-                    self._handle(events.StopFound(request, kept))
+                self._deliver(request, ids, now)
             case events.Moved(request, worker, stages):
                 log.info("moves off %s", worker, extra={"request": request})
                 self._observer.continued("move")
@@ -233,16 +238,21 @@ class Hub:
             case events.Fail(request, fault, outcome, retry_after_s):
                 if (sink := self._sinks.pop(request, None)) is not None:
                     sink.failed(fault, outcome, retry_after_s, now)
-            case events.Poisonous(request, workers):
+            case events.Poisonous(request, deaths):
                 self._observer.poisonous()
-                told = "refused as poisonous: workers %s were lost while they held it"
-                log.error(told, ", ".join(workers), extra={"request": request})
+                told = "refused as poisonous: workers were lost while they held it: %s"
+                log.error(told, deaths, extra={"request": request})
             case events.Ignored(kind):
                 self._observer.dropped(kind)
             case events.Condemn(verdict):
                 log.warning("worker %s is given up: %s", verdict.name, verdict.why)
                 self._gone(verdict.name, "given_up")
                 self._sever(verdict.name)
+
+    def _deliver(self, request: RequestId, ids: list[int], now: float) -> None:
+        sink = self._sinks.get(request)
+        if sink is not None and (kept := sink.tokens(ids, now)) is not None:
+            self._handle(events.StopFound(request, kept))
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request

@@ -85,10 +85,12 @@ class Roster:
             views.append(WorkerView(name, member.role, state, index.held_blocks(name)))
         return views
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]:
-        """Return what Prometheus is to scrape: the router where it was reached, and every worker that was ever
-        connected."""
+    def targets(self, router_address: str, supervisor_address: str = "") -> list[ScrapeTarget]:
+        """Return what Prometheus is to scrape: the router where it was reached, its supervisor if it has one, and every
+        worker that was ever connected."""
         found = [_target("router", "router", router_address)]
+        if supervisor_address:
+            found.append(_target("supervisor", "supervisor", supervisor_address))
         for name, member in self._members.items():
             if member.metrics_address:
                 found.append(_target(name, member.role, member.metrics_address))

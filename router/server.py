@@ -4,9 +4,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from engine.handshake import Secrets
 from engine.messages import PeerAddress
 from router.app import RouterAddresses, RouterApp
 from router.config import RouterConfig
@@ -29,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class RouterServer:
-    """`text` and `observer` replace the model in `model_dir` and the Prometheus metrics.
+    """`secrets` are those that workers must have; `text` and `observer` replace the model in `model_dir` and the
+    Prometheus metrics.
 
     `start` raises OSError if an address cannot be bound, and what loading the model raises.
     """
@@ -38,11 +41,13 @@ class RouterServer:
         self,
         config: RouterConfig,
         model_dir: str,
+        secrets: Secrets,
         observer: Observer | None = None,
         text: ServedModel | None = None,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
+        self._secrets = secrets
         self._observer = observer
         self._text = text
         self._started: Future[RouterAddresses] = Future()
@@ -119,7 +124,8 @@ class RouterServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+                runner.run(self._serve())
         except BaseException as error:
             if self._started.done():
                 self._failure = error
@@ -138,12 +144,21 @@ class RouterServer:
         observer = self._observer or RouterMetrics(
             text.name, policy=config.policy, slo_ttft_s=config.slo_ttft_s, slo_itl_s=config.slo_itl_s
         )
-        app = self._app = RouterApp(config, text, observer, self._journal, model)
+        app = self._app = RouterApp(config, text, observer, self._secrets, self._journal, model)
         try:
             self._started.set_result(await app.start())
             await app.run(stopping)
         finally:
             await app.stop(self._grace_s)
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's event loops where it is installed (`pip install headrace[fast]`); None: asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _load(model_dir: str) -> tuple[ServedModel, str]:

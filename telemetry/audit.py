@@ -1,10 +1,11 @@
-"""The conservation auditor: while a worker is idle, its ledgers recompute their invariants.
+"""The conservation auditor: a worker's ledgers recompute their invariants, while it is idle and under load.
 
     free + cached + active + reserved + quarantined == total
 
-and whatever else a ledger's `check` knows. A ledger that does not add up means that some block has two owners, or none:
-the next answer may be wrong with status OK. So a failure is counted, written to the log with every ledger's state, and
-raised: the worker ends, and its supervisor starts another.
+who owns each block (`engine.kv.ledger`), and whatever else a ledger's `check` knows. One that does not add up means
+that some block has two owners, or none: the next answer may be wrong with status OK. So a failure is written to the log
+with every ledger's state, and raised: the worker ends at once, and its supervisor counts the death by this cause
+(`cluster.processes.deaths`) and starts another. A count of our own would be gone before anybody reads it.
 """
 
 import logging
@@ -12,6 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 log = logging.getLogger(__name__)
+
+BLOCK_LEDGERS = ("kv", "cache")
+"""Those whose failure means that the wrong KV may have been read."""
 
 
 class Ledger(Protocol):
@@ -26,46 +30,54 @@ class AuditError(Exception):
 
 
 class Auditor:
-    """Checks `ledgers` (by name) at most every `every_s` seconds, and never for more than `share` of the time.
+    """Checks `ledgers` (by name, the plainest first) in turn, one at a time, at most every `every_s` seconds and never
+    for more than `share` of the time: a check that takes long is rarer, for the engine stands still meanwhile.
 
-    `clock` measures what an audit costs; `failed` counts a failure. Owner: the thread that owns the ledgers.
+    `clock` measures what a check costs; `audited` hears of it. Owner: the thread that owns the ledgers.
     """
 
-    # Mutable state: when the next audit is due.
+    # Mutable state: whose turn it is, and when it is due.
 
     def __init__(
         self,
         ledgers: Mapping[str, Ledger],
         clock: Callable[[], float],
-        failed: Callable[[], None],
-        every_s: float = 1.0,
+        audited: Callable[[float], None],
+        every_s: float = 0.4,
         share: float = 0.01,
     ) -> None:
         self._ledgers = dict(ledgers)
+        self._order = tuple(ledgers)
+        self._turn = 0
         self._clock = clock
-        self._failed = failed
+        self._audited = audited
         self._every_s = every_s
         self._share = share
         self._due_s = clock()
 
-    def idle(self) -> bool:
-        """Audit if it is time; to be called while there is nothing to compute. True if it audited. Raises AuditError.
-        """
+    def look(self) -> bool:
+        """Check the next ledger if it is time; to be called between two steps. True if it did. Raises AuditError."""
         began_s = self._clock()
         if began_s < self._due_s:
             return False
-        self.audit()
-        ended_s = self._clock()
-        self._due_s = ended_s + max(self._every_s, (ended_s - began_s) / self._share)
+        try:
+            self._ledgers[self._order[self._turn]].check()
+        except Exception:
+            self.audit()  # one that stands before it may be what is broken, and say so better
+            raise
+        self._turn = (self._turn + 1) % len(self._order)
+        cost_s = self._clock() - began_s
+        self._due_s = began_s + cost_s + max(self._every_s, cost_s / self._share)
+        self._audited(cost_s)
         return True
 
-    def audit(self) -> None:
-        """Check every ledger now. Raises AuditError from what the first broken one raised."""
-        for name, ledger in self._ledgers.items():
+    def audit(self, *only: str) -> None:
+        """Check every ledger now, or `only` those named, in order. Raises AuditError from what the first broken one
+        raised."""
+        for name in only or self._order:
             try:
-                ledger.check()
+                self._ledgers[name].check()
             except Exception as error:
-                self._failed()
                 books = "\n".join(f"  {key}: {value!r}" for key, value in self._ledgers.items())
                 what = f"{type(error).__name__}: {error}".rstrip(": ")
                 log.critical("the %s ledger does not add up: %s\n%s", name, what, books)

@@ -5,9 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from threading import Thread
 from typing import Generic, TypeVar
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,13 +16,13 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from telemetry.build import VERSION, revision
+from telemetry.page_server import PageGuard, PageServer
 
 PREFIX = "headrace_"
 QUEUE_TEXT = "Requests that wait: at the router for room, on a worker to be computed."
@@ -120,7 +118,7 @@ class Families:
             version=VERSION,
             revision=revision(),
         )
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._server: PageServer | None = None
 
     def counter(self, name: str, text: str, **labels: Sequence[str]) -> MetricFamily[Counter]:
         return self._family(
@@ -163,22 +161,18 @@ class Families:
         """Render all families in the Prometheus text format."""
         return generate_latest(self.registry)
 
-    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
+    def serve(self, host: str = "127.0.0.1", port: int = 0, guard: PageGuard | None = None) -> int:
         """Serve `/metrics` from a thread; 0 takes a free port. Returns the port. Raises OSError if it is taken."""
         if self._server is not None:
             raise RuntimeError("already serving")
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
-        self._server = server, thread
-        return int(server.server_port)
+        self._server = PageServer(self.render, host, port, guard)
+        return self._server.port
 
     def close(self) -> None:
         """Stop serving; harmless when not serving."""
         if self._server is not None:
-            server, thread = self._server
+            self._server.close()
             self._server = None
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
     def _names(self, labels: dict[str, Sequence[str]]) -> list[str]:
         return [*self._own, *labels]
@@ -199,9 +193,9 @@ class ProcessMetrics:
         """Render all families in the Prometheus text format."""
         return self.families.render()
 
-    def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
+    def serve(self, host: str = "127.0.0.1", port: int = 0, guard: PageGuard | None = None) -> int:
         """Serve `/metrics` from a thread and return the port. Raises OSError if it is taken."""
-        return self.families.serve(host, port)
+        return self.families.serve(host, port, guard)
 
     def close(self) -> None:
         self.families.close()

@@ -32,6 +32,9 @@ WORKER_STATES = ("starting", "ready", "draining", "lost")
 LOSSES = ("left", "lost", "given_up")
 """How a worker went: as it was asked to, by itself, or because the router gave it up and had it killed."""
 ROLES = ("prefill", "decode")
+PROCESS_KINDS = (*ROLES, "router")
+DEATH_CAUSES = ("ledger", "audit", "given_up", "start", "signal", "failed", "exit")
+"""What a process died of, in the words of `cluster.processes.deaths`."""
 FORKS = ("forked", "inherited")
 """How a sample of a shared prompt began: with another one's blocks, or by taking its place."""
 PREEMPTED_STATES = ("running", "ready", "local", "forking")

@@ -1,7 +1,8 @@
 """Logging set-up of a process: plain lines for people or JSON lines for machines.
 
 A log call adds the request it is about with `extra={"request": request_id}`, and figures that a machine
-shall find with `extra={"facts": {...}}`; the worker's name is bound once, here.
+shall find with `extra={"facts": {...}}`; the worker's name is bound once, here. What peers and clients can write into a
+line is kept in bounds (`telemetry.log_lines`).
 """
 
 import json
@@ -9,6 +10,8 @@ import logging
 import sys
 import time
 from typing import TextIO
+
+from telemetry.log_lines import KindLimit, on_one_line, traceback_lines
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -22,9 +25,9 @@ class _PlainFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         request = getattr(record, "request", "")
         about = f"{self._worker} {request}" if request else self._worker
-        line = f"{clock} {record.levelname.lower():7} [{about}] {record.getMessage()}"
+        line = on_one_line(f"{clock} {record.levelname.lower():7} [{about}] {record.getMessage()}")
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += traceback_lines(self.formatException(record.exc_info))
         return line
 
 
@@ -39,16 +42,16 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "worker": self._worker,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": on_one_line(record.getMessage()),
         }
         request = getattr(record, "request", "")
         if request:
-            entry["request"] = request
+            entry["request"] = on_one_line(request)
         facts = getattr(record, "facts", None)
         if facts:
             entry["facts"] = facts
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = traceback_lines(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)
 
 
@@ -63,6 +66,7 @@ def configure(
         raise ValueError(f"unknown log level {level!r}: one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonFormatter(worker) if json_lines else _PlainFormatter(worker))
+    handler.addFilter(KindLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -107,8 +107,8 @@ class WorkerMetrics(ProcessMetrics):
             "Lost receiver to proof that its source blocks are not read any more.",
             buckets.QUARANTINE_S,
         )[()]
-        self._audit_failures = families.counter(
-            "audit_failures_total", "Ledgers of KV blocks that did not add up."
+        self._auditing = families.counter(
+            "audit_seconds_total", "Time of the engine in which it recomputed its ledgers."
         )[()]
         self._growth = Growth()
 
@@ -213,6 +213,7 @@ class WorkerMetrics(ProcessMetrics):
         """Observe how long a handoff's blocks were held for a receiver that was lost, until they could be let go."""
         self._quarantine.observe(seconds)
 
-    def audit_failed(self) -> None:
-        """Count a ledger that did not add up."""
-        self._audit_failures.inc()
+    def audited(self, seconds: float) -> None:
+        """Count the time in which a ledger was recomputed. One that does not add up ends the process, whose supervisor
+        counts that."""
+        self._auditing.inc(seconds)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,9 @@ stand_in()
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
+
+ALONE = tuple(f"tests/{name}/" for name in ("cluster", "deploy", "docs", "integration", "router", "transfer", "worker"))
+"""Folders whose tests start clusters or look at the clock."""
 
 
 def has_gpu() -> bool:
@@ -45,6 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """`make test`: one process takes the tests of `ALONE`, in order, so that no two are in each other's way; the other
+    takes the rest, file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InTwoLines(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+    return InTwoLines(config, log)
 
 
 @pytest.fixture(scope="session")

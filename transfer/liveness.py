@@ -15,15 +15,20 @@ def host_id() -> str:
 
 
 class ProcessWatch:
-    """Watches one process of this host by pid and start time, so that a recycled pid is no proof of life."""
+    """Watches one process of this host by pid and start time, so that a recycled pid is no proof of life. Raises
+    OSError where it cannot be looked at."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._started = _start_ticks(pid)
 
     def is_dead(self) -> bool:
-        """True is proof: the process has ended and touches no memory any more."""
-        return self._started is None or _start_ticks(self.pid) != self._started
+        """True is proof: the process has ended and touches no memory any more. Where it cannot be looked at, as with no
+        descriptor left, nothing is proven."""
+        try:
+            return self._started is None or _start_ticks(self.pid) != self._started
+        except OSError:
+            return False
 
 
 def _start_ticks(pid: int) -> str | None:

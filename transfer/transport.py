@@ -125,8 +125,9 @@ class Transport(Protocol[LandingT, PackedT]):
         """Bytes that came for receives that nobody wanted (any more), since the start: they landed nowhere. Only
         grows."""
 
-    def describe(self) -> Endpoint:
-        """Return what a peer needs in order to reach this worker's memory; travels in `Hello`."""
+    def describe(self, peer: Incarnation) -> Endpoint:
+        """Return what `peer`, and nobody else, needs in order to reach this worker's memory; travels in `Hello`. From
+        any thread."""
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:
         """Make a peer reachable: `sent` of each block of this worker goes there, `received` of each of the peer's comes

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from access.config import AccessConfig
 from engine.config import EngineConfig, StepLimits, TierConfig
 from transfer.config import TransferConfig
 
@@ -12,6 +13,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     tiers: TierConfig = TierConfig()
+    access: AccessConfig = AccessConfig()
+    """Who may read the page of metrics: the cluster's own `access`, which its launcher puts here."""
 
 
 class PrefillConfig(WorkerConfig, frozen=True, kw_only=True):

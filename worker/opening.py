@@ -1,6 +1,7 @@
 """Opens what a worker of either role is made of. It is closed in the reverse order, also if opening fails half way."""
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +9,10 @@ from typing import cast
 
 import msgspec
 
+from access.page import guard_page
 from engine.backends.gpu.memory import device_memory
 from engine.device import EngineDevice, open_device
+from engine.handshake import Party, PartyRole, Secrets
 from engine.kv.manager import KVCacheManager
 from engine.loop import Inbox
 from engine.messages import Hello, WorkerInfo
@@ -23,6 +26,7 @@ from transfer.config import TransferConfig
 from transfer.liveness import host_id
 from transfer.mover import Mover
 from transfer.registry import open_transports
+from transfer.transport import Transport
 from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import RpcLoop, dialable
 from worker.streams import Readers, RouterStream, methods
@@ -34,7 +38,8 @@ class Parts:
 
     info: WorkerInfo
     hello: Hello
-    """This worker's hello to other workers: it names every way to its memory."""
+    """This worker's hello to other workers; the ways to its memory are added for each of them."""
+    transports: Mapping[str, Transport]
     transfer: TransferConfig
     device: EngineDevice
     kv: KVCacheManager
@@ -49,18 +54,21 @@ class Parts:
 
 
 def open_parts(
-    role: str,
+    role: PartyRole,
     name: str,
     config: PrefillConfig | DecodeConfig,
     host: str,
     port: int,
+    secrets: Secrets,
     closing: ExitStack,
     progress: Progress | None = None,
 ) -> Parts:
-    """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen; `closing` closes
-    all of it. `progress` hears of weights that are loaded, in bytes. Raises what `open_device` raises, ValueError for
-    tiers or a host that cannot be, and OSError for a taken port."""
+    """Load the model, open pool, tiers, transports and metrics, compile all that can be, and listen for those that have
+    one of `secrets`; `closing` closes all of it. `progress` hears of weights that are loaded, in bytes. Raises what
+    `open_device` raises, ValueError for tiers or a host that cannot be, AccessError for a page that strangers could
+    read, and OSError for a taken port."""
     host, transfer = dialable(host), config.transfer
+    guard = guard_page(config.access, host, name)
     incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
     inbox = Inbox()
 
@@ -86,7 +94,7 @@ def open_parts(
     nccl = cast("Nccl | None", transports.get("nccl"))
     GpuMetrics(metrics.families, partial(device_memory, device.kv.device), nccl, lambda: device.compilations.counts)
 
-    rpc = RpcLoop(f"{name}-rpc")
+    rpc = RpcLoop(f"{name}-rpc", Party(role, name, incarnation), secrets)
     closing.callback(rpc.stop, 0.0)
     bound = rpc.start(host, port, methods(role, inbox.put))
     info = WorkerInfo(
@@ -99,16 +107,18 @@ def open_parts(
         arithmetic=device.arithmetic,
         block_size=device.layout.block_size,
         blocks=device.blocks,
+        host_blocks=0 if tiering is None else tiering.tiers.host.total,
+        disk_blocks=0 if tiering is None else tiering.tiers.disk_blocks,
         context_tokens=device.context_tokens,
         pid=os.getpid(),
         host=host_id(),
-        metrics_address=host_port(host, metrics.serve(host)),
+        metrics_address=host_port(host, metrics.serve(host, guard=guard)),
         memory=device.memory,
     )
     hello = Hello(
         info=info,
         layout=device.layout.describe(),
-        endpoints=[transport.describe() for transport in transports.values()],
+        endpoints=[],
         digest=transfer.digest_on(device.kv.device),
         digest_share=transfer.digest_share,
         wire=transfer.wire,
@@ -116,6 +126,7 @@ def open_parts(
     return Parts(
         info=info,
         hello=hello,
+        transports=transports,
         transfer=transfer,
         device=device,
         kv=device.manager(None if tiering is None else tiering.tiers),

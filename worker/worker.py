@@ -13,20 +13,36 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from engine.handshake import PartyRole, Secrets
+from engine.kv.holding import Holding
+from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
-from engine.messages import FirstToken, Handoff, Load, Offer, PrefillFailed, Record, WorkerInfo, encode
+from engine.messages import (
+    FirstToken,
+    Handoff,
+    HeldRun,
+    HoldingTold,
+    Load,
+    Offer,
+    PrefillFailed,
+    ProcessesTold,
+    Record,
+    WorkerInfo,
+    encode,
+)
 from engine.model.config import Progress
 from engine.types import Incarnation
-from telemetry.audit import Auditor
+from telemetry.audit import BLOCK_LEDGERS, AuditError, Auditor, Ledger
 from telemetry.flight import Flight
 from telemetry.tier_metrics import TierMetrics
 from transfer.handoff.commands import Emit, Leave, MoverCommand, MoverDied, Posted, PostRecv, PostSend, Received, Sent
 from transfer.liveness import Watchdog
+from worker.backlog import RECORDS_PER_TURN, Backlog, RecordsIn, StreamItem
 from worker.config import DecodeConfig, PrefillConfig
 from worker.opening import Parts, open_parts
 from worker.role import Role, SharedEvent
-from worker.rpc import FrameIn, StreamEnded
+from worker.rpc import StreamEnded
 from worker.streams import ReaderStream, RouterStream
 
 log = logging.getLogger(__name__)
@@ -34,31 +50,35 @@ log = logging.getLogger(__name__)
 E = TypeVar("E")
 
 HEARTBEAT_S = 0.25
+EVICTED_AT_ONCE = 32_768
+HELD_AT_ONCE = 4096
+"""Cached blocks that a router which has attached is told of in one turn."""
 REPORT_S = 0.05
 """Least time between two reports while steps run."""
 
 
 def open_worker(
-    role: str,
+    role: PartyRole,
     name: str,
     config: PrefillConfig | DecodeConfig,
     host: str,
     port: int,
+    secrets: Secrets,
     make_role: Callable[[Parts], Role[E]],
     progress: Progress | None = None,
 ) -> "Worker[E]":
-    """Return a worker that serves once it is started. `progress` hears of weights that are loaded, in bytes. Raises
-    what `open_parts` raises."""
+    """Return a worker that serves, once it is started, those who have one of `secrets`. `progress` hears of weights
+    that are loaded, in bytes. Raises what `open_parts` raises."""
     with ExitStack() as closing:
-        parts = open_parts(role, name, config, host, port, closing, progress)
+        parts = open_parts(role, name, config, host, port, secrets, closing, progress)
         return Worker(parts, make_role(parts), closing.pop_all())
 
 
 class Worker(Generic[E]):
     """Start it, wait for it, stop it."""
 
-    # Mutable state: what is settling, when it must have left and has reported, `parts.routers`, and what its parts
-    # and its role own.
+    # Mutable state: what waits to be heard, what is settling, what routers are still to be told of its cache, when it
+    # must have left and has reported, `parts.routers`, and what its parts and its role own.
 
     def __init__(self, parts: Parts, role: Role[E], closing: ExitStack) -> None:
         self.name = parts.info.name
@@ -72,11 +92,12 @@ class Worker(Generic[E]):
         )
         self._thread = EngineThread(f"{self.name}-engine", parts.inbox, self, HEARTBEAT_S)
         self._tier_metrics = None if parts.kv.tiers is None else TierMetrics(parts.metrics.families)
-        self._auditor = Auditor(
-            {"kv": parts.kv, "scheduler": role.scheduler}, time.monotonic, parts.metrics.audit_failed
-        )
+        ledgers: dict[str, Ledger] = {"kv": BlockLedger(parts.kv), "cache": parts.kv, "scheduler": role.scheduler}
+        self._auditor = Auditor(ledgers, time.monotonic, parts.metrics.audited)
         self._watchdog = Watchdog(parts.transfer.stuck_s)
         self._tier_watchdog = Watchdog(parts.transfer.stuck_s)
+        self._backlog = Backlog()
+        self._holdings: dict[int, Holding] = {}
         self._copying = 0
         self._digesting: set[tuple[Handoff, int]] = set()
         self._report_now = False
@@ -110,9 +131,16 @@ class Worker(Generic[E]):
         self._thread.ended.wait()
         if self._thread.failure is not None:
             self._role.journal.engine_failed()
+            self._audit_blocks(self._thread.failure)
             raise self._thread.failure
         if self._leave_by is not None:
             self.stop()
+
+    def _audit_blocks(self, failure: BaseException) -> None:
+        """A block with two owners may end the engine before its audit is due, by whatever it runs into first. Raises
+        AuditError if that was it. A scheduler's own books prove nothing where it was ended in the middle of a plan."""
+        if not isinstance(failure, AuditError):
+            self._auditor.audit(*BLOCK_LEDGERS)
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything. Requests under way are lost; who has them notices."""
@@ -123,29 +151,44 @@ class Worker(Generic[E]):
     # what the engine thread calls
 
     def hear(self, items: list[object]) -> None:
+        left = RECORDS_PER_TURN
         for item in items:
-            self._take(item)
+            if not isinstance(item, StreamItem):
+                self._take(item)
+                continue
+            self._backlog.add(item)
+            left -= self._hear_streams(left)
+        self._hear_streams(left)
+
+    def _hear_streams(self, limit: int) -> int:
+        """Hear what waits of the streams, up to `limit` records; return how many they were."""
+        heard = 0
+        for part in self._backlog.take(limit):
+            heard += len(part.records) if isinstance(part, RecordsIn) else 1
+            self._take(part)
+        return heard
 
     def is_settling(self) -> bool:
         return self._copying > 0 or bool(self._digesting)
 
     def step(self) -> bool:
+        self.parts.readers.tick(self._tell, time.monotonic())
         self._engine.receive(self.parts.readers.deaths())
         started = time.monotonic()
         plan = self._engine.step()
         now = time.monotonic()
         if plan is not None:
             self.parts.metrics.step(plan.computed_tokens, now - started)
-        else:
-            self._auditor.idle()
+        self._auditor.look()
         self._look_at_threads(now)
         self._role.turned(plan, now - started, now)
         interval_s = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval_s:
             self._report(now)
+        self._tell_holdings()
         if self._leave_by is not None and (self.scheduler.is_idle or now >= self._leave_by):
             self._end()
-        return plan is not None
+        return plan is not None or bool(self._backlog) or bool(self._holdings)
 
     def _look_at_threads(self, now: float) -> None:
         """End the worker where its transfer thread is stuck; give the disk tier up where that one's is."""
@@ -168,16 +211,24 @@ class Worker(Generic[E]):
         """Tell the scheduler what an item of the inbox means: the shell's own items first, the rest is the role's."""
         parts = self.parts
         match item:
-            case FrameIn(ReaderStream() as reader, data):
-                parts.readers.frame(reader, data, self._tell)
+            case RecordsIn(ReaderStream() as reader, records):
+                parts.readers.records(reader, records, self._tell, time.monotonic())
             case StreamEnded(ReaderStream() as reader, why):
                 parts.readers.ended(reader, why, self._tell)
             case RouterStream():
                 parts.routers[item.link] = item
-                item.send(encode([self.info, self._load([], time.monotonic())]))
+                item.say([self.info, self._load([], time.monotonic())])
+                self._holdings[item.link] = Holding(parts.kv)
+            case RecordsIn(RouterStream(link=link), records):
+                for told in records:
+                    if isinstance(told, ProcessesTold):
+                        parts.readers.listed(link, told.processes, self._tell)
+                self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
                 log.info("router stream %d ended: %s", link, why)
                 del parts.routers[link]
+                self._holdings.pop(link, None)
+                parts.readers.router_lost(link)
                 self._role.hear(item, self._tell)
             case Leave(grace_s):
                 self._leave_by = time.monotonic() + grace_s
@@ -223,9 +274,23 @@ class Worker(Generic[E]):
 
     def _report(self, now: float) -> None:
         self._reported_at, self._report_now = now, False
-        load = encode([self._load(self.parts.kv.take_evicted(), now)])
+        evicted = self.parts.kv.take_evicted()
+        load = self._load(evicted, now)
+        # Of a tier that was dropped, a report would be larger than a frame may be.
+        pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)] or [[]]
+        frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces]
         for router in self.parts.routers.values():
-            router.send(load)
+            for frame in frames:
+                router.send(frame)
+
+    def _tell_holdings(self) -> None:
+        """Go on telling routers that have attached what is cached here."""
+        for link, holding in list(self._holdings.items()):
+            runs = [HeldRun(*run) for run in holding.take(HELD_AT_ONCE)]
+            if runs:
+                self.parts.routers[link].say([HoldingTold(runs)])
+            if not holding:
+                del self._holdings[link]
 
     def _load(self, evicted: list[bytes], now: float) -> Load:
         """Return how the worker stands, with the blocks evicted since the last report; tell the metrics all of it."""

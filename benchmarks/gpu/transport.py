@@ -116,7 +116,7 @@ def _send(pipe: Connection, kind: str, layout: KVLayout, blocks: int, pool_of: A
     """Run the sender's process: post a chunk for each number that it is told."""
     worker = TransportWorker(kind, SENDER, layout, blocks, pool_of, opener)
     worker.pool.memory.random_(0, 256)
-    pipe.send(msgspec.msgpack.encode(worker.transport.describe()))
+    pipe.send(msgspec.msgpack.encode(worker.transport.describe(RECEIVER)))
     worker.connect(RECEIVER, msgspec.msgpack.decode(pipe.recv(), type=Endpoint))
     pipe.send("connected")
     while (told := pipe.recv()) is not None:
@@ -149,7 +149,7 @@ class TransportBench:
         there.close()
         self.worker = TransportWorker(kind, RECEIVER, layout, blocks, pool_of, opener)
         endpoint = msgspec.msgpack.decode(self._hear(), type=Endpoint)
-        self.pipe.send(msgspec.msgpack.encode(self.worker.transport.describe()))
+        self.pipe.send(msgspec.msgpack.encode(self.worker.transport.describe(SENDER)))
         self._hear()
         self.worker.connect(SENDER, endpoint)
         self._seq = 0

@@ -13,13 +13,16 @@ from typing import Any, NoReturn
 import msgspec
 
 from cluster.processes.process_launcher import ProcessLauncher
-from cluster.processes.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError
+from cluster.processes.spec import FACTORIES, Child, ChildSpec, Kind, LaunchError, Sealed
+from engine.handshake import SECRET_BYTES, Keyring, Party
 from engine.messages import (
     Ended,
+    LifeOfProcess,
     Load,
     NeedPrefill,
     PeerAddress,
     Place,
+    ProcessesTold,
     Record,
     Refused,
     RequestStats,
@@ -28,7 +31,7 @@ from engine.messages import (
     decode_worker_frame,
     encode,
 )
-from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord, SamplingParams
 from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import RpcLoop, Send
 from worker.streams import ATTACH
@@ -59,6 +62,11 @@ class _Stream:
     def __init__(self, put: Callable[[Record | None], None]) -> None:
         self._put = put
 
+    unread_bytes = 0
+
+    def proven(self, peer: Party) -> None:
+        """Take whoever has the secret: there are two, and nobody else."""
+
     def frame(self, data: bytes) -> None:
         for record in decode_worker_frame(data):
             self._put(record)
@@ -76,6 +84,7 @@ class WorkerPair:
         self._heard: queue.SimpleQueue[tuple[str, Record | None]] = queue.SimpleQueue()
         self._placed = 0
         self._say: Send | None = None
+        self._list: Send | None = None
         self.infos: dict[str, WorkerInfo] = {}
         self.loads: dict[str, Load] = {}
         prefill, decode = (self._address(child) for child in children)
@@ -84,6 +93,9 @@ class WorkerPair:
         rpc.connect(decode, ATTACH["decode"], self._to_decode)
         for _ in self._records(lambda: len(self.loads) == 2, "a worker has not said how it is"):
             pass
+        lives = [LifeOfProcess(i.name, i.incarnation, i.pid, i.host) for i in self.infos.values()]
+        assert self._list is not None
+        self._list(encode([ProcessesTold(lives)]))
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
         """Return greedy answers of `max_tokens` tokens each, to all of the prompts at once."""
@@ -181,6 +193,7 @@ class WorkerPair:
                     yield record
 
     def _to_prefill(self, send: Send) -> _Stream:
+        self._list = send
         return _Stream(lambda record: self._heard.put(("prefill", record)))
 
     def _to_decode(self, send: Send) -> _Stream:
@@ -192,14 +205,16 @@ class WorkerPair:
 def running(prefill: PrefillConfig, decode: DecodeConfig, log: Path) -> Iterator[WorkerPair]:
     """Run both processes inside this block; then both are stopped, whatever happened. What they say goes to `log`.
     Raises RuntimeError where one does not start, and cluster's LaunchError where one outlives its stop."""
-    launcher, rpc = ProcessLauncher(), RpcLoop("front")
+    secret = os.urandom(SECRET_BYTES)
+    front = Party("router", "front", Incarnation(1))
+    launcher, rpc = ProcessLauncher(), RpcLoop("front", front, Keyring((secret,)))
     children: list[Child] = []
     configs: dict[Kind, PrefillConfig | DecodeConfig] = {"prefill": prefill, "decode": decode}
     rpc.start("127.0.0.1", 0, {})
     try:
         with _errors_to(log):
             for kind, config in configs.items():
-                children.append(launcher.launch(_spec(kind, config)))
+                children.append(launcher.launch(_spec(kind, config, secret)))
         yield WorkerPair(children, rpc)
     finally:
         rpc.stop()
@@ -221,7 +236,7 @@ def _errors_to(log: Path) -> Iterator[None]:
         os.close(before)
 
 
-def _spec(kind: Kind, config: PrefillConfig | DecodeConfig) -> ChildSpec:
+def _spec(kind: Kind, config: PrefillConfig | DecodeConfig, secret: bytes) -> ChildSpec:
     plain: Any = msgspec.to_builtins(config)
     return ChildSpec(
         kind=kind,
@@ -231,4 +246,5 @@ def _spec(kind: Kind, config: PrefillConfig | DecodeConfig) -> ChildSpec:
         model_dir=config.engine.model_dir,
         threads=config.engine.threads,
         log_level="info",
+        secrets=Sealed.of((secret,)),
     )

@@ -8,6 +8,7 @@ against the same server with the same seed does meet its own prompts in the cach
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cluster.bench.driver import LoadPlan, run
 from cluster.bench.environment import describe
 from cluster.bench.report import LoadReport, print_report, to_json
 from cluster.bench.workloads import PRESETS, Kind, Preset, Workload
+from cluster.cli.credentials import add_client_flags, client_credentials
 from cluster.cli.find import served_at
 from cluster.cli.numbers import seed
 from cluster.resolve import add_flags
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
     if not plan.address:
         plan = msgspec.structs.replace(plan, address=served_at(options, options.target))
     try:
-        levels = asyncio.run(run(plan))
+        levels = asyncio.run(run(plan, client_credentials(options, os.environ)))
     except ApiError as error:
         return _fail(f"{error.code}: {error.message}")
     except (ProcessLookupError, PermissionError) as error:
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of any server (default: the cluster of that name on this host, or the configured address)",
     )
     add_flags(parser, only=("name",))
+    add_client_flags(parser)
     add(
         "--preset",
         choices=sorted(PRESETS),

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from access.client import ClientCredentials
 from cluster.bench.memory import tree_pss_bytes
 from cluster.bench.stats import Sample, Summary, gaps, summarise
 from cluster.bench.targets import LoadTarget, open_target
@@ -62,12 +63,12 @@ class MemoryWatch:
             await asyncio.sleep(MEMORY_PERIOD_S)
 
 
-async def run(plan: LoadPlan) -> list[Level]:
+async def run(plan: LoadPlan, credentials: ClientCredentials | None = None) -> list[Level]:
     """Warm up, then one level for each concurrency.
 
     Raises `ApiError` if the warm-up fails: figures of a server that cannot answer mean nothing.
     """
-    target = open_target(plan.target, plan.address)
+    target = open_target(plan.target, plan.address, credentials)
     try:
         seed = f"{plan.seed}/warm-up"
         for sample in await drive(target, plan, seed, plan.warmup, max(plan.concurrency)):

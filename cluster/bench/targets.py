@@ -9,6 +9,8 @@ from typing import Protocol
 import httpx
 import msgspec
 
+from access.client import ClientCredentials
+from access.config import AccessError
 from engine.messages import RequestStats
 from engine.types import FinishReason
 from router.front.api import ApiError, Delta, Finished, GenerateCall, GenerateEvent
@@ -79,10 +81,23 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class HttpTarget:
     """`/v1/completions` of the server at `address` (host:port or a URL), streamed."""
 
-    def __init__(self, address: str) -> None:
-        url = address if "://" in address else f"http://{address}"
+    def __init__(self, address: str, credentials: ClientCredentials) -> None:
+        """Raises ApiError for certificates that cannot be read."""
+        url = address if "://" in address else f"{'https' if credentials.has_tls else 'http'}://{address}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=None)
+        try:
+            verify = credentials.ssl_context() if credentials.has_tls else True
+        except AccessError as error:
+            raise ApiError("UNAUTHENTICATED", str(error)) from error
+        shown = credentials.authorization
+        self._named = {"sni_hostname": credentials.server_name} if credentials.server_name else {}
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            limits=limits,
+            timeout=None,
+            verify=verify,
+            headers={"authorization": shown} if shown else {},
+        )
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -90,7 +105,8 @@ class HttpTarget:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         """Stream Deltas and Finished, whose times and reason stay empty: the load generator has its own clock."""
         try:
-            async with self._client.stream("POST", "/v1/completions", json=_body(call)) as reply:
+            asked = self._client.stream("POST", "/v1/completions", json=_body(call), extensions=self._named)
+            async with asked as reply:
                 if reply.status_code != 200:
                     raise _refusal(reply.status_code, await reply.aread())
                 last = _Chunk()
@@ -121,8 +137,8 @@ class HttpTarget:
 class GrpcTarget:
     """The gRPC API of the server at `address` (host:port)."""
 
-    def __init__(self, address: str) -> None:
-        self._client = Client(address)
+    def __init__(self, address: str, credentials: ClientCredentials) -> None:
+        self._client = Client(address, credentials)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -137,11 +153,12 @@ class GrpcTarget:
                 await events.aclose()
 
 
-def open_target(kind: str, address: str) -> LoadTarget:
+def open_target(kind: str, address: str, credentials: ClientCredentials | None = None) -> LoadTarget:
     """Connect to a server; `kind` is `grpc` or `http`. Must be called on the event loop that will use the target."""
+    shown = credentials or ClientCredentials()
     if kind == "http":
-        return HttpTarget(address)
-    return GrpcTarget(address)
+        return HttpTarget(address, shown)
+    return GrpcTarget(address, shown)
 
 
 def _body(call: GenerateCall) -> dict[str, object]:

@@ -7,6 +7,7 @@ from contextlib import closing
 
 import msgspec
 
+from access.client import ClientCredentials
 from engine.types import SamplingParams
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
 from router.grpc.client import Client
@@ -39,7 +40,7 @@ def ask(client: Client, call: GenerateCall, show: Callable[[str], object]) -> Cl
     raise ApiError("INTERNAL", "the stream ended without a result")
 
 
-def stream_answer(arguments: argparse.Namespace) -> int:
+def stream_answer(arguments: argparse.Namespace, credentials: ClientCredentials) -> int:
     """Run `headrace generate`: the answer goes to standard output, figures (if asked for) to standard error."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     chat = [ChatMessage("user", text)]
@@ -51,7 +52,7 @@ def stream_answer(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         sampling=SamplingParams(temperature=arguments.temperature),
     )
-    with Client(arguments.server) as client:
+    with Client(arguments.server, credentials) as client:
         answer = ask(client, call, lambda piece: print(piece, end="", flush=True))
     print()
     if arguments.stats:

@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 
+from access.client import ClientCredentials
 from cluster.cli.ask import ClientAnswer, ask, figures_line
 from engine.types import SamplingParams
 from router.front.api import ApiError, ChatMessage, GenerateCall
@@ -73,14 +74,14 @@ class Chat:
             print(figures_line(answer.finished), file=sys.stderr)
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
+def run_chat(arguments: argparse.Namespace, credentials: ClientCredentials) -> int:
     """Converse until the end of the input. Piped, the first failure is raised as ApiError; a person may try again."""
     is_person = sys.stdin.isatty()
     if is_person:
         import readline  # noqa: F401  (lines can be edited and recalled once it is imported)
     # The first Ctrl-C is for the answer, not for the program.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Client(arguments.server) as client:
+    with Client(arguments.server, credentials) as client:
         if is_person:
             print(f"Talking with {', '.join(client.models())} at {arguments.server}. /help lists commands.")
         chat = Chat(client, arguments)

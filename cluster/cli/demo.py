@@ -6,10 +6,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from access.client import ClientCredentials
 from cluster.cli.ask import ClientAnswer, ask
 from cluster.cli.demo_report import figures, table
 from cluster.config import ClusterConfig
-from cluster.processes.launch import Addresses, Cluster, make_launcher
+from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants, mapped_segments, running
 from cluster.processes.spec import LaunchError
 from cluster.resolve import Resolved
@@ -50,8 +51,14 @@ QUESTIONS = (
 )
 
 
-def run_demo(resolved: Resolved, json_file: Path | None, console: Console | None = None) -> int:
-    """Start, ask, show, stop, and prove that nothing is left. Raises LaunchError, ApiError, ModelError."""
+def run_demo(
+    resolved: Resolved,
+    json_file: Path | None,
+    credentials: ClientCredentials | None = None,
+    console: Console | None = None,
+) -> int:
+    """Start, ask (with `credentials`, where the settings want them), show, stop, and prove that nothing is left. Raises
+    LaunchError, ApiError, ModelError."""
     config = resolved.config
     console = console or Console(highlight=False)
     began_s = time.monotonic()
@@ -64,7 +71,7 @@ def run_demo(resolved: Resolved, json_file: Path | None, console: Console | None
         addresses = cluster.start()
         start_s = time.monotonic() - began_s
         console.print(f"Ready after {start_s:.1f} s, gRPC at {addresses.grpc}.\n", style="dim")
-        answers = _ask_all(addresses, console)
+        answers = _ask_all(Client(addresses.grpc, credentials), console)
         ours = descendants()
         segments = mapped_segments(ours)
         stopping_s = time.monotonic()
@@ -79,10 +86,10 @@ def run_demo(resolved: Resolved, json_file: Path | None, console: Console | None
     return 0
 
 
-def _ask_all(addresses: Addresses, console: Console) -> dict[str, ClientAnswer]:
+def _ask_all(client: Client, console: Console) -> dict[str, ClientAnswer]:
     answers: dict[str, ClientAnswer] = {}
     chats: dict[str, list[ChatMessage]] = {}
-    with Client(addresses.grpc) as client:
+    with client:
         for question in QUESTIONS:
             chat = list(chats.get(question.follows, ()))
             if question.system:

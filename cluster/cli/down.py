@@ -50,6 +50,8 @@ def take_down(rundir: RunDir, grace_s: float) -> int:
 
 def _ask(rundir: RunDir, found: dict[int, ProcessIdentity], within_s: float) -> None:
     """Ask the supervisor to end, and wait; `found` gains what it starts until then."""
+    if not rundir.is_held:
+        return  # there is nobody to ask
     try:
         with AdminClient(rundir) as client:
             client.down()

@@ -1,13 +1,17 @@
 """`headrace up`: one supervisor of a name on a host, in the foreground or detached; the second finds the first."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from cluster.admin import AdminServer, Status
 from cluster.admin_client import AdminClient
@@ -16,11 +20,13 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.signals import Interrupted, check, on_hangup
 from cluster.processes.spec import LaunchError, child_environment
-from cluster.resolve import Resolved
+from cluster.resolve import Resolved, Setting
 from cluster.rundir import RunDir
 from telemetry import logs
 
 ASK_AGAIN_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
@@ -31,10 +37,12 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
     if rundir.is_held:
         return _runs_already(rundir, config)
     logs.configure("supervisor", config.log_level, config.log_json)
+    os.environ.update(rundir.mark)  # every process started from here has it
     with rundir.hold(), Bars() as bars:
+        config, settings = _keyed(resolved, rundir)
         cluster = Cluster(config, make_launcher(config.launcher, config.ray), progress=bars.report)
         admin = AdminServer(
-            cluster, rundir, resolved.settings, config.launcher, lambda: _interrupt(os.getpid())
+            cluster, rundir, settings, config.launcher, lambda: _interrupt(os.getpid())
         )
         admin.start()
         try:
@@ -42,17 +50,13 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
                 addresses = cluster.start()
                 admin.ready(addresses)
                 bars.close()
-                print_ready(admin.status())
-                print(
-                    "\nCtrl-C, or `headrace down`, stops everything. "
-                    "SIGHUP replaces every worker in turn, and drops no request.",
-                    flush=True,
-                )
+                _say_ready(admin.status())
                 try:
                     with on_hangup(cluster.roll):
                         cluster.watch()
                 except Interrupted:
-                    print("stopping", flush=True)
+                    with suppress(OSError):
+                        print("stopping", flush=True)
         except Interrupted:
             if not admin.down.is_set():
                 raise
@@ -63,6 +67,18 @@ def serve(resolved: Resolved, environ: Mapping[str, str]) -> int:
         finally:
             admin.stop()
     return 0
+
+
+def _keyed(resolved: Resolved, rundir: RunDir) -> tuple[ClusterConfig, tuple[Setting, ...]]:
+    """Return the configuration with a key of cache namespaces: where none is set, the one kept from an earlier start.
+    Raises ConfigError, OSError."""
+    config = resolved.config
+    if config.router.namespace_key:
+        return config, resolved.settings
+    router = msgspec.structs.replace(config.router, namespace_key=rundir.namespace_key())
+    kept = Setting("router.namespace_key", router.namespace_key, "made at the first start")
+    settings = tuple(kept if setting.key == kept.key else setting for setting in resolved.settings)
+    return msgspec.structs.replace(config, router=router), settings
 
 
 def detach(resolved: Resolved, environ: Mapping[str, str], arguments: Sequence[str]) -> int:
@@ -93,6 +109,19 @@ def detach(resolved: Resolved, environ: Mapping[str, str], arguments: Sequence[s
     print_ready(status)
     print(f"\nIts log is {output}. `headrace down` stops everything.", flush=True)
     return 0
+
+
+def _say_ready(status: Status) -> None:
+    """Tell whoever has started the cluster. A cluster whose output is on a full disk serves all the same."""
+    try:
+        print_ready(status)
+        print(
+            "\nCtrl-C, or `headrace down`, stops everything. "
+            "SIGHUP replaces every worker in turn, and drops no request.",
+            flush=True,
+        )
+    except OSError as error:
+        log.warning("the cluster is ready; its output cannot be written: %s", error)
 
 
 def print_ready(status: Status) -> None:

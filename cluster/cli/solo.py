@@ -8,12 +8,19 @@ from cluster.config import ClusterConfig
 from cluster.processes.launch import prepare_model, specs
 from cluster.processes.signals import Interrupted
 from cluster.processes.spec import LaunchError, environment_of
+from cluster.secret import opened
 
 
 def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
     """Serve until interrupted, then leave: what runs is finished, or moved, for up to `stop_grace_s`.
 
     Raises LaunchError when the worker cannot start or its engine dies."""
+    if not config.secret_file:
+        raise LaunchError(
+            "a worker that is started alone needs the secret of its cluster: name the same --set secret_file=FILE for "
+            "all of it (the first one makes it)"
+        )
+    secrets = opened(config.secret_file)
     model_dir = prepare_model(config)
     spec = next(spec for spec in specs(config, model_dir) if spec.kind == role)
     spec = msgspec.structs.replace(spec, name=name, port=port)
@@ -22,7 +29,7 @@ def run_worker(config: ClusterConfig, role: str, name: str, port: int) -> int:
     from cluster.processes.hosting import Hosted, one_line
 
     try:
-        hosted = Hosted(spec)
+        hosted = Hosted(spec, secrets)
         try:
             up = hosted.start()
             print(f"{name} is ready: gRPC {up.address}\nCtrl-C stops it.", flush=True)

@@ -1,8 +1,10 @@
 """Verbs that ask a model: generate, chat, bench."""
 
 import argparse
+import os
 from typing import Any
 
+from cluster.cli.credentials import add_client_flags, client_credentials
 from cluster.cli.numbers import seed, token_count
 from cluster.resolve import add_flags
 
@@ -25,6 +27,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     server = "where it serves gRPC (default: the cluster of that name on this host, or the configured address)"
     parser.add_argument("--server", default="", metavar="HOST:PORT", help=server)
     add_flags(parser, only=("name",))
+    add_client_flags(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", type=token_count, default=None, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
@@ -37,7 +40,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from cluster.cli.find import served_at
 
     arguments.server = arguments.server or served_at(arguments, "grpc")
-    return stream_answer(arguments)
+    return stream_answer(arguments, client_credentials(arguments, os.environ))
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -45,4 +48,4 @@ def _chat(arguments: argparse.Namespace) -> int:
     from cluster.cli.find import served_at
 
     arguments.server = arguments.server or served_at(arguments, "grpc")
-    return run_chat(arguments)
+    return run_chat(arguments, client_credentials(arguments, os.environ))

@@ -29,6 +29,7 @@ def add(verbs: Any) -> None:
     doctor = verbs.add_parser("doctor", help="whether this host can run a cluster, and what to fix")
     add_flags(doctor)
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.add_argument("--deep", action="store_true", help="read all prepared models too, against their digests")
     doctor.set_defaults(verb=_doctor)
 
     collect = verbs.add_parser("collect-env", help="what a bug report needs to say of this host")
@@ -79,7 +80,7 @@ def _dump_config(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from cluster.doctor.host import examine, print_checks
 
-    checks = examine(resolve(arguments, os.environ).config, os.environ)
+    checks = examine(resolve(arguments, os.environ).config, os.environ, arguments.deep)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(checks)).decode())
     else:

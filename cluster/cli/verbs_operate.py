@@ -1,4 +1,4 @@
-"""Verbs that look at, change or stop a running cluster: status, top, trace, drain, scale, down."""
+"""Verbs that look at, change or stop a running cluster: status, top, trace, drain, scale, rotate-secret, down."""
 
 import argparse
 import os
@@ -36,6 +36,9 @@ def add(verbs: Any) -> None:
     _waits(scale)
     _common(scale, _scale)
 
+    rotate = verbs.add_parser("rotate-secret", help="give every process a new secret, while the cluster serves")
+    _common(rotate, _rotate)
+
     down = verbs.add_parser("down", help="stop a running cluster, and prove that nothing is left")
     _common(down, _down, has_json=False)
 
@@ -72,6 +75,11 @@ def _show(arguments: argparse.Namespace, status: Any) -> int:
     else:
         print_status(status)
     return 0
+
+
+def _rotate(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        return _show(arguments, client.rotate())
 
 
 def _status(arguments: argparse.Namespace) -> int:

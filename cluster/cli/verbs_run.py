@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from access.client import credentials_from
+from access.config import AccessError
 from cluster.cli.numbers import port
+from cluster.config import ConfigError, check_listening
 from cluster.resolve import FLAGS, add_flags, resolve, settled
 
 
@@ -34,6 +37,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from cluster.cli import serve
 
     resolved = settled(resolve(arguments, os.environ))
+    check_listening(resolved.config)
     if arguments.detach:
         return serve.detach(resolved, os.environ, arguments.given)
     return serve.serve(resolved, os.environ)
@@ -42,7 +46,12 @@ def _up(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from cluster.cli.demo import run_demo
 
-    return run_demo(settled(resolve(arguments, os.environ)), arguments.json_file)
+    resolved = settled(resolve(arguments, os.environ))
+    check_listening(resolved.config)
+    try:
+        return run_demo(resolved, arguments.json_file, credentials_from(os.environ))
+    except AccessError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _worker(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from rich.text import Text
 from cluster.config import ClusterConfig, ConfigError
 from cluster.doctor.check import Check, Level
 from cluster.doctor.gpu import allocator_checks, gpu_checks
+from cluster.doctor.models import model_checks
 from cluster.memory import available_bytes
 from cluster.processes.processors import usable_cores
 from cluster.processes.spec import model_cache
@@ -39,8 +40,8 @@ NOISY_RAY = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_RUNTIME_ENV_HOOK", "RAY_LOCAL_
 DISK_BYTES = 2 << 30
 
 
-def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
-    """Run every check, in the order in which a start would fail."""
+def examine(config: ClusterConfig, environ: Mapping[str, str], deep: bool = False) -> list[Check]:
+    """Run every check, in the order in which a start would fail; `deep` ones read gigabytes."""
     groups: list[Callable[[], Iterator[Check]]] = [
         _system,
         lambda: _ports(config, environ),
@@ -50,6 +51,7 @@ def examine(config: ClusterConfig, environ: Mapping[str, str]) -> list[Check]:
         _kernels,
         _clocks,
         lambda: _folders(config, environ),
+        lambda: model_checks(model_cache(config.cache_dir, environ)) if deep else iter(()),
         lambda: _ray(config, environ),
         lambda: gpu_checks(_gpu_wanted(config)),
         lambda: allocator_checks(

@@ -15,6 +15,8 @@ from cluster.plan.plan import Plan
 from cluster.plan.planner import Pool
 from cluster.processes.launch import prepare_model
 from cluster.processes.spec import FACTORIES, LaunchError, child_environment
+from cluster.secret import drawn
+from engine.handshake import Keyring
 from engine.messages import WorkerInfo
 
 TOLERANCE = 0.05
@@ -74,7 +76,8 @@ def compare(pool: Pool, info: WorkerInfo) -> list[Compared]:
 
 def _ask(role: str, config: msgspec.Struct) -> WorkerInfo:
     module, _, name = FACTORIES[role].partition(":")
-    worker: Any = getattr(importlib.import_module(module), name)(f"{role}-0", config)
+    factory = getattr(importlib.import_module(module), name)
+    worker: Any = factory(f"{role}-0", config, "127.0.0.1", 0, Keyring((drawn(),)))
     try:
         info: WorkerInfo = worker.start()
     except ValueError as error:

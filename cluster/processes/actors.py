@@ -1,7 +1,8 @@
 """Ray actors: shells of a few lines around what `cluster.processes.hosting` builds. The only classes Ray sees."""
 
 from cluster.processes.hosting import Hosted, moved, one_line
-from cluster.processes.spec import ChildReady, ChildSpec
+from cluster.processes.spec import ChildReady, ChildSpec, Sealed
+from engine.handshake import Keyring
 from engine.messages import PeerAddress
 from router.core.escalation import Verdict
 
@@ -11,6 +12,7 @@ class HostActor:
 
     def __init__(self, spec: ChildSpec) -> None:
         self._spec = spec
+        self._keyring = Keyring(spec.secrets.open())
         self._hosted: Hosted | None = None
         self._loading: tuple[int, int] | None = None
 
@@ -22,7 +24,7 @@ class HostActor:
                 import ray
 
                 self._spec = moved(self._spec, ray.util.get_node_ip_address())
-            self._hosted = Hosted(self._spec, self._load)
+            self._hosted = Hosted(self._spec, self._keyring, self._load)
             return self._hosted.start()
         except Exception as error:
             return one_line(error)
@@ -50,6 +52,9 @@ class HostActor:
 
     def leave(self, grace_s: float) -> None:
         self._host.leave(grace_s)
+
+    def set_secrets(self, secrets: Sealed) -> None:
+        self._keyring.replace(secrets.open())
 
     def ask(self, what: str, argument: str) -> bytes | str:
         """Return the answer as JSON, or in words why there is none."""

@@ -2,9 +2,10 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, IsReady, WhoIsCondemned, Ask, ChildLeave, ChildStop
+    parent -> child   ChildSpec, then calls: SetWorkers, SetSecrets, IsReady, WhoIsCondemned, Ask, ChildLeave, ChildStop
     child  -> parent  LoadProgress, at most a hundred; ChildStarted or Failed; then a ChildAnswer for each IsReady,
-                      Condemned for each WhoIsCondemned, and Told for each Ask, which are answered in any order
+                      SecretsSet for each SetSecrets, Condemned for each WhoIsCondemned, and Told for each Ask, which
+                      are answered in any order
 
 The end of standard input means that the parent is gone, however it died: the child then stops by
 itself, so a killed parent leaves no orphan. Whatever prints to standard output is sent to standard
@@ -16,13 +17,15 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import BinaryIO
 
 import msgspec
 
 from cluster.processes.hosting import Hosted, one_line
-from cluster.processes.spec import ChildReady, ChildSpec
-from engine.messages import PeerAddress
+from cluster.processes.spec import ChildReady, ChildSpec, Sealed
+from engine.handshake import Keyring
+from engine.messages import PeerAddress, guarded
 from router.core.escalation import Verdict
 
 ORPHAN_GRACE_S = 2.0
@@ -31,6 +34,10 @@ ORPHAN_GRACE_S = 2.0
 class SetWorkers(msgspec.Struct, frozen=True, tag=True):
     prefill: list[PeerAddress]
     decode: list[PeerAddress]
+
+
+class SetSecrets(msgspec.Struct, frozen=True, tag=True):
+    secrets: Sealed
 
 
 class IsReady(msgspec.Struct, frozen=True, tag=True):
@@ -76,6 +83,10 @@ class ChildAnswer(msgspec.Struct, frozen=True, tag=True):
     ready: bool
 
 
+class SecretsSet(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SetSecrets`: what begins from now on is proven with these."""
+
+
 class Condemned(msgspec.Struct, frozen=True, tag=True):
     verdicts: list[Verdict]
 
@@ -88,11 +99,11 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-ToChild = SetWorkers | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
-ToParent = LoadProgress | ChildStarted | Failed | ChildAnswer | Condemned | Told
+ToChild = SetWorkers | SetSecrets | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
+ToParent = LoadProgress | ChildStarted | Failed | ChildAnswer | SecretsSet | Condemned | Told
 
-decode_call = msgspec.json.Decoder(ToChild).decode
-decode_report = msgspec.json.Decoder(ToParent).decode
+decode_call = guarded(msgspec.json.Decoder(ToChild).decode)
+decode_report = guarded(msgspec.json.Decoder(ToParent).decode)
 
 
 def encode_line(record: msgspec.Struct) -> bytes:
@@ -113,9 +124,14 @@ class ChildProcess:
     def run(self) -> int:
         """Host what the first line names until it ends. Returns the exit status."""
         spec = msgspec.json.decode(self._calls.readline(), type=ChildSpec)
+        try:
+            self._keyring = Keyring(spec.secrets.open())
+        except ValueError as error:
+            self._report(Failed(f"it was not entrusted with the cluster's secret: {error}"))
+            return 1
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         try:
-            hosted = Hosted(spec, self._report_load)
+            hosted = Hosted(spec, self._keyring, self._report_load)
             self._hosted = hosted
             ready = hosted.start()
             self._report(ChildStarted(ready))
@@ -135,8 +151,9 @@ class ChildProcess:
             try:
                 if self._obey_one(decode_call(line)):
                     return
-            except Exception:
+            except Exception as error:
                 logging.getLogger(__name__).exception("a call from the parent failed")
+                self._report(Failed(f"a call from its parent failed: {one_line(error)}"))
                 os._exit(1)
         self._stop(ORPHAN_GRACE_S)
 
@@ -144,6 +161,11 @@ class ChildProcess:
         if isinstance(call, ChildStop):
             self._stop(call.grace_s)
             return True
+        if isinstance(call, SetSecrets):
+            # Also while a worker is still being opened: it will use them.
+            self._keyring.replace(call.secrets.open())
+            self._report(SecretsSet())
+            return False
         hosted = self._hosted
         if hosted is None:
             raise RuntimeError("called before it was started")
@@ -206,6 +228,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    sys.stderr.flush()
+    with suppress(OSError):  # its log's disk may be full
+        sys.stderr.flush()
     # Libraries' exit hooks may wait for threads that have nothing left to say.
     os._exit(status)

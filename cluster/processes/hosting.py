@@ -1,20 +1,26 @@
 """Builds the worker or router that a spec names, inside the process that a launcher made for it."""
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, ModelSource, model_cache
+from engine.handshake import Secrets
 from engine.messages import PeerAddress
+from engine.model.config import ModelError
 from router.config import RouterConfig
 from router.core.escalation import Verdict
 from telemetry import logs, tracing
 from transfer.config import is_exported, without_handles
 from transfer.liveness import host_id
 from worker.config import DecodeConfig, PrefillConfig
+
+log = logging.getLogger(__name__)
 
 _CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 
@@ -31,21 +37,24 @@ class Hosted:
     `stop` and `wait` may be called from different threads, as the hosted classes allow.
     """
 
-    def __init__(self, spec: ChildSpec, report: Callable[[int, int], None] | None = None) -> None:
-        """Open the worker. `report` hears of weights that are loaded, in bytes. Raises whatever stops a worker from
-        opening."""
+    def __init__(
+        self, spec: ChildSpec, secrets: Secrets, report: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Open the worker, for those who have one of `secrets`. `report` hears of weights that are loaded, in bytes.
+        Raises whatever stops a worker from opening."""
         self._spec = spec
         logs.configure(spec.name, spec.log_level, spec.log_json)
         tracing.configure(spec.tracing, spec.name)
+        _check_model(spec)
         module, _, attribute = spec.factory.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         config: Any = msgspec.convert(spec.config, _CONFIGS[spec.kind])
         if spec.kind != "router":
             _check_allocator(config)
         self._server: Any = (
-            factory(config, spec.model_dir)
+            factory(config, spec.model_dir, secrets)
             if spec.kind == "router"
-            else factory(spec.name, config, spec.host, spec.port, report)
+            else factory(spec.name, config, spec.host, spec.port, secrets, report)
         )
 
     def start(self) -> ChildReady:
@@ -111,6 +120,22 @@ def _check_allocator(config: PrefillConfig | DecodeConfig) -> None:
     why = without_handles(os.environ) if is_exported(config.engine.device, config.transfer) else ""
     if why:
         raise LaunchError(why)
+
+
+def _check_model(spec: ChildSpec) -> None:
+    """See that the prepared model still holds what was written, or make it again. Raises ModelError where it does not
+    and cannot be made."""
+    from engine.model.prepared.checked import check_once
+
+    folder = Path(spec.model_dir)
+    if spec.source is None:
+        return  # whoever gave it has prepared it, and nobody here knows from what
+    try:
+        check_once(folder)
+    except ModelError as error:
+        log.warning("%s; the model is prepared again", error)
+        if (found := prepared(spec.source)) != spec.model_dir:
+            raise ModelError(folder, f"is damaged, and its source is another model now, in {found}") from error
 
 
 def prepared(source: ModelSource, report: Callable[[int, int], None] | None = None) -> str:

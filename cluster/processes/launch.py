@@ -7,6 +7,7 @@ cluster with the reason.
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from access.config import AccessError
+from access.page import guard_page
 from cluster.config import ClusterConfig, problem
 from cluster.processes.events import (
     Accused,
@@ -33,7 +36,7 @@ from cluster.processes.events import (
     Up,
 )
 from cluster.processes.orders import Orders
-from cluster.processes.prepare import Addresses, make_launcher, model_source, prepare_model, specs
+from cluster.processes.prepare import Addresses, make_launcher, model_source, prepare_model, served_name, specs
 from cluster.processes.signals import check, shielded
 from cluster.processes.slots import SlotState, SlotView
 from cluster.processes.spec import (
@@ -44,9 +47,13 @@ from cluster.processes.spec import (
     Kind,
     Launcher,
     LaunchError,
+    Sealed,
 )
 from cluster.processes.supervisor import Supervisor
+from cluster.secret import drawn, opened
+from engine.handshake import Keyring
 from engine.messages import PeerAddress
+from telemetry.supervisor_metrics import SupervisorMetrics
 
 __all__ = ["Addresses", "Cluster", "make_launcher", "prepare_model", "specs"]
 
@@ -71,8 +78,11 @@ class Cluster:
         progress: Progress | None = None,
     ) -> None:
         """`model_dir`, when given, is a prepared model; otherwise `start` prepares `config.model`. `progress` hears how
-        the start goes, from whichever thread does the work."""
-        self._config = config
+        the start goes, from whichever thread does the work. Raises ConfigError for a secret file of no use."""
+        # A router that is started again must find the tenants' blocks again.
+        key = config.router.namespace_key or secrets.token_hex(32)
+        router = msgspec.structs.replace(config.router, namespace_key=key)
+        self._config = msgspec.structs.replace(config, router=router)
         self._launcher = launcher
         self._factories = factories
         self._model_dir = model_dir
@@ -81,7 +91,12 @@ class Cluster:
         self._ready: dict[str, ChildReady] = {}
         self._specs: dict[str, ChildSpec] = {}
         self._supervisor: Supervisor | None = None
+        self._metrics: SupervisorMetrics | None = None
+        self.supervisor_metrics_port = 0
         self._opened = False
+        self.keys = opened(config.secret_file)
+        """The secrets by which its processes know each other. From any thread."""
+        self._rotating = threading.Lock()
         self._orders = Orders()
         self._progress = progress or (lambda what, done, total: None)
 
@@ -117,9 +132,15 @@ class Cluster:
             model_dir = prepared.result()
         check()
         source = None if self._model_dir else model_source(self._config)
-        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories, source)}
+        self._metrics = SupervisorMetrics(served_name(model_dir))
+        try:
+            guard = guard_page(self._config.access, self._config.router.host, "the supervisor's page of metrics")
+            port = self.supervisor_metrics_port = self._metrics.serve(self._config.router.host, guard=guard)
+        except (OSError, AccessError) as error:
+            raise LaunchError(f"no page of metrics on {self._config.router.host}: {error}") from error
+        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories, source, port)}
         for name, spec in self._specs.items():
-            self._children[name] = self._launcher.launch(spec)
+            self._children[name] = self._launched(spec)
         self._ready = self._wait_started(deadline_s)
         *workers, router = self._children.values()
         self._supervisor = Supervisor(
@@ -158,6 +179,8 @@ class Cluster:
                 with shielded():
                     for event in self._news(supervisor):
                         self._carry_out(supervisor.handle(event, time.monotonic()))
+                    if self._metrics is not None:
+                        self._metrics.deaths(supervisor.deaths)
                     if supervisor.is_steady:
                         self._orders.carried_out()
         except LaunchError as error:
@@ -184,6 +207,38 @@ class Cluster:
         check_size(kind, count)
         order = Resize(kind, count, self._config.leave_grace_s)
         self._orders.give(order, f"{kind}={count}", timeout_s)
+
+    def rotate(self, note: Callable[[tuple[bytes, ...]], None]) -> None:
+        """Replace the secret, or take over what its file says now; every process is told, and so is `note`. A new one
+        is valid beside the old one until all have it, so that no stream is refused. Streams that are open go on. From
+        any thread. Raises LaunchError with those that could not be told: both stay valid then."""
+        with self._rotating:
+            if isinstance(self.keys, Keyring):
+                old, new = self.keys.valid()[0], drawn()
+                self.keys.replace((new, old))
+                self._entrust_all(note, (new, old))
+                self._entrust_all(note, (new,))
+                self.keys.replace((new,))
+            else:
+                self._entrust_all(note, self.keys.valid())
+
+    def _entrust_all(self, note: Callable[[tuple[bytes, ...]], None], secrets: tuple[bytes, ...]) -> None:
+        failed: list[str] = []
+        note(secrets)
+        for child in list(self._children.values()):
+            try:
+                child.set_secrets(Sealed.of(secrets))
+            except LaunchError as error:
+                failed.append(str(error))
+        if failed:
+            raise LaunchError("; ".join(failed))
+
+    def _launched(self, spec: ChildSpec) -> Child:
+        """Launch a process with the secrets of now: no rotation comes between."""
+        with self._rotating:
+            child = self._launcher.launch(msgspec.structs.replace(spec, secrets=Sealed.of(self.keys.valid())))
+            self._children[spec.name] = child
+        return child
 
     def _leave(self, names: tuple[str, ...], *, again: bool, timeout_s: float | None) -> None:
         order = LeaveWanted(names, self._config.leave_grace_s, again)
@@ -221,6 +276,8 @@ class Cluster:
             for group in (routers, workers):
                 _stop_all(group, grace_s)
         finally:
+            if self._metrics is not None:
+                self._metrics.close()
             if opened:
                 self._launcher.close()
 
@@ -289,7 +346,7 @@ class Cluster:
                 case Discard(name):
                     child = self._children.pop(name, None)
                     why = None if child is None else child.failure()
-                    log.warning("%s is gone%s", name, f": {why}" if why else "")
+                    log.warning("%s is gone: %s", name, why or self._cause(name))
                     if child is not None:
                         child.stop(0.0)
                     if self._supervisor is not None and name not in self._supervisor:
@@ -307,11 +364,16 @@ class Cluster:
                 case EndCluster(reason):
                     raise LaunchError(reason)
 
+    def _cause(self, name: str) -> str:
+        """Return why a process is taken away that has not ended by itself."""
+        known = [slot.why for slot in self.slots() if slot.name == name]
+        return known[0] if known and known[0] else "it was asked to leave"
+
     def _launch_again(self, name: str) -> None:
         spec = self._specs.get(name) or self._another(name)
         self._specs = {**self._specs, name: spec}
         try:
-            self._children[name] = self._launcher.launch(_again(spec, self._ready.get(name)))
+            self._children[name] = self._launched(_again(spec, self._ready.get(name)))
         except LaunchError as error:
             self._has_ended(name, error)
 

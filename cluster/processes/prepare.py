@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -10,6 +11,8 @@ from cluster.defaults import model_dtype
 from cluster.processes.hosting import prepared
 from cluster.processes.placement import RayConfig
 from cluster.processes.spec import FACTORIES, ChildReady, ChildSpec, Launcher, ModelSource
+from engine.model.config import ModelError
+from engine.text.files import TextFiles
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,15 @@ def model_source(config: ClusterConfig) -> ModelSource:
     )
 
 
+def served_name(model_dir: str) -> str:
+    """Return the name of a prepared model, by which every process labels its metrics; empty where there is none, as in
+    a cluster of stand-ins."""
+    try:
+        return TextFiles.load(Path(model_dir)).settings.name
+    except ModelError:
+        return ""
+
+
 def prepare_model(
     config: ClusterConfig, progress: Callable[[str, int, int], None] | None = None
 ) -> str:
@@ -60,13 +72,18 @@ def specs(
     model_dir: str,
     factories: Mapping[str, str] = FACTORIES,
     source: ModelSource | None = None,
+    supervisor_metrics_port: int = 0,
 ) -> list[ChildSpec]:
-    """Return the processes of a cluster, the router last. `source`: where other hosts get `model_dir` from."""
+    """Return the processes of a cluster, the router last. `source`: where other hosts get `model_dir` from;
+    `supervisor_metrics_port`: of the page of the process that starts them, on the router's host."""
     prefill = msgspec.structs.replace(
-        config.prefill, engine=with_model_dir(config.prefill.engine, model_dir)
+        config.prefill, engine=with_model_dir(config.prefill.engine, model_dir), access=config.access
     )
     decode = msgspec.structs.replace(
-        config.decode, engine=with_model_dir(config.decode.engine, model_dir)
+        config.decode, engine=with_model_dir(config.decode.engine, model_dir), access=config.access
+    )
+    router = msgspec.structs.replace(
+        config.router, access=config.access, supervisor_metrics_port=supervisor_metrics_port
     )
 
     def spec(kind: str, name: str, part: msgspec.Struct, threads: int) -> ChildSpec:
@@ -96,5 +113,5 @@ def specs(
             spec("decode", f"decode-{slot}", decode, decode.engine.threads)
             for slot in range(config.decode_workers)
         ),
-        spec("router", "router", config.router, 1),
+        spec("router", "router", router, 1),
     ]

@@ -1,6 +1,7 @@
 """Workers and router as plain subprocesses: for machines without Ray, and for tests that kill things."""
 
 import itertools
+import logging
 import os
 import queue
 import signal
@@ -8,6 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+
+import msgspec
 
 from cluster.processes.child import (
     Ask,
@@ -19,6 +23,8 @@ from cluster.processes.child import (
     Failed,
     IsReady,
     LoadProgress,
+    SecretsSet,
+    SetSecrets,
     SetWorkers,
     ToChild,
     Told,
@@ -26,13 +32,17 @@ from cluster.processes.child import (
     decode_report,
     encode_line,
 )
-from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, environment_of
+from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, Sealed, environment_of
 from engine.messages import PeerAddress
 from router.core.escalation import Verdict
 
 KILL_MARGIN_S = 2.0
 """A child ends itself one second past its grace; a second later its parent kills it."""
 ANSWER_TIMEOUT_S = 10.0
+DEATH_S = 1.0
+"""How long a process whose pipe was closed may take to be gone, before it is said to run still."""
+
+log = logging.getLogger(__name__)
 
 
 class ProcessChild:
@@ -44,6 +54,7 @@ class ProcessChild:
         self._loading: tuple[int, int] | None = None
         self._started: queue.Queue[ChildReady | None] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
+        self._secrets_set: queue.Queue[bool] = queue.Queue()
         self._numbers = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[Told]] = {}
         self._sending = threading.Lock()
@@ -70,7 +81,7 @@ class ProcessChild:
         except queue.Empty:
             return None
         if ready is None:
-            raise LaunchError(f"{self.spec.name}: {self.failure()}")
+            raise LaunchError(f"{self.spec.name}: {self._death()}")
         return ready
 
     def loading(self) -> tuple[int, int] | None:
@@ -84,9 +95,14 @@ class ProcessChild:
         self._reader.join(1.0)
         if self._failed:
             return self._failed
-        if status < 0:
-            return f"killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return told_status(status)
+
+    def _death(self) -> str:
+        """Return why it ended, once its pipe was closed: its end may take a moment longer, a core dump many."""
+        if not self._failed:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEATH_S)
+        return self.failure() or "closed its pipe, and still runs"
 
     def left(self) -> bool:
         return self._process.poll() == 0 and not self._failed
@@ -97,12 +113,22 @@ class ProcessChild:
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._call(SetWorkers(prefill, decode))
 
+    def set_secrets(self, secrets: Sealed) -> None:
+        # An answer that came too late for the call before is no answer to this one.
+        while not self._secrets_set.empty():
+            self._secrets_set.get_nowait()
+        self._call(SetSecrets(secrets))
+        self._answer(self._secrets_set)
+
     def ready(self) -> bool:
         self._call(IsReady())
+        return self._answer(self._answers)
+
+    def _answer(self, answers: "queue.Queue[bool]") -> bool:
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
-                return self._answers.get(timeout=0.2)
+                return answers.get(timeout=0.2)
             except queue.Empty:
                 reason = self.failure()
             if reason is not None:
@@ -150,7 +176,7 @@ class ProcessChild:
 
     def _call(self, call: ToChild) -> None:
         if not self._send(encode_line(call)):
-            raise LaunchError(f"{self.spec.name}: {self.failure() or 'closed its pipe'}")
+            raise LaunchError(f"{self.spec.name}: {self._death()}")
 
     def _send(self, line: bytes) -> bool:
         """Write one line to the child. False when the child is gone, which `failure` explains."""
@@ -168,7 +194,11 @@ class ProcessChild:
     def _read(self) -> None:
         pipe = self._process.stdout
         for line in pipe if pipe is not None else ():
-            report = decode_report(line)
+            try:
+                report = decode_report(line)
+            except msgspec.MsgspecError as error:  # cut short by its death, as a rule
+                log.warning("%s says what is no report: %r (%s)", self.spec.name, line[:80], error)
+                continue
             if isinstance(report, LoadProgress):
                 self._loading = (report.done, report.total)
             elif isinstance(report, ChildStarted):
@@ -179,6 +209,8 @@ class ProcessChild:
                 self._started.put(None)
             elif isinstance(report, ChildAnswer):
                 self._answers.put(report.ready)
+            elif isinstance(report, SecretsSet):
+                self._secrets_set.put(True)
             elif isinstance(report, Condemned):
                 self._condemned = report.verdicts
             elif isinstance(report, Told) and report.number in self._asked:
@@ -196,7 +228,10 @@ class ProcessLauncher:
         """Do nothing: plain processes need nothing started first."""
 
     def launch(self, spec: ChildSpec) -> ProcessChild:
-        child = ProcessChild(spec)
+        try:
+            child = ProcessChild(spec)
+        except OSError as error:  # no memory, no descriptor, or no process to be had now
+            raise LaunchError(f"{spec.name}: cannot be started: {error.strerror or error}") from error
         self._children.append(child)
         return child
 
@@ -204,6 +239,16 @@ class ProcessLauncher:
         left = [child.spec.name for child in self._children if child.failure() is None]
         if left:
             raise LaunchError(f"still running: {', '.join(left)}")
+
+
+def told_status(status: int) -> str:
+    """Say how a process ended, by its exit status; one below zero is a signal's number."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-status}"
 
 
 def _close(pipe: object) -> None:

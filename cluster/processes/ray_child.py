@@ -6,7 +6,7 @@ import signal
 from typing import Any, Protocol
 
 from cluster.processes.actors import ACTORS
-from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, environment_of
+from cluster.processes.spec import ChildReady, ChildSpec, LaunchError, Sealed, environment_of
 from engine.messages import PeerAddress
 from router.core.escalation import Verdict
 from transfer.liveness import ProcessWatch
@@ -89,7 +89,7 @@ class RayChild:
 
     def failure(self) -> str | None:
         why = self._end()
-        return "ended" if why == "" else why
+        return "ended by itself" if why == "" else why
 
     def left(self) -> bool:
         return self._end() == ""
@@ -112,6 +112,9 @@ class RayChild:
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._get(self._actor.set_workers.remote(prefill, decode), ANSWER_TIMEOUT_S, "answer")
+
+    def set_secrets(self, secrets: Sealed) -> None:
+        self._get(self._actor.set_secrets.remote(secrets), ANSWER_TIMEOUT_S, "answer")
 
     def ready(self) -> bool:
         return bool(self._get(self._actor.ready.remote(), ANSWER_TIMEOUT_S, "answer"))

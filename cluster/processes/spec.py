@@ -27,6 +27,22 @@ class LaunchError(Exception):
     """A process could not be started, or died; the message is one line for a person."""
 
 
+class Sealed(msgspec.Struct, frozen=True):
+    """Secrets on their way to a child, in hexadecimal. Never printed."""
+
+    values: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Sealed({len(self.values)} secrets)"
+
+    @classmethod
+    def of(cls, valid: tuple[bytes, ...]) -> "Sealed":
+        return cls(tuple(secret.hex() for secret in valid))
+
+    def open(self) -> tuple[bytes, ...]:
+        return tuple(bytes.fromhex(value) for value in self.values)
+
+
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The model, and the cache folder, from which a host other than ours prepares it. Empty strings mean the defaults.
     """
@@ -63,6 +79,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "warning"
     log_json: bool = False
     tracing: TracingConfig = TracingConfig()
+    secrets: Sealed = Sealed()
+    """Those by which the processes of this cluster know each other."""
 
 
 class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +122,9 @@ class Child(Protocol):
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Tell a router the workers to use from now on."""
+
+    def set_secrets(self, secrets: Sealed) -> None:
+        """Tell it the secrets that are valid from now on. Raises LaunchError if it cannot be told."""
 
     def ready(self) -> bool:
         """Say whether a router can serve. Raises LaunchError if it died."""

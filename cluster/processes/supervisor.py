@@ -18,11 +18,12 @@ old port may soon be somebody else's. A router that is up again is told all work
 it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import msgspec
 
+from cluster.processes.deaths import cause_of
 from cluster.processes.events import (
     Accused,
     Announce,
@@ -65,6 +66,8 @@ AWAY_S = 1.0
 LEAVE_MARGIN_S = 5.0
 """How much longer than its grace a leaving worker's process may live."""
 
+NO_REASON = "it ended, and nobody knows why"
+
 _DOWN = (SlotState.PAUSING, SlotState.FAILED)
 _SETTLED = (SlotState.UP, SlotState.FAILED)
 
@@ -72,7 +75,8 @@ _SETTLED = (SlotState.UP, SlotState.FAILED)
 class Supervisor:
     """Keeps the pools at their sizes, and one router before them.
 
-    Mutable state: the slots, who is still to leave, and the last look. Owner: the thread that watches the cluster."""
+    Mutable state: the slots, who is still to leave, what was died of, and the last look. Owner: the thread that watches
+    the cluster."""
 
     def __init__(
         self,
@@ -84,11 +88,13 @@ class Supervisor:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._slots = {
-            name: Slot(kind, PeerAddress(name, ready.address, ready.incarnation), ready.incarnation)
+            name: Slot(kind, _address(ready), ready.incarnation)
             for name, (kind, ready) in children.items()
         }
         self._to_leave: deque[tuple[str, float, bool]] = deque()
         self._looked_s: float | None = None
+        self.deaths: Counter[tuple[str, str]] = Counter()
+        """How many died, by kind of process and cause."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event in; returns the commands to carry out, in order."""
@@ -156,7 +162,7 @@ class Supervisor:
         if slot is None or slot.state is not SlotState.STARTING:
             return []
         slot.state = SlotState.UP
-        slot.address = PeerAddress(ready.name, ready.address, ready.incarnation)
+        slot.address = _address(ready)
         slot.incarnation, slot.accused, slot.silent_since_s = ready.incarnation, "", None
         return self._tell()
 
@@ -208,9 +214,10 @@ class Supervisor:
         if slot.state is SlotState.LEAVING and (left or not slot.again):
             return self._left(name, slot)
         was_up = slot.state in (SlotState.UP, SlotState.LEAVING)
+        self.deaths[slot.kind, cause_of(why, was_up=was_up, was_accused=was_up and bool(slot.accused))] += 1
         if was_up and slot.accused:
             why = f"{why} ({slot.accused})"
-        slot.why = why
+        slot.why = why = why or NO_REASON
         config = self._config
         slot.deaths = [at for at in slot.deaths if at > now - config.window_s] + [now]
         deaths = len(slot.deaths)
@@ -299,6 +306,10 @@ class Supervisor:
             assert slot.deaths == sorted(slot.deaths)
             assert slot.state is not SlotState.FAILED or slot.kind != "router"
         assert sum(slot.state is SlotState.LEAVING for slot in self._slots.values()) <= 1
+
+
+def _address(up: ChildReady) -> PeerAddress:
+    return PeerAddress(up.name, up.address, up.incarnation, up.pid, up.host)
 
 
 def _number(name: str) -> int:

@@ -110,6 +110,7 @@ class Admission:
         if fault is not None:
             stats, why = RequestStats(decode_worker=self.name), FinishReason.REJECTED
             return [Tell(link, Ended(request=name, placement=message.placement, reason=why, stats=stats, fault=fault))]
+        self.kv.entitle(record.namespace, record.cache_share)
         parent = self._parent(message)
         lease = None if barred else self._lease(record, parent)
         if lease is None:

@@ -69,9 +69,9 @@ class Batch:
         wants = [want for request in self.running for want in self.wants(request)]
         return sum(short for _, short in wants)
 
-    def fill(self, others: int, now: float) -> None:
-        """Let requests that are ready run, as far as a step has rows for them beside `others`."""
-        rows = others + sum(map(_rows, self.running))
+    def fill(self, now: float) -> None:
+        """Let requests that are ready run, as far as a step has rows for them."""
+        rows = sum(map(_rows, self.running))
         while self.ready and (rows := rows + _rows(self.ready[0])) <= self._max_rows:
             request = self.ready.pop(0)
             request.move(RequestState.RUNNING)
@@ -145,13 +145,14 @@ class Batch:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Recompute the invariants: `requests` are all that there are."""
+        states = [request.state for request in requests]
         for state, line in (
             (RequestState.READY, self.ready),
             (RequestState.RUNNING, self.running),
             (RequestState.LOCAL, self.local),
         ):
-            assert all(request.state is state for request in line)
-            assert sum(request.state is state for request in requests) == len(line)
+            assert all([request.state is state for request in line])
+            assert states.count(state) == len(line)
         self.beams.check(requests)
 
 

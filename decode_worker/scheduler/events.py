@@ -5,7 +5,7 @@ import msgspec
 
 from decode_worker.scheduler.request import Request
 from engine.kv.tiers.commands import TierEvent
-from engine.messages import DecodeRecord, Fault, FirstToken, Offer, PeerAddress, PrefillFailed, RouterRecord
+from engine.messages import DecodeOrder, DecodeRecord, Fault, FirstToken, Offer, PeerAddress, PrefillFailed
 from engine.types import Incarnation
 from transfer.handoff.commands import Command as TransferCommand
 from transfer.handoff.commands import Leave, Posted, ReaderEvent, Received, Sent
@@ -15,7 +15,7 @@ class FromRouter(msgspec.Struct, frozen=True):
     """A router said something on stream `link`."""
 
     link: int
-    message: RouterRecord
+    message: DecodeOrder
 
 
 class RouterLost(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from decode_worker.scheduler.events import (
 from decode_worker.scheduler.request import Request, RequestState
 from engine import identity
 from engine.kv.manager import KVCacheManager
-from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill
+from engine.messages import FirstToken, Handoff, Offer, PeerAddress, PrefillFailed, StartPrefill
 from engine.types import Incarnation
 from transfer.handoff.commands import Arrived, Broken, Emit, ExpectedBlock, Fenced, Received
 from transfer.handoff.commands import Command as TransferCommand
@@ -83,7 +83,8 @@ class Handoffs:
     dropped: Counter[str] = field(default_factory=Counter)
     _open: dict[Handoff, Request] = field(default_factory=dict)
     _connecting: list[Request] = field(default_factory=list)
-    _peers: dict[str, PeerUp] = field(default_factory=dict)
+    _peers: dict[PeerAddress, PeerUp] = field(default_factory=dict)
+    """By every address that one was named by: of one life there may be several."""
 
     def __len__(self) -> int:
         return len(self._open) + len(self._connecting)
@@ -91,8 +92,8 @@ class Handoffs:
     def begin(self, request: Request, now: float) -> list[HandoffResult]:
         """Ask the request's prefill worker for what its lease does not have yet."""
         prefill = request.prefill
-        peer = self._peers.get(prefill.worker.name)
-        if peer is None or peer.address != prefill.worker:
+        peer = self._peers.get(prefill.worker)
+        if peer is None:
             request.move(RequestState.CONNECTING)
             self._connecting.append(request)
             return [ConnectPeer(prefill.worker)]
@@ -134,11 +135,10 @@ class Handoffs:
         handoff = request.prefill.handoff
         if request.state is RequestState.CONNECTING:
             self._connecting.remove(request)
-        elif handoff is not None and self.receiver.is_expected(handoff):
-            request.prefill.abandoned = True
-            return self._heed(self.receiver.stop(handoff), now)
-        self.done(request)
-        return [Freed(request)]
+            return [Freed(request)]
+        assert handoff is not None
+        request.prefill.abandoned = True
+        return self._heed(self.receiver.stop(handoff), now)
 
     # events
 
@@ -150,11 +150,11 @@ class Handoffs:
             case FromPeer(_, PrefillFailed() as message):
                 return self._failed(message, now)
             case Received(handoff, seq, error, seconds):
-                if handoff in self._open and not error:
+                if not error:
                     self._open[handoff].origin.migration_s += seconds
                 return self._heed(self.receiver.received(handoff, seq, error), now)
             case PeerUp():
-                self._peers[event.address.name] = event
+                self._peers[event.address] = event
                 ready = [r for r in self._connecting if r.prefill.worker == event.address]
                 self._connecting = [r for r in self._connecting if r not in ready]
                 return [result for request in ready for result in self.begin(request, now)]
@@ -163,9 +163,7 @@ class Handoffs:
         raise TypeError(f"not an event: {event!r}")
 
     def _peer_down(self, event: PeerDown, now: float) -> list[HandoffResult]:
-        known = self._peers.get(event.address.name)
-        if known is not None and known.peer == event.peer:
-            del self._peers[event.address.name]
+        self._peers = {address: up for address, up in self._peers.items() if up.peer != event.peer}
         results: list[HandoffResult] = []
         if event.peer is not None:
             results += self._heed(self.receiver.peer_lost(event.peer), now)
@@ -251,7 +249,7 @@ class Handoffs:
 
     def _fenced(self, request: Request, landed: tuple[int, ...], now: float) -> list[HandoffResult]:
         prefill = request.prefill
-        if prefill.abandoned or request.state is RequestState.ENDING:
+        if prefill.abandoned:
             self.note("expired", request)
             return [Freed(request)]
         size, before, sender_size = self.kv.block_size, request.have_blocks, prefill.sender_block_size
@@ -262,7 +260,7 @@ class Handoffs:
         request.origin.migrated_blocks += landed_blocks
         prefill.attempt += 1
         elsewhere, prefill.elsewhere = prefill.elsewhere, False
-        if elsewhere or prefill.tries >= MAX_ATTEMPTS or prefill.worker.name not in self._peers:
+        if elsewhere or prefill.tries >= MAX_ATTEMPTS or prefill.worker not in self._peers:
             self.note("failed", request, 0.0, landed_blocks)
             return [Unserved(request)]
         self.note("retry", request, 0.0, landed_blocks)

@@ -106,12 +106,10 @@ class Preemption:
         needed, and in host memory, where it is swapped."""
         for request in victims:
             preempted = request.preempted or Preempted(now)
-            if request.state is RequestState.FORKING:
-                self.prefills.forks.leave(request)
+            self.prefills.forks.leave(request)
             self.batch.remove(request)
-            if request.arrived:
-                self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
-                self.swapping.out(request, preempted)
+            self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
+            self.swapping.out(request, preempted)
             if not request.lease.released:
                 self.kv.release(request.lease)
             nothing = self.kv.promise(request.record.namespace, 0)

@@ -81,13 +81,13 @@ class Prefills:
         limit, nodes = len(request.tokens) - 1, lease.path
         parent = nodes[-1].identity if nodes else self.kv.cache.root_identity(lease.namespace)
         found = tiers.find(parent, request.tokens, len(nodes) * size, limit, size)
-        if found and request.stash is None:
+        if request.stash is None:
             found = found[: tiers.worthwhile(found, size, self.swapping.costs.tokens_per_s(here))]
         if not found:
             return False
         assert request.have_blocks == len(nodes)
         targets = lease.blocks[len(nodes) : len(nodes) + len(found)]
-        number = tiers.load(tiers.pin(found), tuple(found), targets)
+        number = tiers.load(tiers.pin(found), found, targets)
         self._loads[number] = request, len(found)
         request.move(RequestState.LOADING)
         return True
@@ -98,7 +98,7 @@ class Prefills:
             self.handoffs.note("fallback", request)
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
         if request.output_tokens == 0:
-            request.origin.prefill_cached_tokens = min(known, request.record.prompt_tokens)
+            request.origin.prefill_cached_tokens = known
         request.prefill.worker = NO_PREFILL
         self.compute_rest(request, known, now)
 
@@ -152,7 +152,7 @@ class Prefills:
             return self.begin(request, now)
         self.swapping.loaded(event.blocks, event.host_s + event.disk_s, is_whole)
         # What is less than a block was never copied: to ask the prefill pool for it would compute all of it there.
-        few = max(self.config.local_chunk_tokens, size if is_whole else 0)
+        few = max(self.config.local_chunk_tokens, size)
         here = not request.prefill.worker.name or len(request.tokens) - have_tokens <= few
         if not is_whole:
             request.preempted.way = "here" if here else "pool"
@@ -205,8 +205,7 @@ class Prefills:
             results = [] if is_well else self.abandon(request, now)
         else:
             # 4. Nobody writes to its blocks: at once.
-            if state is RequestState.FORKING:
-                self.forks.leave(request)
+            self.forks.leave(request)
             results = [Freed(request)]
         request.move(RequestState.ENDING)
         return results

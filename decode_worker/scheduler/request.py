@@ -57,7 +57,7 @@ MOVES: dict[RequestState, frozenset[RequestState]] = {
     _S.ASKING: _FETCH | {_S.ENDING},
     _S.LOADING: _FETCH | {_S.ENDING},
     _S.LOCAL: frozenset({_S.READY, _S.PREEMPTED, _S.ENDING}),
-    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
+    _S.READY: frozenset({_S.RUNNING, _S.PREEMPTED, _S.ENDING}),
     _S.RUNNING: frozenset({_S.PREEMPTED, _S.DEPARTED, _S.ENDING}),
     _S.PREEMPTED: _FETCH | {_S.FORKING, _S.LOADING, _S.ENDING},
     _S.DEPARTED: frozenset({_S.READY}),
@@ -196,9 +196,7 @@ class Request:
     @property
     def is_recovering(self) -> bool:
         """True where it computes what was computed before: it came with output, or its prefill worker failed it."""
-        return len(self.record.tokens) > self.record.prompt_tokens or (
-            self.prefill.local_since is not None and self.prefill.tries > 0
-        )
+        return len(self.record.tokens) > self.record.prompt_tokens or self.prefill.tries > 0
 
     def close_prefill(self, now: float) -> None:
         """Attribute the wait for the first token to its stages."""

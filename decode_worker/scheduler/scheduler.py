@@ -5,7 +5,7 @@
                                                  --none is left--> LOCAL --last chunk--> READY
     a further sample of a prompt that is here, or on its way: FORKING --the prompt is here--> LOCAL, one token of it
     any state --end (stop, length, cancel, deadline, fault)--> ENDING until no copy of ours is under way --> gone
-    a worker that leaves takes nothing new: READY, RUNNING --Yield--> DEPARTED
+    a worker that leaves takes nothing new: RUNNING --Yield--> DEPARTED
     the pool is exhausted: READY, RUNNING, LOCAL, FORKING --> PREEMPTED --room--> handoff, LOCAL, FORKING or LOADING
     a lower tier has some of its blocks: LOADING --they are here--> handoff or LOCAL
 
@@ -38,7 +38,7 @@ from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored
-from engine.messages import Cancel, Finish, FirstToken, Place, Release, RouterHello, RouterRecord, UsePrefill, Yield
+from engine.messages import Cancel, DecodeOrder, Finish, FirstToken, Place, Release, RouterHello, UsePrefill, Yield
 from engine.step import Drawn, StepPlan
 from engine.types import FinishReason, Incarnation
 from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
@@ -119,14 +119,14 @@ class DecodeScheduler:
                 assert self.kv.tiers is not None
                 self.kv.tiers.handle(event)
                 if isinstance(event, Stored):
-                    self.swapping.stored(event, list(self._requests.values()))
+                    self.swapping.stored(event, self._requests.values())
                 return self.endings.settle(self.prefills.loaded(event, now), now) if isinstance(event, Loaded) else []
             case Leave():
                 self.leaving = True
                 return []
         raise TypeError(f"not an event: {event!r}")
 
-    def _from_router(self, link: int, message: RouterRecord, now: float) -> list[Command]:
+    def _from_router(self, link: int, message: DecodeOrder, now: float) -> list[Command]:
         match message:
             case Place():
                 return self._place(link, message, now)
@@ -171,10 +171,11 @@ class DecodeScheduler:
         """Return the next step (every running request's next token, and chunks of prompts that are prefilled here;
         None: nothing to compute), and commands to carry out."""
         commands = self.endings.settle(self.preemption.resume(now), now)
-        self.batch.fill(len(self.departures.incomplete), now)
+        self.batch.fill(now)
         while self.preemption.make_room(now):
-            self.batch.fill(len(self.departures.incomplete), now)
-        for request in [*self.batch.running, *self.batch.ready]:
+            self.batch.fill(now)
+        # Whoever departs has a row once more: one that is only ready waits until there is one for it.
+        for request in list(self.batch.running):
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
                 commands.append(self.endings.depart(request, now))
         return self.batch.plan(self.departures.incomplete), commands

@@ -14,6 +14,7 @@ again.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decode_worker.scheduler.request import Preempted, Request
@@ -82,19 +83,21 @@ class Swapping:
     def out(self, request: Request, preempted: Preempted) -> None:
         """Copy what a request that gives its blocks away has computed, and committed, if it is to be swapped."""
         tokens = request.known
-        if not len(request.lease.path) or tokens < self._kv.block_size:
+        if tokens < self._kv.block_size:
             return
         choice = self._choose(request, tokens)
         self.choices[choice] += 1
-        if choice == "swap" and self.stashes is not None:
+        if choice == "swap":
+            assert self.stashes is not None
             preempted.stash = self.stashes.put(request.lease, tokens)
             self.fallbacks["full"] += preempted.stash is None
 
     def _choose(self, request: Request, tokens: int) -> str:
-        stashes, tiers = self.stashes, self._kv.tiers
-        if self._mode != "auto" or stashes is None or tiers is None:
+        tiers = self._kv.tiers
+        if self._mode != "auto" or tiers is None:
             return "swap" if self._mode == "swap" else "recompute"
-        copies = stashes.missing(request.lease, tokens)
+        assert self.stashes is not None
+        copies = self.stashes.missing(request.lease, tokens)
         here = not request.prefill.worker.name
         is_cheaper = self.costs.is_swap_cheaper(tokens, copies, tiers.cost.host_s, here)
         return "swap" if is_cheaper else "recompute"
@@ -129,7 +132,7 @@ class Swapping:
             self.stashes.drop(request.preempted.stash)
             request.preempted.stash = None
 
-    def stored(self, event: Stored, requests: list[Request]) -> None:
+    def stored(self, event: Stored, requests: Iterable[Request]) -> None:
         """Take note of copies that have ended. `requests`: all that there are."""
         assert self.stashes is not None
         if not event.error:

@@ -49,6 +49,11 @@ class BlockPool:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_list(self) -> Sequence[BlockId]:
+        """The blocks that are handed out next, the last one first."""
+        return self._free
+
     def state(self, block: BlockId) -> BlockState:
         return self._states[block]
 

@@ -15,8 +15,10 @@ With tiers below the device, a whole block that is evicted goes there before it 
 comes back by `engine.kv.tiers.fetches`.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
@@ -24,7 +26,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.types import BlockId
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Lease:
     """Mutable; owned by the scheduler that acquired it, changed by the manager only."""
 
@@ -45,13 +47,19 @@ class KVCacheManager:
     def __init__(self, blocks: int, block_size: int, fingerprint: str, tiers: Tiers | None = None) -> None:
         self.tiers = tiers
         self.pool = BlockPool(blocks)
-        self.cache = RadixCache(block_size, fingerprint)
+        self.cache = RadixCache(block_size, fingerprint, blocks)
         self.block_size = block_size
         self._promised = 0
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
+        self._leases: WeakSet[Lease] = WeakSet()
+        """All that are not released and that somebody still has: one that was dropped has leaked its blocks."""
         self._identities: set[bytes] = set()
         """The names of all cached blocks, where there are tiers."""
+        self._above: dict[bytes, bytes] = {}
+        """The identity before each block that went to a lower tier, the latest last; empty for a first block."""
+        self._owners: dict[BlockId, bytes] = {}
+        """The namespace of every block that is not free."""
 
     # what there is
 
@@ -69,6 +77,12 @@ class KVCacheManager:
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     # leases
+
+    def entitle(self, namespace: bytes, share: float) -> None:
+        """Make `share` of all blocks, here and in host memory, the namespace's own (`engine.kv.shares`)."""
+        self.cache.shares.entitle(namespace, share)
+        if self.tiers is not None:
+            self.tiers.host.shares.entitle(namespace, share)
 
     def acquire(
         self,
@@ -101,9 +115,10 @@ class KVCacheManager:
             self._hold(block)
         if partial is not None:
             self._hold(partial.block)
-        own = self._allocate(new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
+        own = self._allocate(namespace, new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
         self._promised += promised
         lease = Lease(shared + own, len(shared) * self.block_size, [], promised, namespace, match.nodes)
+        self._leases.add(lease)
         if partial is not None:
             lease.copies.append((partial.block, own[0]))
             lease.cached_tokens += match.partial_tokens
@@ -156,7 +171,7 @@ class KVCacheManager:
         lease.promised -= missing
         self._promised -= missing
         state = BlockState.RESERVED if migrating else BlockState.ACTIVE
-        lease.blocks += self._allocate(missing, state)
+        lease.blocks += self._allocate(lease.namespace, missing, state)
 
     def shortage(self, lease: Lease, tokens: int) -> int:
         """Blocks that the lease neither has nor is promised, of those that `tokens` tokens need."""
@@ -200,7 +215,7 @@ class KVCacheManager:
             # Three cases. 1. The content is new, and indexed under this block now: nothing more to do.
             # 2. A block that nobody holds has it too: this block takes its place in the index.
             if node.block != block and self._is_idle(node.block):
-                self.pool.recycle(self.cache.rebind(node, block))
+                self._free(self.cache.rebind(node, block))
             # 3. Somebody holds a block with it: to keep both would be more than was counted for this lease.
             elif node.block != block:
                 self._hold(node.block)
@@ -222,6 +237,7 @@ class KVCacheManager:
         if lease.released:
             raise ValueError("a lease is released once")
         lease.released = True
+        self._leases.discard(lease)
         self.copied(lease)
         self._promised -= lease.promised
         lease.promised = 0
@@ -229,6 +245,10 @@ class KVCacheManager:
             self._let_go(block)
 
     # what the shell must know
+
+    def leases(self) -> Iterator[Lease]:
+        """Every lease that somebody has and that is not released, in no order."""
+        return iter(self._leases)
 
     def take_handed_out(self) -> list[BlockId]:
         """Blocks allocated since the last call: their generation in memory must be advanced before they are written."""
@@ -241,7 +261,18 @@ class KVCacheManager:
         if self.tiers is not None:
             gone = [*taken, *self.tiers.take_forgotten()]
             taken = [i for i in gone if i not in self._identities and i not in self.tiers]
+            for ident in gone:
+                if ident not in self.tiers:
+                    self._above.pop(ident, None)
         return taken
+
+    def lower(self) -> list[bytes]:
+        """Identities of blocks that this life has put into lower tiers, the latest last; some may be gone."""
+        return list(self._above)
+
+    def above(self, ident: bytes) -> bytes | None:
+        """The identity of the block before one that `lower` names, empty for a first; None where no tier has it."""
+        return self._above.get(ident) if self.tiers is not None and ident in self.tiers else None
 
     def check(self) -> None:
         """Recompute every invariant of pool and cache and of what joins them."""
@@ -256,6 +287,9 @@ class KVCacheManager:
             if state is not BlockState.CACHED and node.parent is not None and node.parent.block >= 0:
                 assert not self._is_idle(node.parent.block), "a held block's parent is held"
         assert cached == self.cache.idle == self.pool.counts()["cached"]
+        assert len(self._owners) == self.pool.total - self.pool.free
+        self.cache.shares.check(Counter(self._owners.values()))
+        assert all(self._owners[node.block] == node.namespace for node in self.cache.nodes())
         if self.tiers is not None:
             self.tiers.check()
             assert self._identities == {node.identity for node in self.cache.nodes()}
@@ -274,22 +308,44 @@ class KVCacheManager:
 
     def _let_go(self, block: BlockId) -> None:
         keep = self.cache.holds(block)
-        if self.pool.release(block, keep) and keep:
+        if not self.pool.release(block, keep):
+            return
+        if keep:
             self.cache.let_go(block)
+        else:
+            self.cache.shares.gave(self._owners.pop(block))
 
-    def _allocate(self, count: int, state: BlockState) -> list[BlockId]:
+    def _free(self, block: BlockId) -> None:
+        """A cached block that has left the index is nobody's."""
+        self.cache.shares.gave(self._owners.pop(block))
+        self.pool.recycle(block)
+
+    def _allocate(self, namespace: bytes, count: int, state: BlockState) -> list[BlockId]:
+        shares = self.cache.shares
+        shares.took(namespace, count)
+        for _ in range(shares.excess(namespace)):
+            self._evict(namespace)
         while self.pool.free < count:
-            node = self.cache.evict()
-            if not self._demote(node):
-                self._evicted.append(node.identity)
-            self.pool.recycle(node.block)
+            self._evict(shares.loser(namespace))
         blocks = self.pool.allocate(count, state)
+        self._owners.update(dict.fromkeys(blocks, namespace))
         self._handed_out += blocks
         return blocks
+
+    def _evict(self, namespace: bytes) -> None:
+        node = self.cache.evict(namespace)
+        if not self._demote(node):
+            self._evicted.append(node.identity)
+        self._free(node.block)
 
     def _demote(self, node: Node) -> bool:
         if self.tiers is None:
             return False
         self._identities.remove(node.identity)
         is_whole = len(node.key) == self.block_size * TOKEN_BYTES
-        return is_whole and self.tiers.demote(node.identity, node.block)
+        if not is_whole or not self.tiers.demote(node.identity, node.block, node.namespace):
+            return False
+        assert node.parent is not None
+        self._above.pop(node.identity, None)
+        self._above[node.identity] = b"" if node.parent.parent is None else node.parent.identity
+        return True

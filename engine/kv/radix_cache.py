@@ -4,19 +4,19 @@ One node is one block, its children are keyed by their block's tokens, so no nod
 nothing. A node with fewer tokens than a block is a leaf: the tail of a finished sequence. Where a node has several
 children, their keys also stand in order: the one that shares most with a boundary block is found among two neighbours.
 
-Eviction is least recently used, O(1), without scans: all nodes nobody holds stand in one line, in the order in which
-they were let go, a sequence's tail before its head. Whoever holds a node holds the path to it, so a child always stands
-before its parent and the first in line is always a leaf.
+Eviction is least recently used, without scans: all nodes of a namespace that nobody holds stand in one line, in the
+order in which they were let go, a sequence's tail before its head. Whoever holds a node holds the path to it, so a
+child always stands before its parent and the first in line is always a leaf. Whose line gives way: `engine.kv.shares`.
 Source: RadixAttention (Zheng et al. 2024, section 3); the line of free blocks follows vLLM's block pool. Why a node
 is one block, and what all this costs: docs/kv-memory.md.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import NamedTuple
 
 from engine import identity
+from engine.kv.shares import CacheShares
 from engine.kv.sorted_keys import SortedKeys
 from engine.types import BlockId
 
@@ -27,11 +27,12 @@ class Node:
     """One cached block. `key` are its tokens, packed; in a root it is the namespace and `block` is -1. Identity is by
     object."""
 
-    __slots__ = ("block", "children", "identity", "key", "order", "parent")
+    __slots__ = ("block", "children", "identity", "key", "namespace", "order", "parent")
 
     def __init__(self, parent: "Node | None", key: bytes, block: BlockId, ident: bytes) -> None:
         self.parent = parent
         self.key = key
+        self.namespace: bytes = key if parent is None else parent.namespace
         self.block = block
         self.identity = ident
         self.children: dict[bytes, Node] = {}
@@ -70,18 +71,19 @@ class Match(NamedTuple):
 
 
 class RadixCache:
-    """Mutable state, all of it: the nodes under `_roots`, `_by_block`, and the line `_idle` of nodes nobody holds.
+    """Mutable state, all of it: the nodes under `_roots`, `_by_block`, and `shares`, the lines of nodes nobody holds.
 
     Tokens are 0 .. 2**32 - 1, else struct.error is raised.
     """
 
-    def __init__(self, block_size: int, fingerprint: str) -> None:
+    def __init__(self, block_size: int, fingerprint: str, blocks: int = 0) -> None:
+        """`blocks` is the size of the pool, of which namespaces have shares."""
         self.block_size = block_size
         self._fingerprint = fingerprint
         self._pack = Struct(f"<{block_size}I").pack
         self._roots: dict[bytes, Node] = {}
         self._by_block: dict[BlockId, Node] = {}
-        self._idle: OrderedDict[BlockId, None] = OrderedDict()
+        self.shares: CacheShares[BlockId] = CacheShares(blocks)
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -89,7 +91,7 @@ class RadixCache:
     @property
     def idle(self) -> int:
         """Blocks that could be evicted, one after the other."""
-        return len(self._idle)
+        return self.shares.idle
 
     def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> Match:
         """The longest cached prefix of `tokens[:limit]`. Changes nothing."""
@@ -139,8 +141,8 @@ class RadixCache:
                 return None
             if key.startswith(near):
                 shorter = parent.children[near].block
-                if shorter in self._idle:
-                    self._idle.move_to_end(shorter, last=False)
+                if (parent.namespace, shorter) in self.shares:
+                    self.shares.let_go(parent.namespace, shorter, first=True)
         child = Node(parent, key, block, identity.extend_packed(parent.identity, key))
         parent.add(child)
         self._by_block[block] = child
@@ -149,7 +151,8 @@ class RadixCache:
     def rebind(self, node: Node, block: BlockId) -> BlockId:
         """Index another block of the same content in place of an idle one, which is returned."""
         old = node.block
-        del self._idle[old], self._by_block[old]
+        self.shares.occupy(node.namespace, old)
+        del self._by_block[old]
         node.block = block
         self._by_block[block] = node
         return old
@@ -159,22 +162,27 @@ class RadixCache:
 
     def occupy(self, block: BlockId) -> None:
         """The block has a holder again: it leaves the line."""
-        self._idle.pop(block, None)
+        node = self._by_block.get(block)
+        if node is not None:
+            self.shares.occupy(node.namespace, block)
 
     def let_go(self, block: BlockId) -> None:
         """The block's last holder is gone: it joins the line. Call for a sequence's tail before its head."""
-        self._idle[block] = None
+        self.shares.let_go(self._by_block[block].namespace, block)
 
-    def evict(self) -> Node:
-        """Forget the least recently used block nobody holds. Raises KeyError when there is none."""
-        block, _ = self._idle.popitem(last=False)
-        node = self._by_block.pop(block)
+    def evict(self, namespace: bytes) -> Node:
+        """Forget the least recently used block of a namespace that nobody holds. Raises KeyError when there is none."""
+        node = self._by_block.pop(self.shares.pop(namespace))
         parent = node.parent
         assert parent is not None and not node.children, "a node was evicted before its children"
         parent.remove(node)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
         return node
+
+    def node(self, block: BlockId) -> Node | None:
+        """The node that indexes a block, if it is cached."""
+        return self._by_block.get(block)
 
     def nodes(self) -> Iterator[Node]:
         return iter(self._by_block.values())
@@ -198,7 +206,8 @@ class RadixCache:
                 seen[child.block] = child
                 stack.append(child)
         assert seen == self._by_block
-        place = {block: at for at, block in enumerate(self._idle)}
+        place = {block: at for _, line in self.shares.lines() for at, block in enumerate(line)}
+        assert all(self._by_block[block].namespace == name for name, line in self.shares.lines() for block in line)
         for block, at in place.items():
             for child in self._by_block[block].children.values():
                 assert place.get(child.block, at) < at, "a parent stands before its child"

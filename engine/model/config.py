@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.kv.layout import KVLayout
+from engine.messages import guarded
 
 CONFIG_FILE = "config.json"
 
@@ -32,7 +33,7 @@ _Read = TypeVar("_Read")
 def read_prepared(path: Path, kind: type[_Read]) -> _Read:
     """Read and decode a JSON file of a prepared model. Raises ModelError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return guarded(msgspec.json.Decoder(kind).decode)(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise ModelError(path, f"not a prepared model: {error}") from error
 

@@ -1,8 +1,8 @@
 """A prepared model's text side, loaded: tokenizer, chat template, detokenizers. No torch, no transformers.
 
-Special tokens written out in a text (a user who types `<|im_end|>`) become the control tokens themselves, in plain
-prompts and in chats: it is what the transformers tokenizers do, and what makes rendered templates work. A
-deployment that must not let users write control tokens filters them before they get here.
+Control tokens written out in a text (a user who types `<|im_end|>`) stay text in a chat's messages, where the template
+alone writes them. In a plain prompt they become the control tokens themselves, as with the transformers tokenizers: its
+writer has no template but this. Either can be asked for otherwise (`engine/text/control.py`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from engine.model.config import ModelConfig, ModelError
 from engine.model.prepared.shards import contents, fingerprint_of
 from engine.text.chat import ChatTemplate
+from engine.text.control import ControlTokens
 from engine.text.detokenize import Detokenizer, DetokenizerFactory
 from engine.text.files import TOKENIZER_FILE, TextFiles
 from engine.types import FieldError
@@ -27,15 +28,15 @@ def fingerprint(model_dir: Path) -> str:
 class TextModel:
     """Stateless after `load`, and safe to share between threads. `stop_ids` end an answer."""
 
-    def __init__(self, files: TextFiles, tokenizer: Tokenizer) -> None:
+    def __init__(self, files: TextFiles, control: ControlTokens) -> None:
         settings = files.settings
         self.name = settings.name
         self.vocab_size = settings.vocab_size
         self.context_tokens = settings.context_tokens
         self.stop_ids: frozenset[int] = frozenset(settings.stop_ids)
-        self._tokenizer = tokenizer
+        self._control = control
         self._template = ChatTemplate(files.template, settings.named_tokens)
-        self._detokenizers = DetokenizerFactory(tokenizer)
+        self._detokenizers = DetokenizerFactory(self._control.tokenizer)
 
     @staticmethod
     def load(model_dir: Path) -> "TextModel":
@@ -43,36 +44,46 @@ class TextModel:
         files = TextFiles.load(model_dir)
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer)
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError(model_dir / TOKENIZER_FILE, f"not a tokenizer: {error}") from error
-        # A tokenizer.json may carry the settings it was trained with; a server must never cut a prompt short.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return TextModel(files, tokenizer)
+            # A tokenizer.json may carry the settings it was trained with; a server must never cut a prompt short.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            control = ControlTokens(tokenizer, files.settings.stop_ids)
+        except BaseException as error:
+            # The library raises plain Exception, and where it has panicked what is none.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise ModelError(model_dir / TOKENIZER_FILE, f"not a tokenizer: {error}") from error
+            raise
+        return TextModel(files, control)
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Return token ids of a plain prompt. `add_special` adds what the model puts around it (often a leading BOS).
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
+        """Return token ids of a plain prompt. `add_special` adds what the model puts around it (often a leading BOS);
+        `is_literal` takes the names of control tokens as text.
 
         Raises FieldError("prompt", ...) for text that is not valid Unicode (lone surrogates), and for a token that the
         tokenizer has and the model has not (an added token past its embedding).
         """
         try:
-            encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0]
+            ids = self._control.encode(text if is_literal else self._control.mark(text), add_special=add_special)
         except (UnicodeEncodeError, TypeError) as error:
             raise FieldError("prompt", "is not valid Unicode") from error
-        ids: list[int] = encoded.ids
         if ids and max(ids) >= self.vocab_size:
-            token = self._tokenizer.id_to_token(max(ids))
+            token = self._control.tokenizer.id_to_token(max(ids))
             raise FieldError("prompt", f"holds {token!r}, which this model has no embedding for")
         return ids
 
-    def render_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return (role, content) pairs as text like the model was trained on. Raises FieldError("messages", ...)."""
-        return self._template.render(messages, add_generation_prompt)
+    def render_chat(
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
+    ) -> str:
+        """Return (role, content) pairs as text like the model was trained on, for `encode_chat_text`: the template's
+        control tokens are marked in it, and with `is_literal` no others. Raises FieldError("messages", ...)."""
+        control = self._control
+        if is_literal:
+            messages = [(role, control.hide(content)) for role, content in messages]
+        return control.show(control.mark(self._template.render(messages, add_generation_prompt)))
 
     def encode_chat_text(self, rendered: str) -> list[int]:
         """Return the token ids of a rendered chat: the template has already written every special token."""
-        return self.encode(rendered, add_special=False)
+        return self.encode(rendered, add_special=False, is_literal=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode all ids at once, special tokens skipped."""

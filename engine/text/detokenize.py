@@ -9,7 +9,7 @@ characters together.
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -37,11 +37,11 @@ class DetokenizerFactory:
         self._skipped = frozenset(index for index, token in added.items() if token.special)
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self._token_bytes = cache(lambda token: _bytes_of(tokenizer.id_to_token(token) or ""))
+        self._table = _ByteLevelTable(tokenizer, self._skipped)
 
     def make(self) -> Detokenizer:
         if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._token_bytes, self._skipped)
+            return _ByteLevelDetokenizer(self._table)
         return _WindowDetokenizer(self._tokenizer, self._skipped)
 
 
@@ -62,14 +62,44 @@ def _bytes_of(token: str) -> bytes:
     return token.encode()
 
 
-class _ByteLevelDetokenizer:
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
-        self._token_bytes = token_bytes
+class _ByteLevelTable(dict[int, str | None]):
+    """The text of each token met so far; None for one that begins or ends inside a character. A skipped one has none.
+    Threads may share it: whoever fills an entry fills in the same."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
         self._skipped = skipped
+        self.data = cache(self._data)
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text: str | None = self.data(token).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+    def _data(self, token: int) -> bytes:
+        return b"" if token in self._skipped else _bytes_of(self._tokenizer.id_to_token(token) or "")
+
+
+class _ByteLevelDetokenizer:
+    # Mutable state: the decoder, and whether it holds the beginning of a character.
+
+    def __init__(self, table: _ByteLevelTable) -> None:
+        self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False
 
     def push(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(self._token_bytes(i) for i in ids if i not in self._skipped))
+        if not self._is_inside:
+            table = self._table
+            texts = [text for i in ids if (text := table[i]) is not None]
+            if len(texts) == len(ids):
+                return "".join(texts)
+        text = self._decoder.decode(b"".join([self._table.data(i) for i in ids]))
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

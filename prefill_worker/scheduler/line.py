@@ -13,7 +13,10 @@ A job whose next tokens are on their way into the cache is held back for them:
   (`engine.kv.tiers.fetches`). No job is held for longer than computing its prompt would have taken.
 """
 
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.fetches import Fetches
@@ -29,8 +32,8 @@ LOOK_AHEAD = 4
 
 
 class Line:
-    """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states and fetches, and what `order` has
-    measured. Owner: the scheduler."""
+    """Mutable state: `waiting`, in the order of arrival, `running`, the jobs' states, fetches and expectations, the
+    beginnings of all of them, and what `order` has measured. Owner: the scheduler."""
 
     def __init__(self, config: PrefillConfig, kv: KVCacheManager, fetches: Fetches | None, context_tokens: int) -> None:
         fairness = config.fairness_tokens_per_s
@@ -41,6 +44,7 @@ class Line:
         self._chunk_tokens = config.chunk_tokens
         self._max_prompts = config.max_prompts
         self._fetches = fetches
+        self._begun: Counter[int] = Counter()
 
     def __iter__(self) -> Iterator[Job]:
         """Go over all that is not computed yet."""
@@ -48,11 +52,25 @@ class Line:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens asked for and not computed; waiting prompts count in full."""
-        return sum(job.remaining for job in self)
+        """Prompt tokens that are still to be computed: what is cached, or is another one's to compute, is not."""
+        return sum(job.expected for job in self.waiting) + sum(job.remaining for job in self.running)
+
+    def enter(self, job: Job) -> None:
+        """Let a job wait."""
+        total, size = len(job.record.tokens), self._kv.block_size
+        job.beginnings = _beginnings(job.record, size)
+        begun = sum(1 for _ in takewhile(self._begun.__contains__, job.beginnings))
+        job.expected = total - max(self._matched(job), min(begun * size, total - 1))
+        self._begun.update(job.beginnings)
+        self.waiting.append(job)
 
     def retire(self, job: Job) -> None:
         """Compute no more of this job; its lease stays."""
+        for key in job.beginnings:
+            self._begun[key] -= 1
+            if not self._begun[key]:
+                del self._begun[key]
+        job.beginnings = []
         if job.state is JobState.WAITING:
             self.waiting.remove(job)
         elif job.state is JobState.RUNNING:
@@ -62,6 +80,8 @@ class Line:
     def admit(self, now: float) -> list[Job]:
         """Let jobs run, and return them, each with a lease for its whole prompt."""
         matched = {job: self._matched(job) for job in self.waiting[:MAX_CONSIDERED]}
+        for waiting, cached in matched.items():
+            waiting.expected = min(waiting.expected, waiting.remaining - cached)
 
         def priority(job: Job) -> float:
             return self.order.priority(matched[job], job, now)
@@ -88,9 +108,7 @@ class Line:
         if self._fetches is None:
             return
         for job, cached in first:
-            if job.fetch is not None and job.fetch.is_over:
-                job.fetch = None
-            if job.fetch is not None or (job.held_until is not None and now >= job.held_until):
+            if job.held_until is not None and now >= job.held_until:
                 continue
             record, limit = job.record, len(job.record.tokens) - 1
             job.fetch = self._fetches.wanted(record.namespace, record.tokens, limit, self.order.speed)
@@ -103,14 +121,16 @@ class Line:
             assert job.held_until is not None
             if now < job.held_until:
                 return True
+        # Whole blocks that another has computed are in the cache: what is not matched, it has still to compute.
         end = matched + self._kv.block_size
         return end < len(job.record.tokens) and any(
-            other.computed < end and _begin_alike(job.record, other.record, matched, end) for other in self.running
+            _begin_alike(job.record, other.record, matched, end) for other in self.running
         )
 
     def _start(self, job: Job) -> bool:
         """Return False where there is no room for it now."""
         record, total = job.record, len(job.record.tokens)
+        self._kv.entitle(record.namespace, record.cache_share)
         lease = self._kv.acquire(record.namespace, record.tokens, match_limit=total - 1, room_tokens=total)
         if lease is None:
             return False
@@ -145,6 +165,23 @@ class Line:
     def check(self) -> None:
         assert all(job.state is JobState.WAITING for job in self.waiting)
         assert all(job.state is JobState.RUNNING and job.lease for job in self.running)
+        assert all(0 < job.expected <= job.remaining for job in self.waiting)
+        begun: Counter[int] = Counter()
+        for job in self:
+            begun.update(job.beginnings)
+        assert begun == self._begun
+
+
+def _beginnings(record: RequestRecord, size: int) -> list[int]:
+    """Return a number for the beginning that ends with each whole block: equal ones for equal beginnings, and as good
+    as never for others. Nothing but an estimate depends on them."""
+    packed = array("Q", record.tokens).tobytes()
+    stride = size * 8
+    key, keys = hash(record.namespace), []
+    for at in range(0, len(packed) - stride + 1, stride):
+        key = hash((key, packed[at : at + stride]))
+        keys.append(key)
+    return keys
 
 
 def _begin_alike(one: RequestRecord, other: RequestRecord, matched: int, end: int) -> bool:

@@ -8,7 +8,7 @@ long anybody is overtaken. Source: RadixAttention (Zheng et al. 2024, section 3)
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.kv.manager import Lease
@@ -37,6 +37,10 @@ class Job:
     arrived: float
     deadline: float
     state: JobState = JobState.WAITING
+    expected: int = 0
+    """Tokens that it is expected to have computed for itself, while it waits: neither cached nor another one's."""
+    beginnings: list[int] = field(default_factory=list)
+    """What the line knows its prompt's beginnings by, until it is computed."""
     lease: Lease | None = None
     computed: int = 0
     cached_tokens: int = 0

@@ -75,7 +75,7 @@ class PrefillScheduler:
     @property
     def slots(self) -> tuple[int, int]:
         """Token slots that leases hold: those with a token's KV in them, and all."""
-        jobs = [job for job in self.source.items if job.lease is not None]
+        jobs = self.source.items
         held = sum(len(job.lease.blocks) for job in jobs if job.lease is not None)
         return sum(job.computed for job in jobs), held * self.kv.block_size
 
@@ -120,7 +120,7 @@ class PrefillScheduler:
             return [Emit(peer, PrefillFailed(handoff, fault))]
         deadline = float("inf") if record.remaining_s is None else now + record.remaining_s
         job = Job(handoff, record, arrived=now, deadline=deadline)
-        self.line.waiting.append(job)
+        self.line.enter(job)
         self.source.open(peer, message, job)
         return []
 
@@ -143,9 +143,9 @@ class PrefillScheduler:
         self.line.retire(job)
 
     def reader_lost(self, job: Job, now: float) -> None:
-        if job.lease is not None:
-            self.kv.quarantine(job.lease)
-            job.quarantined = now if job.quarantined is None else job.quarantined
+        assert job.lease is not None, "nothing was offered that could be read"
+        self.kv.quarantine(job.lease)
+        job.quarantined = now if job.quarantined is None else job.quarantined
 
     def settled(self, job: Job, handoff: Handoff) -> None:
         self.line.retire(job)
@@ -200,7 +200,8 @@ class PrefillScheduler:
 
     def _finish(self, job: Job, token: int, now: float) -> list[Command]:
         self.line.retire(job)
-        started = job.arrived if job.started is None else job.started
+        started = job.started
+        assert started is not None
         cached_tokens = min(job.cached_tokens, job.record.prompt_tokens)
         self.hit_tokens += cached_tokens
         queue_s, run_s = started - job.arrived, now - started

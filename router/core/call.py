@@ -38,6 +38,16 @@ _MOVES: dict[State, frozenset[State]] = {
 }
 
 
+class Death(msgspec.Struct, frozen=True):
+    """A worker that was lost while it held a request. `held_requests`: how many it held, this one included;
+    `emitted_tokens`: what this one's client had by then."""
+
+    at_s: float
+    why: str
+    held_requests: int
+    emitted_tokens: int
+
+
 @dataclass(slots=True)
 class Call:
     """`record` is what the next placement sends: prompt, and what was emitted before it. `emitted` is all that the
@@ -47,6 +57,8 @@ class Call:
     turn: int
     deadline_s: float | None
     state: State = State.WAITING
+    tag: float = 0.0
+    """Its place among those that wait (`router.core.fair_share`); an adopted one's is before all others."""
     placement: int = 0
     highest: int = 0
     """The highest placement that some worker may know of it, besides `placement`."""
@@ -64,7 +76,7 @@ class Call:
     """Placements that ended because the decode worker that had accepted them was lost."""
     unheard: int = 0
     """Placements whose worker was lost before it said anything to them."""
-    victims: set[Life] = field(default_factory=set)
+    victims: dict[Life, Death] = field(default_factory=dict)
     """Workers that were lost while they held this request; one that turns out to live is taken out again."""
     failed_prefills: set[Life] = field(default_factory=set)
     """Prefill workers that this request's decode workers could not go on with; not chosen again for it."""

@@ -30,11 +30,12 @@ class CallTable:
         return call
 
     def hosts(self, call: Call) -> Iterator[Call]:
-        """Other samples of its prompt that a decode worker has, or is offered: the first one of each worker."""
+        """Other samples of the prompt of `call`, which waits, that a decode worker has, or is offered: the first one of
+        each worker."""
         seen: set[str] = set()
         for _, other in sorted(self._groups.get(call.record.group, {}).items()):
             here = other.state in (State.OFFERED, State.RUNNING) and not other.yielding
-            if other is not call and here and other.decode not in seen:
+            if here and other.decode not in seen:
                 seen.add(other.decode)
                 yield other
 

@@ -33,7 +33,15 @@ class ClusterView:
         call.believed_decode_blocks = choice.decode.cached_blocks
         new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
         self.registry.dispatched(decode.name, call.record.request, 0, new_blocks)
-        return self._use_prefill(call, choice.prefill)
+        peer = self._use_prefill(call, choice.prefill)
+        # Those that come before the answer go where their beginning is about to be computed.
+        self.index.insert(call.prefill, call.chain(call.prefill_key))
+        return peer
+
+    def refused(self, call: Call) -> None:
+        """Note that nobody will compute `call`: its prefill worker holds what it was believed to hold before."""
+        believed_blocks = call.believed_prefill_tokens // call.prefill_key[1]
+        self.index.correct(call.prefill, call.chain(call.prefill_key), believed_blocks)
 
     def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
         """Note who prefills `call`, and what is believed of it."""

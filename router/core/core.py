@@ -17,6 +17,7 @@ from engine.messages import (
     Ended,
     Fault,
     Finish,
+    HoldingTold,
     Load,
     NeedPrefill,
     Orphan,
@@ -148,9 +149,9 @@ class Router:
         # Its last stream is broken, whether that was told or not; and it was no victim of any request: it lives.
         self._losses.lost(name, now, out, back=life)
         for call in self._calls.values():
-            call.victims.discard(life)
+            call.victims.pop(life, None)
         if self.registry.join(event.peer, info, now):
-            self.index.add(name, info.blocks)
+            self.index.add(name, info.blocks, info.host_blocks, info.disk_blocks)
         self._queue.advance(now, out)
 
     def _submit(self, event: Submit, now: float, out: list[Command]) -> None:
@@ -161,7 +162,7 @@ class Router:
             return
         self._losses.budget.arrived()
         call = self._table.open(event.record, event.deadline_s)
-        self._queue.join(call)
+        self._queue.enter(call, event.weight)
         self._queue.advance(now, out)
         if call.state is State.WAITING and self.waiting > self._config.max_waiting:
             full = Fault("RESOURCE_EXHAUSTED", f"{self._config.max_waiting} requests wait already; try later")
@@ -179,6 +180,10 @@ class Router:
             self._losses.give_up(self._detector.accused(worker, record.silent, now), now, out)
             self._queue.advance(now, out)
             self._move(now, out)
+            return
+        if isinstance(record, HoldingTold):
+            for run in record.runs:
+                self.index.recall(worker, run.parent, run.blocks)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)
@@ -219,11 +224,12 @@ class Router:
 
     def _refused(self, call: Call, now: float, out: list[Command]) -> None:
         worker = self.registry.get(call.decode)
-        if worker is not None:
-            worker.refused = True
+        assert worker is not None, "whoever is lost holds no call"
+        worker.refused = True
         if call.state is State.CLOSING:
             self._table.forget(call, out)
         elif call.state is State.OFFERED:
+            self._view.refused(call)
             self._queue.rejoin(call)
         else:
             out.append(Ignored("duplicate", 0))
@@ -238,7 +244,7 @@ class Router:
         if failed is not None:
             call.failed_prefills.add(failed)
             if not self.registry.is_connected(failed) and not self.registry.was_leaving(failed):
-                call.victims.add(failed)
+                self._losses.blame(call, failed, now)
             if failed == call.source:
                 self._table.release(call, out)
         fault = poisoned(call)
@@ -248,6 +254,23 @@ class Router:
             return
         peer = self._view.replace_prefill(call, self._placer.choose_prefill(call, now))
         out.append(TellWorker(call.decode, UsePrefill(record.request, call.placement, peer)))
+
+    def next_tokens(self, worker: str, record: Tokens) -> list[int]:
+        """Take in what nearly every record is, the next tokens of a request that runs on this worker, and return what
+        its client is given. Empty, with nothing changed, for any other record: `handle` decides on that."""
+        call = self._calls.get(record.request)
+        if (
+            call is None
+            or call.state is not State.RUNNING
+            or call.placement != record.placement
+            or call.decode != worker
+            or call.source is not None
+            or not record.index
+            or record.index != len(call.emitted)
+        ):
+            return []
+        call.emitted.extend(record.ids)
+        return record.ids
 
     def _tokens(self, call: Call, record: Tokens, now: float, out: list[Command]) -> None:
         if call.state is not State.RUNNING:

@@ -16,10 +16,11 @@ from router.core.escalation import Verdict
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """A validated request arrived. `deadline_s` is on the router's clock."""
+    """A validated request arrived. `deadline_s` is on the router's clock, `weight` its tenant's."""
 
     record: RequestRecord
     deadline_s: float | None = None
+    weight: float = 1.0
 
 
 class WorkersNamed(msgspec.Struct, frozen=True):
@@ -109,10 +110,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Poisonous(msgspec.Struct, frozen=True):
-    """A request is refused for good: these workers were lost while they held it."""
+    """A request is refused for good: these workers were lost while they held it, and in this way."""
 
     request: RequestId
-    workers: list[str]
+    deaths: str
 
 
 class Deliver(msgspec.Struct, frozen=True):

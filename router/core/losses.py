@@ -4,20 +4,31 @@ A request is not blamed for a worker that had not accepted it. `router.core.reco
 `router.core.escalation` who is given up. Pure: time is an argument.
 """
 
+from typing import NamedTuple
+
 from engine.types import FinishReason
 from router.config import RouterConfig
-from router.core.call import Call, State
+from router.core.call import Call, Death, State
 from router.core.call_table import CallTable
 from router.core.endings import complete, unreported
 from router.core.escalation import Verdict
 from router.core.events import Command, Condemn, DecodeLost, Fail, Poisonous
-from router.core.recovery import AlreadyComplete, GivenUp, PlaceAgain, RetryBudget, judge, poisoned
+from router.core.recovery import AlreadyComplete, GivenUp, PlaceAgain, RetryBudget, judge, obituary, poisoned
 from router.core.registry import Life, Registry
 from router.core.waiting_queue import WaitingQueue
 
+KEPT = 256
+"""Lost lives whose end is remembered for those that learn of it later."""
+
+
+class Loss(NamedTuple):
+    at_s: float
+    why: str
+    held_requests: int
+
 
 class Losses:
-    """Mutable state: the retry budget. The router core owns it."""
+    """Mutable state: the retry budget, and how the latest lives were lost. The router core owns it."""
 
     def __init__(
         self, config: RouterConfig, table: CallTable, queue: WaitingQueue, registry: Registry, stop_ids: frozenset[int]
@@ -28,28 +39,42 @@ class Losses:
         self._registry = registry
         self._stop_ids = stop_ids
         self.budget = RetryBudget(config.retry_reserve, config.retry_fraction)
+        self._latest: dict[Life, Loss] = {}
 
-    def lost(self, name: str, now: float, out: list[Command], back: Life | None = None) -> None:
-        """The stream to a worker broke; `back` is the life that has just connected under this name, if any."""
+    def lost(
+        self, name: str, now: float, out: list[Command], back: Life | None = None, why: str = "its stream broke"
+    ) -> None:
+        """A worker is lost, for this reason; `back` is the life that has just connected under its name, if any."""
         worker = self._registry.get(name)
         if worker is None:
             return
         self._registry.leave(name)
         life, announced = worker.life, self._registry.was_leaving(worker.life)
+        self._note(life, Loss(now, why, sum(_holds(call, life) for call in self._table.calls.values())))
         for call in list(self._table.calls.values()):
             if call.source == life:
                 call.source = None
             took = call.decode == name and call.state is not State.OFFERED
             if (took or life in call.failed_prefills) and life != back and not announced:
-                call.victims.add(life)
+                self.blame(call, life, now)
             if call.decode == name:
                 self._recover(call, announced, now, out)
 
     def give_up(self, verdicts: list[Verdict], now: float, out: list[Command]) -> None:
         """Treat each condemned life as lost at once, whatever becomes of its stream."""
         for verdict in verdicts:
-            self.lost(verdict.name, now, out)
+            self.lost(verdict.name, now, out, why=f"given up: {verdict.why}")
             out.append(Condemn(verdict))
+
+    def blame(self, call: Call, life: Life, now: float) -> None:
+        """Note that a life was lost while it held `call`."""
+        loss = self._latest.get(life, Loss(now, "it cannot be reached", 1))
+        call.victims[life] = Death(loss.at_s, loss.why, max(1, loss.held_requests), len(call.emitted))
+
+    def _note(self, life: Life, loss: Loss) -> None:
+        self._latest[life] = loss
+        if len(self._latest) > KEPT:
+            del self._latest[next(iter(self._latest))]
 
     def _recover(self, call: Call, announced: bool, now: float, out: list[Command]) -> None:
         """The decode worker of `call` is lost: go on elsewhere, or find that nothing is left to do."""
@@ -81,6 +106,12 @@ class Losses:
                 self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR))
 
 
+def _holds(call: Call, life: Life) -> bool:
+    """Return whether a life decodes the call, or prefills it: one that has a token needs its prefill worker no more."""
+    took = call.decode_life == life and call.state not in (State.WAITING, State.OFFERED)
+    return took or (call.prefill_life == life and call.state is State.RUNNING and not call.emitted)
+
+
 def poisonous(call: Call) -> Poisonous:
-    """Name the workers that `call` is refused for."""
-    return Poisonous(call.record.request, sorted(name for name, _ in call.victims))
+    """Name the workers that `call` is refused for, and what became of them."""
+    return Poisonous(call.record.request, obituary(call))

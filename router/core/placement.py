@@ -14,7 +14,8 @@ from engine.types import RequestRecord
 from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
-from router.core.registry import Life, Registry, WorkerEntry
+from router.core.registry import Life, ModelKey, Registry, WorkerEntry
+from router.core.reuse import Shares, delaying_tokens
 
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
@@ -36,6 +37,7 @@ class Placer:
         self._policy = policy
         self._registry = registry
         self._index = index
+        self._shares = Shares()
 
     def impossible(self, record: RequestRecord) -> Fault | None:
         """Return why no known worker could ever take `record`, however long it waited; None if one may."""
@@ -51,6 +53,22 @@ class Placer:
 
     def choose(self, call: Call, now: float) -> Choice | None:
         """The best pair for `call` now, or None if no decode worker may have room."""
+        held = _Held(self._index, call)
+        choice = self._best(call, held, now)
+        if choice is not None:
+            self._count(call, choice, held, now)
+        return choice
+
+    def _count(self, call: Call, choice: Choice, held: "_Held", now: float) -> None:
+        """Count the work that `call` brings, as little as it could be."""
+        reader = self._registry.get(choice.prefill.name)
+        if reader is None or reader.info.role != "prefill":
+            return  # nobody's work grows: its KV is where it was yielded, or its decode worker reads it alone
+        chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
+        alike = [held.blocks(w) for w in self._registry.takers("prefill", now) if w.key == reader.key]
+        self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
+
+    def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         record = call.record
         decodes = [w for w in self._registry.takers("decode", now) if not w.refused]
         source = None if call.source is None else self._registry.get(call.source[0])
@@ -64,8 +82,8 @@ class Placer:
             if source is not None and source.info.fingerprint == key[0]:
                 views = [_whole_view(source.name, wanted)]
             else:
-                views = self._prefill_views(call, key[0], wanted, (), now) or [_LOCAL_VIEW]
-            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, call))]
+                views = self._prefill_views(call, held, key[0], wanted, (), now) or [_LOCAL_VIEW]
+            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
             choice = self._policy.choose(wanted, views, roomy)
             if choice is not None and (best is None or _rank(choice) < _rank(best)):
                 best = choice
@@ -80,7 +98,7 @@ class Placer:
             return None
         wanted = demand(record, home.info)
         shared = min(record.prompt_tokens, len(record.tokens) - 1) // home.info.block_size
-        view = msgspec.structs.replace(self._decode_view(home, call), cached_blocks=shared)
+        view = msgspec.structs.replace(self._decode_view(home, _Held(self._index, call)), cached_blocks=shared)
         if not _fits(wanted, view):
             return None
         prefill = self._registry.get(host.prefill)
@@ -90,8 +108,9 @@ class Placer:
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:
         """Return True if another decode worker than `home`, where it runs, could take `call` beside `promised` more
         blocks."""
+        held = _Held(self._index, call)
         return any(
-            _fits(demand(call.record, worker.info), self._decode_view(worker, call), promised)
+            _fits(demand(call.record, worker.info), self._decode_view(worker, held), promised)
             for worker in self._registry.takers("decode", now)
             if worker.key == home.key and worker is not home and not worker.refused
         )
@@ -101,37 +120,66 @@ class Placer:
         decode = self._registry.get(call.decode)
         assert decode is not None
         wanted = demand(call.record, decode.info)
-        views = self._prefill_views(call, decode.info.fingerprint, wanted, call.failed_prefills, now)
-        choice = self._policy.choose(wanted, views, [self._decode_view(decode, call)])
+        held = _Held(self._index, call)
+        views = self._prefill_views(call, held, decode.info.fingerprint, wanted, call.failed_prefills, now)
+        choice = self._policy.choose(wanted, views, [self._decode_view(decode, held)])
         return None if choice is None else choice.prefill
 
     def _prefill_views(
-        self, call: Call, fingerprint: str, wanted: Demand, failed: Container[Life], now: float
+        self, call: Call, held: "_Held", fingerprint: str, wanted: Demand, failed: Container[Life], now: float
     ) -> list[PrefillView]:
         """The prefill workers of a model that could read the prompt of `call`, without those that `failed`."""
-        return [
-            PrefillView(
-                w.name,
-                min(self._index.match(w.name, call.chain(w.key)) * w.info.block_size, wanted.prompt_tokens - 1),
-                w.queue_tokens,
-                w.load.s_per_token if w.load else 0.0,
-                len(w.own),
-            )
+        takers = [
+            w
             for w in self._registry.takers("prefill", now)
             if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, call.record)
         ]
+        delaying: dict[str, float] = {}
+        # Workers whose blocks are of one size hold the same beginnings.
+        for key in {w.key for w in takers}:
+            alike = [w for w in takers if w.key == key]
+            found = {w.name: held.blocks(w) for w in alike}
+            waiting = sum(w.queued_requests for w in alike) / len(alike)
+            delaying |= delaying_tokens(self._shares, call.chain(key), found, key[1], waiting)
+        return [
+            PrefillView(
+                w.name,
+                min(held.blocks(w) * w.info.block_size, wanted.prompt_tokens - 1),
+                w.queue_tokens,
+                w.load.s_per_token if w.load else 0.0,
+                len(w.own),
+                delaying[w.name],
+            )
+            for w in takers
+        ]
 
-    def _decode_view(self, worker: WorkerEntry, call: Call) -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
         load = worker.load
         return DecodeView(
             worker.name,
-            self._index.match(worker.name, call.chain(worker.key)),
+            held.blocks(worker),
             worker.used_blocks,
             worker.info.blocks,
             load.s_per_token if load else 0.0,
             load.s_per_block if load else {},
             len(worker.own),
         )
+
+
+class _Held:
+    """Who holds how much of one request: one walk of the index for each kind of worker."""
+
+    def __init__(self, index: PrefixIndex, call: Call) -> None:
+        self._index = index
+        self._call = call
+        self._depths: dict[ModelKey, dict[str, int]] = {}
+
+    def blocks(self, worker: WorkerEntry) -> int:
+        """Return how many leading blocks, of the worker's size, it holds."""
+        depths = self._depths.get(worker.key)
+        if depths is None:
+            depths = self._depths[worker.key] = self._index.depths(self._call.chain(worker.key))
+        return depths.get(worker.name, 0)
 
 
 def _whole_view(name: str, wanted: Demand) -> PrefillView:

@@ -5,6 +5,9 @@
     queue(prefill) + uncached_tokens · s_per_token(prefill)
     + missing_blocks · s_per_block(prefill → decode) + pressure(decode)
 
+and one term that is not this request's own: the time that others lose when a worker computes again what another one
+holds (`router.core.reuse`). Simpler policies, to compare with, are in `router.core.policies`.
+
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
 
@@ -39,6 +42,8 @@ class PrefillView(msgspec.Struct, frozen=True):
     queue_tokens: int
     s_per_token: float
     outstanding: int
+    delaying_tokens: float = 0.0
+    """Tokens whose time others lose if it computes again what another one holds (`router.core.reuse`)."""
 
 
 class DecodeView(msgspec.Struct, frozen=True):
@@ -60,10 +65,12 @@ class Cost(msgspec.Struct, frozen=True):
     compute_s: float
     move_s: float
     pressure_s: float
+    others_s: float = 0.0
+    """Not this request's own: by how much it delays those that come behind it, beyond what it must."""
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.compute_s + self.move_s + self.pressure_s
+        return self.queue_s + self.compute_s + self.move_s + self.pressure_s + self.others_s
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -93,7 +100,12 @@ def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
         *_prefill_terms(demand, prefill),
         max(demand.prompt_blocks - decode.cached_blocks, 0) * s_per_block,
         _pressure_s(decode),
+        _others_s(prefill),
     )
+
+
+def _others_s(prefill: PrefillView) -> float:
+    return prefill.delaying_tokens * (prefill.s_per_token or ASSUMED_S_PER_TOKEN)
 
 
 def _prefill_terms(demand: Demand, prefill: PrefillView) -> tuple[float, float]:
@@ -107,7 +119,8 @@ def _pressure_s(decode: DecodeView) -> float:
     return decode.s_per_step * (busy + decode.outstanding / 8)
 
 
-def _reason(prefill: PrefillView, decode: DecodeView) -> str:
+def reason(prefill: PrefillView, decode: DecodeView) -> str:
+    """Return what `Choice.reason` says of a pair."""
     return "affinity" if prefill.cached_tokens or decode.cached_blocks else "load"
 
 
@@ -121,7 +134,7 @@ class LeastCost:
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
         # Most of a cost belongs to one side alone; only the move is priced for every pair.
-        prefill_sides = [(view, sum(_prefill_terms(demand, view))) for view in prefills]
+        prefill_sides = [(view, sum(_prefill_terms(demand, view)) + _others_s(view)) for view in prefills]
         decode_sides = [
             (view, max(demand.prompt_blocks - view.cached_blocks, 0), _pressure_s(view))
             for view in decodes
@@ -144,31 +157,4 @@ class LeastCost:
         if not best:
             return None
         prefill, decode = best[0] if len(best) == 1 else self._random.choice(best)
-        return Choice(prefill, decode, cost(demand, prefill, decode), _reason(prefill, decode))
-
-
-class RoundRobin:
-    """Every worker in turn, blind to caches and load: the baseline to compare with."""
-
-    def __init__(self) -> None:
-        self._last_prefill = ""
-        self._last_decode = ""
-
-    def choose(
-        self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
-    ) -> Choice | None:
-        if not prefills or not decodes:
-            return None
-        prefill = min(prefills, key=lambda view: (view.name <= self._last_prefill, view.name))
-        decode = min(decodes, key=lambda view: (view.name <= self._last_decode, view.name))
-        self._last_prefill, self._last_decode = prefill.name, decode.name
-        return Choice(prefill, decode, cost(demand, prefill, decode), "load")
-
-
-def make_policy(name: str, seed: int) -> RoutingPolicy:
-    """The policy a config names. Raises ValueError for an unknown name."""
-    if name == "least-cost":
-        return LeastCost(Random(seed))
-    if name == "round-robin":
-        return RoundRobin()
-    raise ValueError(f"policy must be 'least-cost' or 'round-robin', not {name!r}")
+        return Choice(prefill, decode, cost(demand, prefill, decode), reason(prefill, decode))

@@ -1,134 +1,236 @@
-"""The router's belief of what is cached where: one approximate prefix tree per worker.
+"""The router's belief of what is cached where: one forest of blocks for all workers (`router.core.block_table`).
 
-Block identities are chained (`engine.identity`), so a worker's tree is a set of identities that is
-closed under "parent of", and how far a prompt matches is a binary search along its chain. Beliefs
-come from requests that workers accepted, shrink by what workers report they evicted or really
-reused, and are bounded by the worker's pool with its own rule: least recently used, leaves first.
-
-The order of `_nodes` carries that rule without a second list. A chain is touched from its last block
-to its first, so a parent is always more recent than its children, and the oldest node is a leaf.
+Beliefs come from requests that workers accepted and from what workers tell of themselves when a router attaches, shrink
+by what they report they evicted or really reused, and are bounded by what a worker can hold in all its tiers, with its
+own rule: least recently used, leaves first (`router.core.believed_cache`).
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from engine.identity import IDENTITY_BYTES, SHORT_BYTES
+from router.core.believed_cache import BelievedCache, BelievedTier, nodes_of
+from router.core.block_table import BlockTable, Keys, Nodes
 
 Chain = Sequence[bytes]
 
-
-class PrefixTree:
-    """The blocks one worker is believed to hold, at most `capacity_blocks`."""
-
-    # Mutable state: identity -> (parent identity, child identities), least recently used first.
-
-    def __init__(self, capacity_blocks: int) -> None:
-        self._capacity_blocks = capacity_blocks
-        self._nodes: OrderedDict[bytes, tuple[bytes, set[bytes]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __repr__(self) -> str:
-        return f"PrefixTree({len(self._nodes)}/{self._capacity_blocks} blocks)"
-
-    def match(self, chain: Chain) -> int:
-        """Return how many leading blocks of `chain` are held. O(log len); changes nothing."""
-        nodes = self._nodes
-        low, high = 0, len(chain)
-        while low < high:
-            middle = (low + high) // 2
-            if chain[middle] in nodes:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def insert(self, chain: Chain) -> None:
-        """Believe that `chain` is held, and was used just now. O(len)."""
-        nodes = self._nodes
-        chain = chain[: self._capacity_blocks]
-        held = self.match(chain)
-        for index in range(held, len(chain)):
-            parent = chain[index - 1] if index else b""
-            nodes[chain[index]] = (parent, set())
-            if index:
-                nodes[parent][1].add(chain[index])
-        for identity in reversed(chain):
-            nodes.move_to_end(identity)
-        while len(nodes) > self._capacity_blocks:
-            oldest, (parent, _) = nodes.popitem(last=False)
-            if parent:
-                nodes[parent][1].discard(oldest)
-
-    def truncate(self, chain: Chain, actual_blocks: int) -> None:
-        """The worker held only `actual_blocks` of `chain`: drop the next one and all below it."""
-        if actual_blocks < len(chain):
-            self.evict([chain[actual_blocks]])
-
-    def evict(self, identities: Iterable[bytes]) -> None:
-        """Drop blocks with everything below them; unknown ones are ignored."""
-        nodes = self._nodes
-        for identity in identities:
-            node = nodes.get(identity)
-            if node is None:
-                continue
-            if node[0]:
-                nodes[node[0]][1].discard(identity)
-            doomed = [identity]
-            while doomed:
-                doomed.extend(nodes.pop(doomed.pop())[1])
-
-    def check(self) -> None:
-        """Raise AssertionError if the tree is not closed, not bounded or not in LRU order."""
-        assert len(self._nodes) <= self._capacity_blocks
-        age = {identity: place for place, identity in enumerate(self._nodes)}
-        for identity, (parent, children) in self._nodes.items():
-            assert not parent or identity in self._nodes[parent][1]
-            for child in children:
-                assert self._nodes[child][0] == identity
-                assert age[child] < age[identity], "a parent is older than its child"
+TIERS = ("device", "host", "disk")
+RESERVED_BLOCKS = 1 << 24
+"""Blocks that the table is made for when workers join, so that it need not be copied while requests wait."""
 
 
 class PrefixIndex:
-    """The trees of all workers, by worker name."""
+    """Workers by name. The router core owns it, and `ClusterView` and `Router` alone change it."""
+
+    # Mutable state: the table, the caches by name, and whose each bit of the table's sets is.
 
     def __init__(self) -> None:
-        self._trees: dict[str, PrefixTree] = {}
+        self._table = BlockTable()
+        self._caches: dict[str, BelievedCache] = {}
+        self._owners: list[tuple[str, int] | None] = []
 
     def __repr__(self) -> str:
-        return f"PrefixIndex({self._trees})"
+        held = ", ".join(f"{name}: {h.whole.blocks}/{h.whole.capacity}" for name, h in self._caches.items())
+        return f"PrefixIndex({held}; {self._table!r})"
 
-    def add(self, worker: str, capacity_blocks: int) -> None:
-        """Begin with an empty tree for `worker`, whatever was believed of it."""
-        self._trees[worker] = PrefixTree(capacity_blocks)
+    def add(self, worker: str, blocks: int, host_blocks: int = 0, disk_blocks: int = 0) -> None:
+        """Begin with nothing for `worker`, whatever was believed of it. It can hold so many blocks in each tier."""
+        self.forget(worker)
+        tiers: list[BelievedTier] = []
+        capacity = 0
+        for number, (name, more) in enumerate(zip(TIERS, (blocks, host_blocks, disk_blocks), strict=True)):
+            capacity += more
+            if not number or more:
+                tiers.append(BelievedTier(self._bit(worker, number), name, capacity))
+        self._caches[worker] = BelievedCache(tiers)
+        everything = sum(cache.whole.capacity for cache in self._caches.values())
+        self._table.reserve(min(everything, RESERVED_BLOCKS))
+
+    def _bit(self, worker: str, tier: int) -> int:
+        bit = self._owners.index(None) if None in self._owners else len(self._owners)
+        self._owners[bit : bit + 1] = [(worker, tier)]
+        return bit
 
     def forget(self, worker: str) -> None:
-        self._trees.pop(worker, None)
+        cache = self._caches.pop(worker, None)
+        if cache is not None:
+            self._table.drop(cache.nodes(), cache.mask)
+            for tier in cache.tiers:
+                self._owners[tier.bit] = None
 
     def held_blocks(self, worker: str) -> int:
         """Return the number of blocks that `worker` is believed to hold."""
-        tree = self._trees.get(worker)
-        return len(tree) if tree is not None else 0
+        cache = self._caches.get(worker)
+        return cache.whole.blocks if cache is not None else 0
+
+    # what is asked
+
+    def depths(self, chain: Chain) -> dict[str, int]:
+        """Return how many leading blocks of `chain` each worker holds, in whichever tier; those that hold none are
+        left out. One walk for all of them, which changes nothing."""
+        depths: dict[str, int] = {}
+        # The lower a tier, the more it holds; of a worker's bits the last to end is that of all its tiers.
+        for worker, _, blocks in self._walk(chain):
+            depths[worker] = blocks
+        return depths
+
+    def tiers(self, chain: Chain) -> dict[str, dict[str, int]]:
+        """Return of each worker that holds a leading block how many it holds by tier: in this one or one above it."""
+        found: dict[str, dict[str, int]] = {}
+        for worker, tier, blocks in self._walk(chain):
+            found.setdefault(worker, {})[TIERS[tier]] = blocks
+        return {
+            worker: {tier.name: blocks.get(tier.name, 0) for tier in self._caches[worker].tiers}
+            for worker, blocks in found.items()
+        }
 
     def match(self, worker: str, chain: Chain) -> int:
-        tree = self._trees.get(worker)
-        return tree.match(chain) if tree is not None else 0
+        """Return how many leading blocks of `chain` one worker holds."""
+        return self.depths(chain).get(worker, 0)
+
+    def _walk(self, chain: Chain) -> Iterator[tuple[str, int, int]]:
+        """Yield (worker, number of a tier, blocks), the fewest first."""
+        for mask, blocks in self._table.walk(_keys(chain)):
+            for bit in _bits(mask):
+                owner = self._owners[bit]
+                assert owner is not None, "a set names nobody"
+                yield *owner, blocks
+
+    # what is learned
 
     def insert(self, worker: str, chain: Chain) -> None:
-        tree = self._trees.get(worker)
-        if tree is not None:
-            tree.insert(chain)
+        """Believe that `chain` is held, and was used just now."""
+        cache = self._caches.get(worker)
+        if cache is None:
+            return
+        path = self._table.extend(_keys(chain[: cache.whole.capacity]))
+        if len(path):
+            cache.use(path)
+            self._table.mark(path, cache.mask)
+            self._settle(cache)
+
+    def recall(self, worker: str, parent: bytes, blocks: bytes) -> None:
+        """Believe that a run of blocks is held (short identities, packed, each the parent of the next), and was used
+        before all that is known already. Below a `parent` that is not held it says nothing; empty: it begins there."""
+        cache = self._caches.get(worker)
+        if cache is None or len(blocks) % SHORT_BYTES or len(parent) not in (0, SHORT_BYTES):
+            return
+        keys, top = np.frombuffer(blocks, "<u8"), 0
+        if parent:
+            top = self._table.find(np.frombuffer(parent, "<u8")).item(0)
+            if not self._holds(cache, top):
+                return
+        # What is held already was used since.
+        known = self._table.find(keys).tolist()
+        held = next((at for at, node in enumerate(known) if not self._holds(cache, node)), len(known))
+        path = self._table.extend(keys[: held + cache.whole.capacity - cache.whole.blocks], top)[held:]
+        if len(path):
+            for tier, here in zip(cache.tiers, cache.recall(path), strict=True):
+                self._table.mark(path[:here], 1 << tier.bit)
+
+    def _holds(self, cache: BelievedCache, node: int) -> bool:
+        return bool(self._table.mask(node) >> cache.whole.bit & 1)
 
     def correct(self, worker: str, chain: Chain, actual_blocks: int) -> None:
-        """The worker really held `actual_blocks` of `chain`; never raises the belief."""
-        tree = self._trees.get(worker)
-        if tree is not None:
-            tree.truncate(chain, actual_blocks)
+        """The worker held only `actual_blocks` of `chain`: drop the next one and all below it. Never raises the
+        belief."""
+        if actual_blocks < len(chain):
+            self.evict(worker, [chain[actual_blocks]])
 
-    def evict(self, worker: str, identities: Iterable[bytes]) -> None:
-        tree = self._trees.get(worker)
-        if tree is not None:
-            tree.evict(identities)
+    def evict(self, worker: str, identities: Sequence[bytes]) -> None:
+        """Drop blocks with everything below them; unknown ones are ignored."""
+        cache = self._caches.get(worker)
+        if cache is None or not identities:
+            return
+        gone: list[Nodes] = []
+        dropped: set[int] = set()
+        # Workers evict leaves first; from the other end, most of a report lies below what has gone with its parent.
+        for node in reversed(self._table.find(_keys(identities)).tolist()):
+            if node not in dropped and self._holds(cache, node):
+                gone.append(self._cut(cache, node))
+                dropped.update(gone[-1].tolist())
+        forks = gone
+        while len(below := self._hanging(cache, forks)):
+            forks = [cache.cut(cache.tops[top], 0) for top in below]
+            gone += forks
+        if gone:
+            self._table.drop(np.concatenate(gone), cache.mask)
+
+    def _cut(self, cache: BelievedCache, node: int) -> Nodes:
+        """Let go of a held node and of the rest of its stretch, which are returned."""
+        keep, top = 0, node
+        while (use := cache.tops.get(top)) is None:
+            top = self._table.parents.item(top)
+            keep += 1
+        return cache.cut(use, keep)
+
+    def _hanging(self, cache: BelievedCache, gone: Sequence[Nodes]) -> list[int]:
+        """The tops of stretches that hang below what has gone."""
+        table, forks = self._table, []
+        for part in gone:
+            more = table.children[part]
+            more[:-1] -= 1  # the next one of the same stretch
+            forks.append(part[more > 0])
+        if not any(map(len, forks)):
+            return []
+        tops = np.fromiter(cache.tops, np.int32, len(cache.tops))
+        found: list[int] = tops[np.isin(table.parents[tops], np.concatenate(forks))].tolist()
+        return found
+
+    def _settle(self, cache: BelievedCache) -> None:
+        gone: dict[int, list[Nodes]] = {}
+        for nodes, bits in cache.settle():
+            gone.setdefault(bits, []).append(nodes)
+        for bits, parts in gone.items():
+            self._table.drop(np.concatenate(parts), bits)
 
     def check(self) -> None:
-        for tree in self._trees.values():
-            tree.check()
+        """Raise AssertionError if table and stretches disagree, or a tier holds more than it can."""
+        self._table.check()
+        bits = {tier.bit: cache for cache in self._caches.values() for tier in cache.tiers}
+        assert {bit for bit, owner in enumerate(self._owners) if owner is not None} == bits.keys()
+        marked = dict.fromkeys(bits, 0)
+        for node in self._table.living():
+            for bit in _bits(self._table.mask(node)):
+                marked[bit] += 1
+        for cache in self._caches.values():
+            self._check_cache(cache)
+            for tier in cache.tiers:
+                assert marked[tier.bit] == tier.blocks <= tier.capacity, f"{tier} of {marked[tier.bit]} blocks"
+
+    def _check_cache(self, cache: BelievedCache) -> None:
+        assert cache.tops == {nodes_of(path).item(0): use for use, path in cache.stretches.items()}
+        uses = {node: use for use, path in cache.stretches.items() for node in nodes_of(path).tolist()}
+        assert len(uses) == cache.whole.blocks, "two stretches share a block"
+        for use, path in cache.stretches.items():
+            above = 0
+            for at, node in enumerate(nodes_of(path).tolist()):
+                parent = self._table.parents.item(node)
+                assert at == 0 or parent == above, "a stretch is no piece of a chain"
+                assert not parent or uses[parent] >= use, "a block is newer than its parent"
+                assert self._table.mask(node) >> cache.whole.bit & 1
+                above = node
+
+
+def _keys(chain: Chain) -> Keys:
+    """The first 64 bits of each identity."""
+    packed = b"".join(chain)
+    if len(packed) != len(chain) * IDENTITY_BYTES:  # another's mistake, or a test's: one of a wrong length is unknown
+        packed = b"".join(one[:IDENTITY_BYTES].ljust(IDENTITY_BYTES, b"\0") for one in chain)
+    keys: Keys = np.frombuffer(packed, "<u8")[:: IDENTITY_BYTES // SHORT_BYTES]
+    return keys
+
+
+def _bits(mask: int) -> list[int]:
+    """The places of the bits that are set."""
+    if mask.bit_count() > 16:
+        octets = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
+        many: list[int] = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
+        return many
+    bits = []
+    while mask:
+        lowest = mask & -mask
+        bits.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return bits

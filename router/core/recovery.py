@@ -2,11 +2,24 @@
 
 Bounded three ways, beside the deadline. A request may lose `max_placements` placements that were accepted; offers
 that were lost unheard are no sign against it, since a router that was itself frozen hears of all its broken streams
-one by one and makes the same offer on each, so they have a wider bound. One that was in the hands of two workers that
-were lost may be what kills them, and is refused as poisonous. And all requests together may be placed again only so
-often: a budget that grows with the requests that arrive keeps a failing cluster from drowning in its own retries.
-Pure: time is an argument.
+one by one and makes the same offer on each, so they have a wider bound. One that was in the hands of workers that were
+lost may be what kills them, and is refused as poisonous. And all requests together may be placed again only so often: a
+budget that grows with the requests that arrive keeps a failing cluster from drowning in its own retries.
+
+After one lost worker nobody is suspected; after three, everybody who was on all of them. After two it is a request's
+own record that decides. It is spared, for one more placement, in either of two cases:
+
+1. Both workers held other requests too, and were lost within a second of each other: a host, a network or an operator
+   took them. A request that kills takes its next worker with it as well, and is refused then.
+2. It got further: its client was given tokens between the two losses. What kills a worker is met again at the same
+   token, since a request goes on exactly where it was.
+
+In every other case the losses show the pattern of one that kills: it was alone on its workers, or they were lost one
+after the other, each before it had got a token further. So whatever kills takes two workers where it is plain, and
+never more than three. Pure: time is an argument.
 """
+
+from collections.abc import Collection
 
 import msgspec
 
@@ -14,10 +27,14 @@ from engine.messages import Fault
 from engine.plan import finish_reason
 from engine.types import FinishReason
 from router.config import RouterConfig
-from router.core.call import Call
+from router.core.call import Call, Death
 
-POISON_VICTIMS = 2
-"""Lost workers after which a request is suspected of having killed them."""
+SUSPECTS_VICTIMS = 2
+"""Lost workers after which a request's record is looked at."""
+POISON_VICTIMS = 3
+"""Lost workers after which a request is refused, whatever its record."""
+TOGETHER_S = 1.0
+"""Losses this close to each other have a cause in common, if others were on both workers."""
 MAX_UNHEARD = 16
 """Offers of one request that may be lost with their workers before these said anything."""
 REFILL_S = 60.0
@@ -76,14 +93,38 @@ Recovery = PlaceAgain | AlreadyComplete | GivenUp
 
 def poisoned(call: Call) -> Fault | None:
     """Return the fault of a request that is refused as poisonous, else None. Never shows its text."""
-    if len(call.victims) < POISON_VICTIMS:
+    if not is_suspect(call.victims.values()):
         return None
-    names = ", ".join(sorted({name for name, _ in call.victims}))
-    message = (
-        f"refused as poisonous: {len(call.victims)} workers were lost while they held this request "
-        f"({names})"
-    )
-    return Fault("UNAVAILABLE", message)
+    told = f"{len(call.victims)} workers were lost while they held this request"
+    return Fault("UNAVAILABLE", f"refused as poisonous: {told}: {obituary(call)}")
+
+
+def is_suspect(deaths: Collection[Death]) -> bool:
+    """Return whether these losses show the pattern of a request that kills its workers."""
+    if len(deaths) < SUSPECTS_VICTIMS:
+        return False
+    if len(deaths) >= POISON_VICTIMS:
+        return True
+    first, second = sorted(deaths, key=lambda death: death.at_s)
+    others = min(first.held_requests, second.held_requests) > 1
+    # 1. Something took them together.
+    if others and second.at_s - first.at_s <= TOGETHER_S:
+        return False
+    # 2. It got further.
+    return second.emitted_tokens <= first.emitted_tokens
+
+
+def obituary(call: Call) -> str:
+    """Name the workers that were lost while they held `call`, in order, with how and after how many of its tokens."""
+    deaths = sorted(call.victims.items(), key=lambda item: item[1].at_s)
+    told, before_s = [], None
+    for (name, _), death in deaths:
+        later = "" if before_s is None else f"{death.at_s - before_s:.1f} s later "
+        others = death.held_requests - 1
+        company = f"with {others} other{'s' * (others != 1)}" if others else "alone"
+        told.append(f"{later}{name} ({death.why}; after {death.emitted_tokens} tokens, {company})")
+        before_s = death.at_s
+    return ", ".join(told)
 
 
 def judge(

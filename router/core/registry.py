@@ -35,18 +35,14 @@ class WorkerEntry:
     load: Load | None = None
     refused: bool = False  # said no since its last report: not asked again before the next one
     own: dict[RequestId, InFlight] = field(default_factory=dict)
+    name: str = field(init=False)
+    life: Life = field(init=False)
+    key: ModelKey = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    @property
-    def life(self) -> Life:
-        return (self.peer.name, self.info.incarnation)
-
-    @property
-    def key(self) -> ModelKey:
-        return (self.info.fingerprint, self.info.block_size)
+    def __post_init__(self) -> None:
+        # Every placement asks every worker for these, and a life never changes them.
+        self.name, self.life = self.peer.name, (self.peer.name, self.info.incarnation)
+        self.key = (self.info.fingerprint, self.info.block_size)
 
     @property
     def leaving(self) -> bool:
@@ -57,6 +53,11 @@ class WorkerEntry:
     def queue_tokens(self) -> int:
         reported = self.load.waiting_tokens if self.load else 0
         return reported + sum(d.tokens for d in self.own.values() if not d.counted)
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests that it had not computed when it last reported."""
+        return self.load.waiting_requests + self.load.running_requests if self.load else 0
 
     @property
     def used_blocks(self) -> int:

@@ -1,9 +1,9 @@
 """The requests that wait for a worker, and their offers to workers, from the head of the queue.
 
-It is strictly first come, first served: a refused request keeps its turn, and small ones do not overtake it. A worker
-that refused is not asked again before its next report, so re-offers come at the rate of reports and never spin.
-A sample of a prompt is offered first to a worker that has another one. `router/core/placement.py`, where the way goes
-on, finds the workers. Pure: time is an argument.
+A tenant's requests are served first come, first served, and tenants share by weight (`router/core/fair_share.py`): a
+refused request keeps its place, and small ones do not overtake it. A worker that refused is not asked again before its
+next report, so re-offers come at the rate of reports and never spin. A sample of a prompt is offered first to a worker
+that has another one. `router/core/placement.py`, where the way goes on, finds the workers. Pure: time is an argument.
 """
 
 import heapq
@@ -16,6 +16,7 @@ from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.events import Command, Fail, TellWorker
+from router.core.fair_share import FairShare
 from router.core.leaving.adoption import Adoptions
 from router.core.placement import Placer
 from router.core.policy import Choice
@@ -24,28 +25,34 @@ from router.core.policy import Choice
 class WaitingQueue:
     """The router core owns it. A request of an earlier router whose place is not known yet is put aside meanwhile."""
 
-    # Mutable state: (turn, request) of those in the queue and of those put aside; stale entries are skipped.
+    # Mutable state: (tag, turn, request) of those in the queue and of those put aside; stale entries are skipped. And
+    # the tenants' shares.
 
     def __init__(self, table: CallTable, view: ClusterView, placer: Placer, adoptions: Adoptions) -> None:
         self._table = table
         self._view = view
         self._placer = placer
         self._adoptions = adoptions
-        self._queue: list[tuple[int, RequestId]] = []
-        self._aside: list[tuple[int, RequestId]] = []
+        self._queue: list[tuple[float, int, RequestId]] = []
+        self._aside: list[tuple[float, int, RequestId]] = []
+        self._share = FairShare()
 
-    def join(self, call: Call) -> None:
-        """A request waits from now on, behind all that came before it."""
-        heapq.heappush(self._queue, (call.turn, call.record.request))
+    def enter(self, call: Call, weight: float) -> None:
+        """A new request waits from now on, behind all of its tenant that came before it."""
+        if not self._queue and not self._aside:
+            self._share.clear()
+        record = call.record
+        call.tag = self._share.tag(record.namespace, len(record.tokens) + record.max_tokens, weight)
+        self._join(call)
 
     def rejoin(self, call: Call) -> None:
-        """Put a call back into the queue at its old turn."""
+        """Put a call back into the queue at its old place."""
         call.move(State.WAITING)
         self._view.release(call)
         call.prefill = call.decode = ""
         call.prefill_life = call.decode_life = None
         call.yielding = False
-        self.join(call)
+        self._join(call)
 
     def advance(self, now: float, out: list[Command]) -> None:
         """Offer requests from the head of the queue while some worker may have room."""
@@ -65,19 +72,23 @@ class WaitingQueue:
                     return
                 self._table.forget(call, out, Fail(request, fault, FinishReason.REJECTED))
             heapq.heappop(self._queue)
+            self._share.serve(call.tag)
 
     def check(self) -> None:
         """Raise AssertionError if a request waits outside of the queue."""
-        queued = {request for _, request in self._queue + self._aside}
+        queued = {request for *_, request in self._queue + self._aside}
         for request, call in self._table.calls.items():
             if call.state is State.WAITING:
                 assert request in queued, f"{request} waits outside of the queue"
                 assert not call.decode
 
+    def _join(self, call: Call) -> None:
+        heapq.heappush(self._queue, (call.tag, call.turn, call.record.request))
+
     def _head(self) -> Call | None:
         """Return the call at the head of the queue."""
         while self._queue:
-            turn, request = self._queue[0]
+            _, turn, request = self._queue[0]
             call = self._table.calls.get(request)
             if call is not None and call.turn == turn:
                 return call

@@ -37,6 +37,9 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    parse_control_tokens: bool | None = None
+    """Whether the names of control tokens in the caller's text become these tokens: by default in a plain prompt, which
+    its caller may have rendered, and not in the messages of a chat."""
     request_id: str = ""
     tenant: str = ""
     timeout_s: float | None = None
@@ -65,7 +68,7 @@ class Started(msgspec.Struct, frozen=True):
     samples: int = 1
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """New output. `text` may be empty while a character or a possible stop string is incomplete."""
 
     text: str

@@ -6,12 +6,16 @@ the messages they hold: when a chat comes whose first messages are known, only t
 rendered text is tokenized. A cut lies always behind a message, after what the template writes to
 close it, where tokenizers cut too.
 
+A chat is kept as its ids, two or four bytes each, and a digest of its text, so that what all chats take is known from
+their number of tokens: with a million, 5 MB at most.
+
 What cannot match: an answer that the client changed, trimmed or cut; one that the template itself
 changes (some strip white space); an answer cut by a stop string;
 a template whose rendering of early messages depends on later ones; whatever was forgotten.
 Such a chat is tokenized from its text, which is always right and only less often cached.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -23,44 +27,77 @@ from router.front.output import ServedModel
 
 Messages = Sequence[tuple[str, str]]
 
+ENTRY_TOKENS = 64
+"""What a remembered chat takes beside its ids, in ids: its key, its digest, its place in the order."""
+
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text."""
+    """A prompt's text, rendered where it is a chat, and its ids. A chat of an earlier router has lost its text.
+    `is_literal`: the names of control tokens in it are text, unless a chat's template wrote them."""
 
     text: str
     ids: list[int]
+    is_literal: bool = True
+
+
+class _Chat(msgspec.Struct, frozen=True, gc=False):
+    """A finished chat: how long its rendered text is, a digest of it, and its ids, each in two bytes where all fit."""
+
+    characters: int
+    digest: bytes
+    packed: bytes
+    is_wide: bool
+
+    @classmethod
+    def of(cls, text: str, ids: list[int]) -> "_Chat":
+        is_wide = max(ids, default=0) >= 1 << 16
+        return cls(len(text), _digest(text), array("I" if is_wide else "H", ids).tobytes(), is_wide)
+
+    @property
+    def cost_tokens(self) -> int:
+        return ENTRY_TOKENS + len(self.packed) // (4 if self.is_wide else 2)
+
+    @property
+    def ids(self) -> list[int]:
+        return array("I" if self.is_wide else "H", self.packed).tolist()
+
+    def begins(self, text: str) -> bool:
+        return len(text) >= self.characters and _digest(text[: self.characters]) == self.digest
 
 
 class Conversations:
-    """Remembered chats, at most `capacity_tokens` ids in all, least recently used forgotten first.
+    """Remembered chats, least recently used forgotten first: at most `capacity_tokens` ids in all, where each chat
+    counts ENTRY_TOKENS more than it has.
 
-    Tenants' chats are kept apart by `namespace`. Safe to encode from several threads at once, as
-    the lookups are; `remember` belongs to the event loop.
+    Tenants' chats are kept apart by `namespace`. Chats may be begun in several threads at once, as
+    the lookups are safe; `remember` belongs to the event loop.
     """
 
-    # Mutable state: digest of (namespace, messages) -> rendered text and ids; the ids' total.
+    # Mutable state: the chats by digest of (namespace, messages), and what they cost in all.
 
     def __init__(self, text: ServedModel, capacity_tokens: int) -> None:
         self._text = text
         self._capacity_tokens = capacity_tokens
-        self._known: OrderedDict[bytes, TokenizedPrompt] = OrderedDict()
+        self._known: OrderedDict[bytes, _Chat] = OrderedDict()
         self._tokens = 0
 
     def __repr__(self) -> str:
         return f"Conversations({len(self._known)} chats, {self._tokens} tokens)"
 
-    def encode(self, messages: Messages, namespace: bytes) -> TokenizedPrompt:
-        """A chat as the model's prompt. Raises FieldError("messages") as the template does."""
-        text = self._text.render_chat(messages)
+    def begin(
+        self, messages: Messages, namespace: bytes, *, is_literal: bool = True
+    ) -> tuple[str, list[int], str]:
+        """Return a chat's text as the model's prompt, the ids that are known of its beginning, and the rest of the
+        text. Raises FieldError("messages") as the template does."""
+        text = self._text.render_chat(messages, is_literal=is_literal)
         keys = _keys(messages, namespace)
         for index in range(len(messages) - 1, -1, -1):
             if messages[index][0] != "assistant":
                 continue
             known = self._known.get(keys[index])
-            if known is not None and text.startswith(known.text):
-                rest = self._text.encode_chat_text(text[len(known.text) :])
-                return TokenizedPrompt(text, known.ids + rest)
-        return TokenizedPrompt(text, self._text.encode_chat_text(text))
+            if known is not None and known.begins(text):
+                return text, known.ids, text[known.characters :]
+        return text, [], text
 
     def remember(
         self,
@@ -73,8 +110,8 @@ class Conversations:
         """Keep a finished turn: `answer` is the text of all `emitted` ids."""
         whole = [*messages, ("assistant", answer)]
         try:
-            text = self._text.render_chat(whole, add_generation_prompt=False)
-            spoken = (prompt.text or self._text.render_chat(messages)) + answer
+            text = self._text.render_chat(whole, add_generation_prompt=False, is_literal=prompt.is_literal)
+            spoken = (prompt.text or self._text.render_chat(messages, is_literal=prompt.is_literal)) + answer
         except FieldError:
             # The template refuses the chat with its answer; then no follow-up can come either.
             return
@@ -87,12 +124,16 @@ class Conversations:
         key = _keys(whole, namespace)[-1]
         replaced = self._known.pop(key, None)
         if replaced is not None:
-            self._tokens -= len(replaced.ids)
-        self._known[key] = TokenizedPrompt(text, ids)
-        self._tokens += len(ids)
+            self._tokens -= replaced.cost_tokens
+        kept = self._known[key] = _Chat.of(text, ids)
+        self._tokens += kept.cost_tokens
         while self._tokens > self._capacity_tokens:
             _, oldest = self._known.popitem(last=False)
-            self._tokens -= len(oldest.ids)
+            self._tokens -= oldest.cost_tokens
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16, person=b"headrace text").digest()
 
 
 def _keys(messages: Messages, namespace: bytes) -> list[bytes]:

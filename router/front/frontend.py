@@ -9,31 +9,39 @@ request can keep more than its `max_tokens`.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
 import msgspec
 
+from access.limits import LimitedError, TenantAdmission, TenantLimits
+from access.tenants import Tenant
 from engine.messages import Orphan
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FieldError, FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.events import Complete
+from router.front.access import limited
 from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, Started
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
+from router.front.outlet import Outlet, WakeQueue
 from router.front.output import Output, ServedModel
 from router.front.resume import Resumables, unknown_token, unpack
 from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
+from router.front.validate import check_adopted
 from router.hub import Hub
 from router.status.observer import Observer
+
+log = logging.getLogger(__name__)
 
 
 class Frontend:
     # Mutable state: the chats that the intake remembers, resumable streams, whether all requests of an earlier router
-    # have turned up, and the tokens cancelled before that.
+    # have turned up, and the tokens cancelled before that, with the tenant that did so.
 
     def __init__(
         self,
@@ -42,41 +50,62 @@ class Frontend:
         config: RouterConfig,
         clock: Callable[[], float],
         observer: Observer,
+        limits: TenantLimits | None = None,
     ) -> None:
         self.model = model
-        self._intake = Intake(model, config)
+        self._limits = limits or TenantLimits(lambda name: Tenant(), config.retry_after_s)
+        self._intake = Intake(model, config, self._limits.tenant)
         self._hub = hub
-        self._default_timeout_s = config.default_timeout_s
+        self._config = config
         self._clock = clock
         self._observer = observer
         self._resumables = Resumables(config.resume_window_s)
+        self._turns = WakeQueue(config.wakes_per_s)
         self._settled = asyncio.Event()
-        self._unwanted: set[str] = set()
+        self._unwanted: dict[str, str | None] = {}
         hub.adopt_with(self.revive)
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(
+        self, call: GenerateCall, outlet: Outlet | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Yield Started, Deltas and Finished. Raises ApiError, before Started if no worker took the request.
 
-        Close the iterator (`aclosing`) to cancel.
+        Close the iterator (`aclosing`) to cancel. What `outlet` takes is not yielded.
         """
         received_s = self._clock()
         try:
-            arrival = await self._intake.take(call)
+            arrival, admission = await self._take(call, received_s)
         except ApiError:
             spent_s = self._clock() - received_s
             self._observer.request(FinishReason.REJECTED.value, None, [], spent_s, {})
             raise
-        samples = self._submit(call, arrival, received_s)
-        async with aclosing(self._serve(samples, samples.read())) as events:
+        samples = self._submit(call, arrival, received_s, admission)
+        async with aclosing(self._serve(samples, samples.read(outlet=outlet))) as events:
             async for event in events:
                 yield event
 
-    def _submit(self, call: GenerateCall, arrival: Arrival, received_s: float) -> Samples:
+    async def _take(self, call: GenerateCall, now: float) -> tuple[Arrival, TenantAdmission]:
+        """Take a call in, within what its tenant may use. Raises ApiError."""
+        try:
+            admission = self._limits.admit(call.tenant, max(call.n, 1), now)
+        except LimitedError as error:
+            raise limited(error) from error
+        try:
+            arrival = await self._intake.take(call)
+        except BaseException:
+            admission.close()
+            raise
+        admission.spend(arrival.record.prompt_tokens)
+        return arrival, admission
+
+    def _submit(self, call: GenerateCall, arrival: Arrival, received_s: float, admission: TenantAdmission) -> Samples:
         """Hand every sample to the core. A search is one request, whose answers are the samples."""
+        weight = self._limits.weight(call.tenant)
         record, submitted_s = arrival.record, self._clock()
-        deadline_s = received_s + (self._default_timeout_s if call.timeout_s is None else call.timeout_s)
+        deadline_s = received_s + (self._config.default_timeout_s if call.timeout_s is None else call.timeout_s)
         started = Started(record.request, self.model.name, record.prompt_tokens, arrival.token, call.form, call.n)
-        samples = Samples(started, self._rememberer(arrival.chat, record, arrival.prompt))
+        remember = self._rememberer(arrival.chat, record, arrival.prompt)
+        samples = Samples(started, self._turns, remember, record.namespace)
         for index in range(call.n):
             one, line = record, Timeline(received_s)
             line.submitted(submitted_s)
@@ -84,12 +113,12 @@ class Frontend:
                 one = _sample(record, index, call.n)
                 trace = self._hub.journal.received(one.request, call.traceparent, received_s)
                 one = msgspec.structs.replace(one, traceparent=trace)
-            stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s)
+            stream = self._stream(samples, one, call.stop, line, deadline_s=deadline_s, admission=admission)
             samples.put(index, stream)
             if record.beams is None:
-                self._hub.submit(one, deadline_s, stream)
+                self._hub.submit(one, deadline_s, stream, weight)
         if record.beams is not None:
-            self._hub.submit(record, deadline_s, BeamSink(samples.streams))
+            self._hub.submit(record, deadline_s, BeamSink(samples.streams), weight)
         return samples
 
     def _stream(
@@ -101,6 +130,7 @@ class Frontend:
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
+        admission: TenantAdmission | None = None,
     ) -> SampleStream:
         return SampleStream(
             Started(record.request, self.model.name, record.prompt_tokens),
@@ -111,6 +141,7 @@ class Frontend:
             self._hub.journal,
             is_adopted=is_adopted,
             deadline_s=deadline_s,
+            admission=admission,
         )
 
     async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:
@@ -129,6 +160,8 @@ class Frontend:
                     samples.remember(stream.text, stream.ids)
                 told = stream.account(item, self._clock()) if isinstance(item, Complete) else item
                 yield msgspec.structs.replace(told, sample=at) if at else told
+            # Every sample was remembered; a resumable answer waits for its client without its prompt.
+            samples.remember = None
         except ApiError as error:
             if samples.reader is reader and len(samples.streams) > 1:
                 self._abandon(samples, error)
@@ -157,49 +190,69 @@ class Frontend:
 
     # ---- resumable requests
 
-    async def resume(self, token: str, positions: Sequence[Position] = ()) -> AsyncGenerator[GenerateEvent, None]:
+    async def resume(
+        self,
+        token: str,
+        positions: Sequence[Position] = (),
+        tenant: str | None = None,
+        outlet: Outlet | None = None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Go on with a resumable request behind what the client has of each sample; without positions, from the start.
 
-        Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old. Waits until the router
-        knows what it has to go on with from an earlier one.
+        Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old, or another's than
+        `tenant`'s, if one is given. Waits until the router knows what it has to go on with from an earlier one.
         """
         await self._settled.wait()
         samples = self._resumables.find(token)
-        if samples is None:
+        if samples is None or not self._is_of(samples.namespace, tenant):
             raise unknown_token()
-        reader = samples.read(positions)
+        reader = samples.read(positions, outlet)
         self._resumables.attached(token)
         async with aclosing(self._serve(samples, reader)) as events:
             async for event in events:
                 yield event
 
-    def cancel(self, token: str) -> bool:
-        """End a resumable request at once; False if there is none of this token. As long as an earlier router's may
-        still turn up, there may be one."""
-        samples = self._resumables.forget(token)
+    def cancel(self, token: str, tenant: str | None = None) -> bool:
+        """End a resumable request at once, if it is `tenant`'s, where one is given; False if there is none of this
+        token. As long as an earlier router's may still turn up, there may be one."""
+        samples = self._resumables.find(token)
+        if samples is not None and not self._is_of(samples.namespace, tenant):
+            return False
         if samples is not None:
+            self._resumables.forget(token)
             self._abandon(samples)
         if self._settled.is_set():
             return samples is not None
-        self._unwanted.add(token)
+        self._unwanted[token] = tenant
         return True
+
+    def _is_of(self, namespace: bytes, tenant: str | None) -> bool:
+        """Return whether a request in `namespace` is `tenant`'s; None stands for everybody."""
+        return tenant is None or namespace == self._intake.namespace(tenant)
 
     def revive(self, orphan: Orphan, now: float) -> SampleStream | None:
         """The stream of an earlier router's request, kept for its client as if it had just lost its connection.
 
-        None if that router wrote another kind of context, or served another model, or the client has cancelled it."""
+        None if that router wrote another kind of context, or served another model, or the client has cancelled it, or
+        it is beyond what this router would have taken."""
         record = orphan.record
         context = unpack(record.context)
-        if context is None or context.model != self.model.name or context.token in self._unwanted:
+        if context is None or context.model != self.model.name:
             return None
-        if record.sample_index >= context.samples:
+        if context.token in self._unwanted and self._is_of(record.namespace, self._unwanted[context.token]):
+            return None
+        try:
+            check_adopted(orphan, context, self.model, self._config)
+        except FieldError as error:
+            log.error("a request that a worker has kept is not adopted: %s", error)
             return None
         samples = self._resumables.find(context.token)
         if samples is None:
             name, tokens = record.group or record.request, record.prompt_tokens
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
             prompt = TokenizedPrompt("", record.tokens[:tokens])
-            samples = Samples(started, self._rememberer(context.chat, record, prompt))
+            remember = self._rememberer(context.chat, record, prompt)
+            samples = Samples(started, self._turns, remember, record.namespace)
             self._resumables.keep(context.token, samples)
         timeline = Timeline.adopted(orphan.age_s, len(orphan.tokens), now)
         stream = self._stream(samples, record, context.stop, timeline, is_adopted=True)
@@ -213,6 +266,10 @@ class Frontend:
             self._settled.set()
             self._unwanted.clear()
         self._give_up(self._resumables.expired(self._clock()))
+
+    def close(self) -> None:
+        """Let go of the intake's threads."""
+        self._intake.close()
 
     def _give_up(self, late: list[Samples]) -> None:
         for samples in late:

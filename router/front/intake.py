@@ -6,16 +6,20 @@ input stops here. The frontend submits the record to the router's core, through 
 
 import asyncio
 import secrets
-from hashlib import blake2b
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from engine.types import FieldError, RequestId, RequestRecord, TooLongError
 from router.config import RouterConfig
+from router.core.endings import DEADLINE
 from router.front.api import ApiError, GenerateCall
 from router.front.conversation import Conversations, TokenizedPrompt
+from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
 from router.front.resume import Context, pack
+from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize
 from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
 
 
@@ -30,12 +34,23 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Intake:
-    """Belongs to the router's event loop; long text is tokenized in a thread beside it."""
+    """Belongs to the router's event loop; long text is tokenized in threads beside it."""
 
-    def __init__(self, model: ServedModel, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        config: RouterConfig,
+        terms: Callable[[str], CacheTerms] = lambda tenant: OwnCache(),
+    ) -> None:
+        """`terms` returns what the record of the tenant of this name says of the cache."""
         self._model = model
         self._config = config
+        self.namespaces = CacheNamespaces(config.namespace_key, terms)
         self.conversations = Conversations(model, config.conversation_tokens)
+        self._pool = TokenizingPool(config.tokenize_threads, config.tokenize_budget_bytes)
+
+    def close(self) -> None:
+        self._pool.close()
 
     async def take(self, call: GenerateCall) -> Arrival:
         """Check a call and make its record. Raises ApiError with the name of the field at fault."""
@@ -53,26 +68,45 @@ class Intake:
                 request=RequestId(secrets.token_hex(8)),
                 seed=secrets.randbits(64),
                 context=pack(context) if token else b"",
+                namespaces=self.namespaces,
             )
         except FieldError as error:
             raise _refusal(error) from error
         return Arrival(record, prompt, chat, token)
 
-    async def _tokenize(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> TokenizedPrompt:
-        # Each message also costs what the template writes around it.
-        size = sum(64 + len(content) for _, content in chat)
-        if isinstance(call.prompt, str):
-            size = len(call.prompt)
-        if size > self._config.tokenize_inline_bytes:
-            return await asyncio.to_thread(self._encode, call, chat)
-        return self._encode(call, chat)
+    def namespace(self, tenant: str) -> bytes:
+        """Return the cache namespace of a tenant of this cluster."""
+        return self.namespaces.of(tenant)
 
-    def _encode(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> TokenizedPrompt:
+    async def _tokenize(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> TokenizedPrompt:
+        """Return the prompt's ids. Raises FieldError, and ApiError if there is no time or no room to tokenize it."""
+        if isinstance(call.prompt, list) and not chat:
+            return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
+        # Each message also costs what the template writes around it.
+        texts = [call.prompt] if isinstance(call.prompt, str) else [content for _, content in chat]
+        size_bytes = sum(len(text) for text in texts) + 64 * len(chat)
+        if size_bytes <= self._config.tokenize_inline_bytes:
+            return at_once(self._steps(call, chat))
+        limit_s = self._config.default_timeout_s if call.timeout_s is None else call.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._pool.run(self._steps(call, chat), size_bytes)
+        except TimeoutError as error:
+            raise ApiError(DEADLINE.code, "the deadline passed before the prompt was tokenized") from error
+
+    def _steps(self, call: GenerateCall, chat: tuple[tuple[str, str], ...]) -> Steps[TokenizedPrompt]:
+        model, known = self._model, list[int]()
+        # Unless the caller says otherwise, only those who write a whole prompt may write control tokens.
+        is_literal = bool(chat) if call.parse_control_tokens is None else not call.parse_control_tokens
         if isinstance(call.prompt, str):
-            return TokenizedPrompt(call.prompt, self._model.encode(call.prompt, add_special=True))
-        if chat:
-            return self.conversations.encode(chat, namespace(call.tenant, self._config.namespace_key))
-        return TokenizedPrompt("", [part for part in call.prompt if isinstance(part, int)])
+            text = rest = call.prompt
+            encode: Callable[[str], list[int]] = partial(model.encode, add_special=True, is_literal=is_literal)
+        else:
+            space = self.namespace(call.tenant)
+            text, known, rest = self.conversations.begin(chat, space, is_literal=is_literal)
+            encode = model.encode_chat_text
+        ids = yield from tokenize(encode, rest, prompt_field(call.prompt), model.context_tokens, len(known))
+        return TokenizedPrompt(text, known + ids, is_literal)
 
 
 def to_record(
@@ -83,6 +117,7 @@ def to_record(
     *,
     request: RequestId,
     seed: int,
+    namespaces: CacheNamespaces,
     context: bytes = b"",
 ) -> RequestRecord:
     """The record of a checked call whose prompt is `tokens`.
@@ -116,17 +151,10 @@ def to_record(
         stop_token_ids=call.stop_token_ids,
         min_tokens=min(call.min_tokens, max_tokens),
         ignore_eos=call.ignore_eos,
-        namespace=namespace(call.tenant, config.namespace_key),
+        namespace=namespaces.of(call.tenant),
+        cache_share=namespaces.share(call.tenant),
         context=context,
     )
-
-
-def namespace(tenant: str, key: str) -> bytes:
-    """The cache namespace of a tenant: keyed, so that no tenant can name another's blocks."""
-    if not tenant:
-        return b""
-    secret = blake2b(key.encode(), digest_size=32).digest()
-    return blake2b(tenant.encode(), key=secret, digest_size=16, person=b"headrace tenant").digest()
 
 
 def _chat(call: GenerateCall) -> tuple[tuple[str, str], ...]:

@@ -27,9 +27,11 @@ class ServedModel(Protocol):
     context_tokens: int
     stop_ids: frozenset[int]
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]: ...
 
-    def render_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True) -> str: ...
+    def render_chat(
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
+    ) -> str: ...
 
     def encode_chat_text(self, rendered: str) -> list[int]: ...
 
@@ -57,6 +59,8 @@ class Output:
 
     def push(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """The text that may be shown now and the ids that count, up to a stop string."""
+        if not self._stop:
+            return self._detokenizer.push(ids), list(ids)
         kept: list[int] = []
         shown: list[str] = []
         for token in ids:
@@ -71,14 +75,14 @@ class Output:
         """The rest, at the end of the answer; an unfinished character may complete a stop string."""
         if self.stopped is not None:
             return ""
-        text = self._add(self._detokenizer.flush())
+        text = self._detokenizer.flush()
+        if self._stop:
+            text = self._add(text)
         if self.stopped is None:
             text, self._held = text + self._held, ""
         return text
 
     def _add(self, text: str) -> str:
-        if not self._stop:
-            return text
         if not text:
             return ""
         self._held += text

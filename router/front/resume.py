@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import msgspec
 
+from engine.messages import guarded
 from router.front.api import ApiError, HttpForm
 from router.front.samples import Samples
 
@@ -40,7 +41,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"Context({self.model}: {len(self.stop)} stop strings, {len(self.chat)} messages)"
 
 
-_decoder = msgspec.msgpack.Decoder(Context)
+_decode = guarded(msgspec.msgpack.Decoder(Context).decode)
 
 
 def pack(context: Context) -> bytes:
@@ -50,7 +51,7 @@ def pack(context: Context) -> bytes:
 def unpack(data: bytes) -> Context | None:
     """Return None if these bytes were not written by a router like this one."""
     try:
-        return _decoder.decode(data)
+        return _decode(data)
     except msgspec.MsgspecError:
         return None
 

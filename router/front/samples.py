@@ -4,8 +4,8 @@ A new reader takes the answer over; an old one that still waits, on a connection
 away.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,18 +13,27 @@ from engine.messages import Fault
 from engine.types import FinishReason, RequestId
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started, invalid
+from router.front.outlet import Outlet, ReaderSignal, WakeQueue
 from router.front.stream import Reader, SampleStream
 
 
 class Samples:
-    """`remember` takes the text and ids of a finished sample, for the chat's next turn; None where it is no chat."""
+    """`remember` takes the text and ids of a finished sample, for the chat's next turn; None where it is no chat.
+    `namespace` is that of the tenant whose answer it is."""
 
     # Mutable state: the streams by sample index (None: not adopted), and the present reader.
 
-    def __init__(self, started: Started, remember: Callable[[str, list[int]], None] | None = None) -> None:
+    def __init__(
+        self,
+        started: Started,
+        turns: WakeQueue,
+        remember: Callable[[str, list[int]], None] | None = None,
+        namespace: bytes = b"",
+    ) -> None:
         self.started = started
+        self.namespace = namespace
         self.remember = remember
-        self.changed = asyncio.Event()
+        self.changed = ReaderSignal(turns)
         self.reader: SamplesReader | None = None
         self._streams: list[SampleStream | None] = [None] * started.samples
 
@@ -36,7 +45,9 @@ class Samples:
     def put(self, index: int, stream: SampleStream) -> None:
         self._streams[index] = stream
 
-    def read(self, positions: Sequence[Position] | None = None) -> "SamplesReader":
+    def read(
+        self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None
+    ) -> "SamplesReader":
         """Read from the start, or behind `positions` (empty: from the start, as a resumption). Raises ApiError for
         positions that it cannot have reached, and where a sample was lost together with an earlier router."""
         wanted = self.started.samples
@@ -48,8 +59,9 @@ class Samples:
         if len(self.streams) < wanted:
             raise ApiError("UNAVAILABLE", "a sample of this request was lost together with the router")
         readers = [stream.read(at) for stream, at in zip(self.streams, behind, strict=True)]
-        self.reader = SamplesReader(self, readers, is_known=positions is not None)
-        self.changed.set()
+        self.reader = SamplesReader(self, readers, outlet, is_known=positions is not None)
+        self.changed.deliver = self.reader.deliver if outlet is not None else None
+        self.changed.call()
         return self.reader
 
     def end_all(self, now: float, why: ApiError | None = None) -> list[RequestId]:
@@ -68,10 +80,15 @@ class SamplesReader:
     has what it needs to come back.
     """
 
-    # Mutable state: whether it has begun, whether it is known, whose turn it is, and which samples have ended.
+    # Mutable state: whether it has begun, whether it is known, whether somebody waits for the next event, whose turn it
+    # is, and which samples have ended.
 
-    def __init__(self, samples: Samples, readers: list[Reader], *, is_known: bool) -> None:
+    def __init__(
+        self, samples: Samples, readers: list[Reader], outlet: Outlet | None = None, *, is_known: bool
+    ) -> None:
         self._samples = samples
+        self._outlet = outlet
+        self._is_awaited = False
         self._readers = readers
         self._turn = 0
         self._ended: set[int] = set()
@@ -93,8 +110,26 @@ class SamplesReader:
                 return None
             elif (event := self._poll()) is not None:
                 return event
-            self._samples.changed.clear()
-            await self._samples.changed.wait()
+            self._is_awaited = True
+            try:
+                await self._samples.changed.wait()
+            finally:
+                self._is_awaited = False
+            if self._samples.reader is self:
+                self._samples.changed.clear()
+                for reader in self._readers:
+                    reader.look()
+
+    def deliver(self) -> bool:
+        """Give new output to the outlet, past `next`; return whether `next` has nothing to return."""
+        take = self._outlet.take if self._outlet is not None else None
+        if take is None or not self._is_awaited or not self._has_started or self._samples.reader is not self:
+            return False
+        is_done = True
+        for at, reader in enumerate(self._readers):
+            if at not in self._ended:
+                is_done &= reader.deliver(partial(_of_sample, take, at) if at else take)
+        return is_done
 
     def _poll(self) -> tuple[int, Delta | Complete] | None:
         """Take from the samples in turns, so that no sample waits for a long one."""
@@ -107,6 +142,10 @@ class SamplesReader:
                 self._turn = at + 1
                 return at, event
         return None
+
+
+def _of_sample(take: Callable[[Delta], bool], at: int, delta: Delta) -> bool:
+    return take(msgspec.structs.replace(delta, sample=at))
 
 
 class BeamSink:

@@ -5,11 +5,14 @@ stream outlives its reader: it keeps what was given (never more than `max_tokens
 has. It gets the rest, once.
 """
 
-import asyncio
 from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from typing import Protocol
 
 import msgspec
 
+from access.limits import TenantAdmission
 from engine.messages import Fault
 from engine.types import FinishReason
 from router.core.endings import LEFT
@@ -24,6 +27,16 @@ DEADLINE_SLACK_S = 0.01
 """gRPC ends a call at its deadline by itself, and may be so much ahead of us: its client did not leave, it was late."""
 
 
+MAX_JOINED = 4096
+"""Deltas that are joined at most: what waits for a client that reads again leaves as several."""
+
+
+class Signal(Protocol):
+    """Tells the reader that there is something new."""
+
+    def set(self) -> None: ...
+
+
 class SampleStream:
     # Mutable state: the deltas given so far, how the request ended, and the present reader.
 
@@ -33,12 +46,14 @@ class SampleStream:
         output: Output,
         timeline: Timeline,
         observer: Observer,
-        changed: asyncio.Event,
+        changed: Signal,
         journal: RouterJournal,
         *,
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
+        admission: TenantAdmission | None = None,
     ) -> None:
+        """`admission` is charged with the output, and told of the end."""
         self.started = started
         self.output = output
         self.deltas: list[Delta] = []
@@ -53,6 +68,7 @@ class SampleStream:
         self._is_adopted = is_adopted
         self._deadline_s = deadline_s
         self._counted = False
+        self._admission = admission
 
     @property
     def ids(self) -> list[int]:
@@ -79,6 +95,8 @@ class SampleStream:
         self._timeline.moved(stages, now)
 
     def tokens(self, ids: list[int], now: float) -> int | None:
+        if self._admission is not None:
+            self._admission.spend(len(ids))
         text, kept = self.output.push(ids)
         if kept:
             self._timeline.tokens(len(kept), now)
@@ -91,11 +109,13 @@ class SampleStream:
         if rest := self.output.flush():
             self._show(rest, [])
         self.end = end
+        self._let_go()
         self.changed.set()
 
     def failed(self, fault: Fault, outcome: FinishReason, retry_after_s: float | None, now: float) -> None:
         self._count(outcome, now, {})
         self.end = ApiError(fault.code, fault.message, fault.field, retry_after_s)
+        self._let_go()
         self.changed.set()
 
     def left(self, now: float, why: ApiError | None = None) -> None:
@@ -109,6 +129,7 @@ class SampleStream:
         # 2. It was still running. 3. It has failed, and was counted then.
         elif self.end is None:
             self.end = why or ApiError(LEFT.code, LEFT.message)
+            self._let_go()
             self.changed.set()
         late = now >= self._deadline_s - DEADLINE_SLACK_S
         self._count(FinishReason.DEADLINE if late else FinishReason.CANCELLED, now, {})
@@ -169,6 +190,22 @@ class SampleStream:
             self._count(reason, now, self._finished.stats.stages)
         return self._finished
 
+    def join(self, at: int, until: int) -> Delta:
+        """Return deltas `at` to `until`, at least one, as one. It takes their place, so that whoever reads the stream
+        again gets what was given before."""
+        deltas, until = self.deltas, min(until, at + MAX_JOINED)
+        if at + 1 < until:
+            parts = deltas[at:until]
+            ids = tuple(chain.from_iterable([part.token_ids for part in parts]))
+            deltas[at:until] = [Delta("".join([part.text for part in parts]), ids)]
+        return deltas[at]
+
+    def _let_go(self) -> None:
+        """Give the tenant's place back, once."""
+        if self._admission is not None:
+            self._admission.sample_ended()
+            self._admission = None
+
     def _show(self, text: str, ids: list[int]) -> None:
         self.deltas.append(Delta(text, tuple(ids)))
         self.changed.set()
@@ -193,6 +230,7 @@ class SampleStream:
             stats=self._finished.stats if self._finished is not None else None,
         )
         self._journal.ended(summary)
+        line.gaps_s = []
 
 
 class Reader:
@@ -201,14 +239,15 @@ class Reader:
     `position` is what its client has, and nothing is given before the stream is there; None where it is the first.
     """
 
-    # Mutable state: the position that is still to be reached, what is given again, and how many deltas were passed.
+    # Mutable state: the position that is still to be reached, what is given again, how many deltas were passed, and how
+    # many may be.
 
     def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream
         self._is_first = position is None
         self._position = position
         self._backlog: deque[Delta] = deque()
-        self._at = 0
+        self._at = self._until = 0
 
     def is_ready(self) -> bool:
         """Return whether the client can be told that its request has begun, or goes on. Raises ApiError for one that
@@ -223,16 +262,37 @@ class Reader:
             return False
         return self._position is None
 
+    def look(self) -> None:
+        """It is the reader's turn: what has come until now may be polled."""
+        self._until = len(self._stream.deltas)
+
+    def deliver(self, take: Callable[[Delta], bool]) -> bool:
+        """Give new output to `take`, if it takes it; return whether nothing is left to read."""
+        stream = self._stream
+        if self._position is not None or self._backlog:
+            return False
+        while self._at < len(stream.deltas):
+            if not take(stream.join(self._at, len(stream.deltas))):
+                return False
+            self._at += 1
+        return stream.end is None
+
     def poll(self) -> Delta | Complete | None:
-        """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed."""
+        """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed. Output
+        that had come by the last turn is one event."""
         stream = self._stream
         if not self.is_ready():
             return None
         if self._backlog:
             return self._backlog.popleft()
-        if self._at < len(stream.deltas):
+        if self._at < self._until:
+            count = len(stream.deltas)
+            delta = stream.join(self._at, self._until)
+            self._until -= count - len(stream.deltas)
             self._at += 1
-            return stream.deltas[self._at - 1]
+            return delta
+        if self._at < len(stream.deltas):
+            return None
         if isinstance(stream.end, ApiError):
             raise stream.end
         return stream.end

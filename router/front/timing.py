@@ -11,9 +11,11 @@ that moved off a leaving worker brings along what that worker reports.
 What only an earlier router had measured of an adopted request is `unattributed` too. When its first token came is not
 known unless it came here: `ttft_s` is 0, and gaps between tokens count from the adoption.
 
-The worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
-accounts for more time than lies between the two messages heard here, the first was heard late by at
-least the difference: that time is the worker's, and is taken off `reserve`. No clocks are compared.
+A worker's stages begin when it accepts, the router's `reserve` ends when it hears so. If the worker
+accounts for more time than lies between that message and its last one, the yield or the end, the first
+was heard late by at least the difference: that time is the worker's, and is taken off the `reserve` of
+that placement. An adopted request was received earlier by as much: the age that its worker told was old
+when it was heard. So `unattributed` is never negative. No clocks are compared.
 """
 
 import msgspec
@@ -48,6 +50,7 @@ class Timeline:
     def adopted(cls, age_s: float, tokens: int, now: float) -> "Timeline":
         """Begin with a request accepted `age_s` ago. Its `tokens` output tokens come again, and are not timed."""
         line = cls(now - age_s)
+        line._accepted_s = line.received_s
         line._replayed_tokens = tokens
         return line
 
@@ -74,6 +77,7 @@ class Timeline:
 
     def moved(self, stages: dict[str, float], now: float) -> None:
         """The decode worker has yielded it, with its own account; the request stands in line once more."""
+        self._heard_late(stages, now)
         for name in WORKER_STAGES:
             self._earlier[name] += stages.get(name, 0.0)
         self.interrupted(now)
@@ -84,6 +88,10 @@ class Timeline:
             self._replayed_tokens = max(0, self._replayed_tokens - count)
             self._last_token_s = now
             return
+        if count == 1 and self._last_token_s is not None:
+            self.gaps_s.append(now - self._last_token_s)
+            self._last_token_s = now
+            return
         if self._last_token_s is None:
             self.first_token_s = now
             gap_s, count = 0.0, count - 1
@@ -92,27 +100,36 @@ class Timeline:
         self.gaps_s.extend([gap_s] * count)
         self._last_token_s = now
 
-    def stages(self, worker_stages: dict[str, float], now: float) -> dict[str, float]:
+    def _heard_late(self, worker_stages: dict[str, float], heard_s: float) -> None:
+        """Give the time by which the acceptance was heard late to the worker, whose last word came at `heard_s`."""
+        if self._accepted_s is None:
+            return
+        worker_s = sum(worker_stages.get(name, 0.0) for name in WORKER_STAGES)
+        late_s = max(0.0, worker_s - (heard_s - self._accepted_s))
+        reserve_s = min(self._last_reserve_s, late_s)
+        self._seconds["reserve"] -= reserve_s
+        self._last_reserve_s -= reserve_s
+        self._accepted_s -= late_s
+        if self._offered_s is None:  # it was adopted there
+            self.received_s -= late_s
+
+    def _stages(self, worker_stages: dict[str, float], now: float) -> dict[str, float]:
         """Return all nine stages and `unattributed`, which add up to the time since `received_s`."""
+        if self.ended_s is not None:
+            self._heard_late(worker_stages, self.ended_s)
         stages = dict(self._seconds)
-        stages |= {name: worker_stages.get(name, 0.0) for name in WORKER_STAGES}
-        if self._accepted_s is not None and self.ended_s is not None:
-            worker_s = sum(stages[name] for name in WORKER_STAGES)
-            late_s = worker_s - (self.ended_s - self._accepted_s)
-            stages["reserve"] -= min(self._last_reserve_s, max(0.0, late_s))
-        for name, seconds in self._earlier.items():
-            stages[name] += seconds
+        stages |= {name: self._earlier[name] + worker_stages.get(name, 0.0) for name in WORKER_STAGES}
         stages["stream_out"] = now - self.ended_s if self.ended_s is not None else 0.0
         stages["unattributed"] = now - self.received_s - sum(stages.values())
         return stages
 
     def finished(self, reason: FinishReason, stats: RequestStats, stop_matched: str, now: float) -> Finished:
         """The account of a request that ended well, closed at `now`."""
+        stats = msgspec.structs.replace(stats, stages=self._stages(stats.stages, now))
         gaps = sorted(self.gaps_s)
         first_s = self.first_token_s
         if first_s is None:
             first_s = now if self._last_token_s is None else self.received_s
-        stats = msgspec.structs.replace(stats, stages=self.stages(stats.stages, now))
         return Finished(
             reason=reason,
             prompt_tokens=stats.prompt_tokens,

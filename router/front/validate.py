@@ -7,11 +7,13 @@ Raises `FieldError` with the field's name, `TooLongError` for a prompt that the 
 import math
 from collections.abc import Sequence
 
+from engine.messages import Orphan
 from engine.plan import MAX_PRIORITY, SAMPLING_RANGES, check_beams
 from engine.types import BeamParams, FieldError, TooLongError
 from router.config import RouterConfig
-from router.front.api import GenerateCall
+from router.front.api import ChatMessage, GenerateCall
 from router.front.output import ServedModel
+from router.front.resume import Context
 
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
@@ -55,6 +57,36 @@ def check_call(call: GenerateCall, model: ServedModel, config: RouterConfig) -> 
     _check_search(call)
     if call.timeout_s is not None and not 0 < call.timeout_s <= MAX_TIMEOUT_S:
         raise FieldError("timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+
+
+def check_adopted(orphan: Orphan, context: Context, model: ServedModel, config: RouterConfig) -> None:
+    """Hold what a worker reports of an earlier router's request to the limits of the calls that this one takes. Raises
+    FieldError."""
+    record = orphan.record
+    if not 0 < record.prompt_tokens <= len(record.tokens):
+        raise FieldError("prompt_tokens", f"is {record.prompt_tokens} of {len(record.tokens)} tokens")
+    chat = [ChatMessage(role, content) for role, content in context.chat]
+    beams = record.beams
+    call = GenerateCall(
+        prompt=record.tokens[: record.prompt_tokens],
+        n=context.samples if beams is None else beams.answers,
+        max_tokens=record.max_tokens,
+        min_tokens=record.min_tokens,
+        sampling=record.sampling,
+        seed=record.seed,
+        stop=context.stop,
+        stop_token_ids=record.stop_token_ids,
+        priority=record.priority,
+        beam_width=None if beams is None else beams.width,
+    )
+    check_call(call, model, config)
+    if chat:
+        _check_prompt(chat, model, config)
+    _count("max_tokens", record.max_tokens, 1, model.context_tokens - record.prompt_tokens)
+    emitted = max(len(record.tokens) - record.prompt_tokens, len(orphan.tokens))
+    _count("tokens", emitted, 0, record.max_tokens)
+    _check_ids("tokens", [*record.tokens[record.prompt_tokens :], *orphan.tokens], model.vocab_size)
+    _count("sample_index", record.sample_index, 0, context.samples - 1)
 
 
 def _check_search(call: GenerateCall) -> None:

@@ -11,6 +11,8 @@ from urllib.parse import unquote
 import grpc
 import msgspec
 
+from access.client import ClientCredentials
+from access.config import AccessError
 from protos import headrace_pb2 as pb
 from router.front.api import NOBODY, ApiError, GenerateCall, GenerateEvent
 from router.grpc.convert import call_to_proto, event_from_proto, resume_to_proto
@@ -37,6 +39,9 @@ _OPTIONS = [
 ]
 
 
+Metadata = tuple[tuple[str, str], ...]
+
+
 class Client:
     """Synchronous and asynchronous; each kind opens its channel when it is first used.
 
@@ -44,14 +49,17 @@ class Client:
     broken connection is no failure: the client comes back, and goes on where it was, for up to half a minute.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: ClientCredentials | None = None) -> None:
         self._address = address
+        self._credentials = credentials or ClientCredentials()
+        shown = self._credentials.authorization
+        self._metadata: Metadata = (("authorization", shown),) if shown else ()
         self._channel: grpc.Channel | None = None
         self._aio_channel: grpc.aio.Channel | None = None
 
     def generate(self, call: GenerateCall, resume: bool = False) -> Generator[GenerateEvent, None, None]:
         """Events of one request, ending with Finished of its last sample. Raises ApiError."""
-        reading = _Reading(self._sync(), call, resume)
+        reading = _Reading(self._sync(), call, resume, self._metadata)
         try:
             while True:
                 try:
@@ -72,7 +80,7 @@ class Client:
 
     async def agenerate(self, call: GenerateCall, resume: bool = False) -> AsyncIterator[GenerateEvent]:
         """Like `generate`, on the running event loop; close it with `aclosing` to cancel."""
-        reading = _Reading(self._aio(), call, resume)
+        reading = _Reading(self._aio(), call, resume, self._metadata)
         try:
             while True:
                 try:
@@ -94,7 +102,7 @@ class Client:
     def models(self, timeout_s: float = 10.0) -> dict[str, int]:
         """Context length in tokens by model name. Raises ApiError."""
         try:
-            data = self._sync().unary_unary(_MODELS)(b"", timeout=timeout_s)
+            data = self._sync().unary_unary(_MODELS)(b"", timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _api_error(error) from error
         return {m.name: m.context_tokens for m in pb.ListModelsResponse.FromString(data).models}
@@ -126,13 +134,37 @@ class Client:
 
     def _sync(self) -> grpc.Channel:
         if self._channel is None:
-            self._channel = grpc.insecure_channel(self._address, _OPTIONS)
+            secure, options = self._secure()
+            self._channel = (
+                grpc.insecure_channel(self._address, options)
+                if secure is None
+                else grpc.secure_channel(self._address, secure, options)
+            )
         return self._channel
 
     def _aio(self) -> grpc.aio.Channel:
         if self._aio_channel is None:
-            self._aio_channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
+            secure, options = self._secure()
+            self._aio_channel = (
+                grpc.aio.insecure_channel(self._address, options)
+                if secure is None
+                else grpc.aio.secure_channel(self._address, secure, options)
+            )
         return self._aio_channel
+
+    def _secure(self) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+        """Return what TLS needs, None without it, and the channel's options. Raises ApiError for files that cannot be
+        read."""
+        ours, options = self._credentials, list[tuple[str, Any]](_OPTIONS)
+        if not ours.has_tls:
+            return None, options
+        try:
+            roots, key, chain = ours.pem()
+        except AccessError as error:
+            raise ApiError("UNAUTHENTICATED", str(error)) from error
+        if ours.server_name:
+            options.append(("grpc.ssl_target_name_override", ours.server_name))
+        return grpc.ssl_channel_credentials(roots, key, chain), options
 
 
 class _Reading:
@@ -140,8 +172,9 @@ class _Reading:
 
     # Mutable state: the present stream, and what has come so far.
 
-    def __init__(self, channel: Any, call: GenerateCall, resume: bool) -> None:
+    def __init__(self, channel: Any, call: GenerateCall, resume: bool, metadata: Metadata) -> None:
         """Raises ApiError for a call that cannot be encoded."""
+        self._metadata = metadata
         self.progress = Progress()
         self._channel = channel
         self._is_resumable = call.resumable or resume
@@ -151,7 +184,8 @@ class _Reading:
             request = call_to_proto(call).SerializeToString()
         except (TypeError, ValueError) as error:
             raise ApiError("INVALID_ARGUMENT", f"the call cannot be encoded: {error}") from error
-        metadata = (("traceparent", call.traceparent),) if call.traceparent else ()
+        if call.traceparent:
+            metadata = (*metadata, ("traceparent", call.traceparent))
         self.stream = channel.unary_stream(_GENERATE)(request, timeout=call.timeout_s, metadata=metadata)
 
     def taken(self, data: bytes) -> GenerateEvent | None:
@@ -174,7 +208,7 @@ class _Reading:
         request = resume_to_proto(self.progress.token, self.progress.positions).SerializeToString()
         left_s = None if self._ends_s is None else max(self._ends_s - time.monotonic(), 1e-3)
         try:
-            self.stream = self._channel.unary_stream(_RESUME)(request, timeout=left_s)
+            self.stream = self._channel.unary_stream(_RESUME)(request, timeout=left_s, metadata=self._metadata)
         except (ValueError, grpc.aio.UsageError) as error:
             raise ApiError("CANCELLED", "the client was closed") from error
 
@@ -184,7 +218,7 @@ class _Reading:
 
     def cancel(self) -> Any:
         request = pb.CancelRequest(resume_token=self.progress.token).SerializeToString()
-        return self._channel.unary_unary(_CANCEL)(request, timeout=_CANCEL_TIMEOUT_S)
+        return self._channel.unary_unary(_CANCEL)(request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata)
 
 
 def _ended_early() -> ApiError:

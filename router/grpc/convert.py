@@ -19,7 +19,7 @@ from router.front.api import (
 _SAMPLING = SamplingParams.__struct_fields__
 _SCALARS = (
     "model", "max_tokens", "min_tokens", "seed", "ignore_eos", "request_id", "tenant", "timeout_s", "resumable", "n",
-    "priority", "beam_width", "length_penalty",
+    "priority", "beam_width", "length_penalty", "parse_control_tokens",
 )
 # What our records and the messages have under the same names.
 _STARTED = ("request_id", "model", "prompt_tokens", "resume_token", "samples")

@@ -6,7 +6,7 @@ no protobuf, or holds invalid UTF-8, is the caller's fault and is told so.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,8 +16,12 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from access.authenticator import Authenticator
+from access.tenants import Caller
+from access.tls import PemFiles, ServerCertificates, names_of_peer
 from engine.types import FieldError, host_port
 from protos import headrace_pb2 as pb
+from router.front.access import OPEN, as_tenant, let_in, tenant_of
 from router.front.api import ApiError, GenerateCall, GenerateEvent, invalid
 from router.front.frontend import Frontend
 from router.grpc.convert import call_from_proto, event_to_proto, positions_from_proto
@@ -35,20 +39,32 @@ log = logging.getLogger(__name__)
 class Service:
     """The gRPC server and its handlers; `ready` is asked for health."""
 
-    def __init__(self, frontend: Frontend, ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        ready: Callable[[], bool],
+        authenticator: Authenticator = OPEN,
+        certificates: ServerCertificates | None = None,
+    ) -> None:
+        """Without `certificates` there is no TLS. Health and reflection need no credential beyond what TLS asks."""
         self._frontend = frontend
+        self._authenticator = authenticator
+        self._certificates = certificates
         self._ready = ready
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, host: str, port: int, max_message_bytes: int) -> int:
-        """Serve Generate, ListModels, health and reflection; returns the port.
+    async def start(
+        self, host: str, port: int, max_message_bytes: int, limits: Sequence[tuple[str, int]] = ()
+    ) -> int:
+        """Serve Generate, ListModels, health and reflection; returns the port. `limits` are options of gRPC's server.
 
         Raises OSError if the address cannot be bound.
         """
         server = grpc.aio.server(
             options=[
+                *limits,
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", 0),
                 # Clients of resumable streams ask every few seconds whether we are there.
@@ -57,12 +73,30 @@ class Service:
         )
         self._register(server)
         try:
-            port = server.add_insecure_port(host_port(host, port))
+            port = self._listen(server, host_port(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port} for gRPC: {error}") from error
         await server.start()
         self._server = server
         return port
+
+    def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Bind `address`, with TLS where there are certificates; each handshake has those that the files hold then."""
+        files = self._certificates
+        if files is None:
+            return server.add_insecure_port(address)
+        sent = files.pem()
+
+        def latest() -> Any:
+            nonlocal sent
+            pem = files.pem()
+            if pem is sent:
+                return None
+            sent = pem
+            return _certificate(pem)
+
+        secure = grpc.dynamic_ssl_server_credentials(_certificate(sent), latest, files.needs_client)
+        return server.add_secure_port(address, secure)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests and give those under way `grace_s` seconds."""
@@ -92,26 +126,46 @@ class Service:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     def _generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
-        call = _parse(data, context.time_remaining())
+        caller = self._caller(context)
+        call = as_tenant(_parse(data, context.time_remaining()), caller)
         metadata = dict(context.invocation_metadata() or ())
         trace = sound(str(metadata.get(HEADER, "")))
         return self._frontend.generate(msgspec.structs.replace(call, traceparent=trace))
 
     def _resume(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[GenerateEvent, None]:
+        tenant = tenant_of(self._caller(context))
         request = _message(pb.ResumeRequest, data)
-        return self._frontend.resume(request.resume_token, positions_from_proto(request))
+        return self._frontend.resume(request.resume_token, positions_from_proto(request), tenant)
 
     async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token)
+            tenant = tenant_of(self._caller(context))
+            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
         except ApiError as error:
             await _abort(context, error)
         return b""
 
     async def _list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self._caller(context)
+        except ApiError as error:
+            await _abort(context, error)
         model = self._frontend.model
         listed = pb.Model(name=model.name, context_tokens=model.context_tokens)
         return pb.ListModelsResponse(models=[listed]).SerializeToString()
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Return who calls, by the key in the metadata or the certificate of the connection. Raises ApiError."""
+        if self._authenticator.is_open:
+            return let_in(self._authenticator, "", None)
+        shown = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        names = names_of_peer(context.auth_context())
+        return let_in(self._authenticator, shown[0] if len(shown) == 1 else "ambiguous" if shown else "", names)
+
+
+def _certificate(pem: PemFiles) -> Any:
+    pair = [(pem.key, pem.chain)]
+    return grpc.ssl_server_certificate_configuration(pair, pem.client_ca or None)
 
 
 def _streaming(events: Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[GenerateEvent, None]]) -> Any:

@@ -10,12 +10,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.front.api import ApiError, Delta, Finished, GenerateEvent, HttpForm, Started
+from router.front.outlet import Outlet
 from router.front.resume import unknown_token
 from router.http.openai_reply import error_reply, whole
 from router.http.openai_stream import (
@@ -29,15 +31,32 @@ from router.http.openai_stream import (
 KEEP_ALIVE_S = 10.0
 RESUME_TOKEN_HEADER = "x-headrace-resume-token"
 
+CONNECTION = "connection"
+"""Where a request's state holds the `ChunkWriter` of its connection, if the server is ours."""
+
 log = logging.getLogger("headrace.router.http")
+
+
+class ChunkWriter(Protocol):
+    """Writes to a client past the layers of the application."""
+
+    def is_writable(self) -> bool:
+        """Return whether an answer of unknown length has begun, and its client is not behind."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of it now."""
 
 
 class WholeAnswer:
     """An ASGI application: all of an answer at once."""
 
-    def __init__(self, events: AsyncGenerator[GenerateEvent, None], form: HttpForm) -> None:
+    def __init__(
+        self, events: AsyncGenerator[GenerateEvent, None], form: HttpForm, outlet: Outlet | None = None
+    ) -> None:
+        """`outlet`, which `events` ask, takes all output, so that this is woken for the end alone."""
         self._events = events
         self._form = form
+        self._outlet = outlet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         label = self._form.label
@@ -47,9 +66,16 @@ class WholeAnswer:
                 label = label or started.request_id
                 answers: list[list[Delta]] = [[] for _ in range(started.samples)]
                 ends: list[Finished] = []
+
+                def take(item: Delta) -> bool:
+                    answers[item.sample].append(item)
+                    return True
+
+                if self._outlet is not None:
+                    self._outlet.take = take
                 async for item in events:
                     if isinstance(item, Delta):
-                        answers[item.sample].append(item)
+                        take(item)
                     elif isinstance(item, Finished):
                         ends.append(item)
                 ends.sort(key=lambda end: end.sample)
@@ -63,21 +89,25 @@ class WholeAnswer:
 
 class StreamedAnswer:
     """An ASGI application: `events` of the frontend as events of the stream, those after `at`. `form` is None where the
-    stream itself knows how it began."""
+    stream itself knows how it began. `outlet`, which `events` ask, is opened where the connection can be written to at
+    once."""
 
     def __init__(
         self,
         events: AsyncGenerator[GenerateEvent, None],
         form: HttpForm | None,
         at: Sequence[EventPosition] = (),
+        outlet: Outlet | None = None,
     ) -> None:
+        self._outlet = outlet
         self._events = events
         self._form = form
         self._at = at
         self._had_the_end = bool(at) and all(one.closing for one in at)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = _EventStream(send, self._form.label if self._form is not None else "")
+        connection = scope.get("state", {}).get(CONNECTION)
+        out = _EventStream(send, self._form.label if self._form is not None else "", connection)
         pulse = asyncio.ensure_future(out.keep_alive())
         try:
             async with aclosing(_checked(self._events)) as events:
@@ -110,13 +140,17 @@ class StreamedAnswer:
         out.resume_token = started.resume_token
         if started.resume_token and not self._had_the_end:
             await out.begin()
-        return StreamWriter(started, form, self._at)
+        writer = StreamWriter(started, form, self._at)
+        if self._outlet is not None and not any(one.closing for one in self._at):
+            self._outlet.take = lambda item: out.is_free() and out.put(writer.delta(item))
+        return writer
 
 
 class _EventStream:
     """The response side of one stream. Two tasks write, answer and keep-alive, so every send is under a lock."""
 
-    def __init__(self, send: Send, label: str) -> None:
+    def __init__(self, send: Send, label: str, connection: ChunkWriter | None = None) -> None:
+        self._connection = connection
         self.label = label
         self.resume_token = ""
         self._send = send
@@ -133,6 +167,19 @@ class _EventStream:
         if data:
             async with self._lock:
                 await self._put(data)
+
+    def is_free(self) -> bool:
+        """Return whether `put` may be called: nobody else writes, and the client is not behind."""
+        is_ours = self._started and not self._closed and not self._lock.locked()
+        return is_ours and self._connection is not None and self._connection.is_writable()
+
+    def put(self, data: bytes) -> bool:
+        """Write at once. Return True."""
+        if data:
+            assert self._connection is not None
+            self._quiet = False
+            self._connection.write_chunk(data)
+        return True
 
     async def end(self) -> None:
         async with self._lock:

@@ -32,7 +32,8 @@ _STOPPING = {
     "never": EarlyStopping.NEVER,
 }
 _SAME = (
-    "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty"
+    "n", "model", "min_tokens", "seed", "ignore_eos", "resumable", "priority", "tenant", "beam_width", "length_penalty",
+    "parse_control_tokens",
 )
 """Fields that a call has under the same name, and with the same values."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -102,6 +103,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     beam_width: Int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    parse_control_tokens: bool | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):

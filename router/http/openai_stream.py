@@ -23,6 +23,7 @@ from router.http.openai_reply import ReplyChoice, ReplyText, encoded, last_choic
 FIELD = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9_-]+)((?:\.[0-9]{1,9}\.[0-9]{1,9}\.[0-9])+)", re.ASCII)
 DONE = b"[DONE]"
+_encode = msgspec.json.Encoder().encode
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
@@ -57,37 +58,60 @@ def positions(value: str, token: str) -> list[EventPosition]:
     return [EventPosition(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
 
 
+_MARK = "\x00text\x00"
+_IDS = (1234567890123456789,)
+
+
 class StreamWriter:
-    """Writes the events of one stream. Mutable state: the positions behind what was written, and the accounts of
-    samples that are over."""
+    """Writes the events of one stream. Mutable state: the positions behind what was written, the accounts of samples
+    that are over, and for each sample what lies around the text, and the ids, of all its chunks but the first."""
 
     def __init__(self, started: Started, form: HttpForm, at: Sequence[EventPosition] = ()) -> None:
         self._started = started
         self._form = form
         self._at = list(at) or [EventPosition()] * started.samples
         self._ends: dict[int, Finished] = {}
+        self._around: dict[int, tuple[bytes, bytes, bytes]] = {}
 
     def delta(self, item: Delta) -> bytes:
         """One event of new output, or nothing where the client asked for text and there is none yet.
 
         Raises `ApiError` for a client that said it had seen the output end.
         """
-        at = self._at[item.sample]
+        sample, text, ids = item.sample, item.text, item.token_ids
+        at = self._at[sample]
         if at.closing:
             raise invalid(FIELD, "lies behind the end of the output")
-        is_first = not self._has_output(item.sample)
-        next_index = at.next_index + len(item.token_ids)
-        self._at[item.sample] = EventPosition(next_index, at.text_bytes + len(item.text.encode()))
-        if not item.text and not (self._form.return_token_ids and item.token_ids):
+        is_first = not self._has_output(sample)
+        size = len(text) if text.isascii() else len(text.encode())
+        self._at[sample] = EventPosition(at.next_index + len(ids), at.text_bytes + size)
+        if not text and not (self._form.return_token_ids and ids):
             return b""
-        choice = ReplyChoice(index=item.sample)
+        if is_first:
+            return self._event(self._output(sample, text, ids, is_first=True))
+        around = self._around.get(sample)
+        if around is None:
+            around = self._around[sample] = self._split(sample)
+        before, between, after = around
+        written = _encode(ids) if self._form.return_token_ids else b""
+        return self._event(b"".join((before, _encode(text), between, written, after)))
+
+    def _split(self, sample: int) -> tuple[bytes, bytes, bytes]:
+        """Return what lies before the text of a chunk that is not the first, between it and the ids, and behind."""
+        before, rest = self._output(sample, _MARK, _IDS, is_first=False).split(_encode(_MARK))
+        between, _, after = rest.partition(_encode(_IDS))
+        return before, between, after
+
+    def _output(self, sample: int, text: str, ids: tuple[int, ...], *, is_first: bool) -> bytes:
+        """Write a chunk of output."""
+        choice = ReplyChoice(index=sample)
         if self._form.chat:
-            choice.delta = ReplyText(item.text, role="assistant" if is_first else msgspec.UNSET)
+            choice.delta = ReplyText(text, role="assistant" if is_first else msgspec.UNSET)
         else:
-            choice.text = item.text
+            choice.text = text
         if self._form.return_token_ids:
-            choice.token_ids = item.token_ids
-        return self._event(self._chunk([choice]))
+            choice.token_ids = ids
+        return self._chunk([choice])
 
     def last(self, end: Finished) -> list[bytes]:
         """The events that close a sample, and behind the last one the answer: the finish reason, the usage if asked

@@ -20,17 +20,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.front.access import as_tenant, tenant_of
 from router.front.api import ApiError, Position
 from router.front.frontend import Frontend
+from router.front.outlet import Outlet
 from router.front.resume import unknown_token
 from router.http.answers import StreamedAnswer, WholeAnswer, error_response, json_response
+from router.http.bodies import Bodies, BodyRefusal
+from router.http.gate import caller_of
 from router.http.openai import Parsed, parse_chat, parse_completion, timeout_from
 from router.http.openai_reply import envelope
 from router.http.openai_stream import FIELD, positions
 from router.roster import ScrapeTarget
 from telemetry.tracing import HEADER, sound
 
-BODY_LIMIT_BYTES = 4 * 1024 * 1024
 LABEL_LIMIT_CHARS = 128
 RESUMABLE_HEADER = "x-headrace-resumable"
 
@@ -38,7 +41,7 @@ RESUMABLE_HEADER = "x-headrace-resumable"
 class ServerState(Protocol):
     """The state that the routes beside generation report (`router.app.RouterApp`): whether at least one prefill and one
     decode worker can take requests, the models, all metric families in Prometheus' text format, and what Prometheus is
-    to scrape, with the router itself at `router_address`, host:port."""
+    to scrape, with the router itself at `router_address`, host:port, and what else is on its host at `host`."""
 
     def ready(self) -> bool: ...
 
@@ -46,12 +49,14 @@ class ServerState(Protocol):
 
     async def metrics_text(self) -> bytes: ...
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]: ...
+    def targets(self, router_address: str, host: str) -> list[ScrapeTarget]: ...
 
 
-def build_app(frontend: Frontend, state: ServerState) -> Starlette:
-    """The ASGI application. `frontend` and `state` must live on the event loop that serves it."""
+def build_app(frontend: Frontend, state: ServerState, bodies_bytes: int = 64 * 1024 * 1024) -> Starlette:
+    """The ASGI application. `frontend` and `state` must live on the event loop that serves it; `bodies_bytes` bounds
+    what is being received of all bodies together."""
     started = int(time.time())
+    bodies = Bodies(bodies_bytes)
 
     def card(name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
@@ -77,15 +82,15 @@ def build_app(frontend: Frontend, state: ServerState) -> Starlette:
 
     async def discovery(request: Request) -> Response:
         # Whoever asks has just reached the router there, whatever address it listens on.
-        return json_response(msgspec.to_builtins(state.targets(request.url.netloc)))
+        return json_response(msgspec.to_builtins(state.targets(request.url.netloc, request.scope["server"][0])))
 
     async def show_version(request: Request) -> Response:
         return json_response({"version": _version()})
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", _Generate(frontend, parse_chat), methods=["POST"]),
-            Route("/v1/completions", _Generate(frontend, parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", _Generate(frontend, parse_chat, bodies), methods=["POST"]),
+            Route("/v1/completions", _Generate(frontend, parse_completion, bodies), methods=["POST"]),
             Route("/v1/streams/{token}", _Streams(frontend), methods=["GET", "DELETE"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
@@ -105,33 +110,40 @@ class _Generate:
     A plain ASGI callable, because a Starlette function endpoint cannot watch for the client's disconnect.
     """
 
-    def __init__(self, frontend: Frontend, parse: Callable[..., Parsed]) -> None:
+    def __init__(self, frontend: Frontend, parse: Callable[..., Parsed], bodies: Bodies) -> None:
         self._frontend = frontend
         self._parse = parse
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         label = _label(request.headers.get("x-request-id", ""))
         try:
-            body = await _body(request)
+            body = await self._bodies.read(request)
         except ClientDisconnect:
             return
-        if body is None:
-            await _too_large(label)(scope, receive, send)
+        except BodyRefusal as refusal:
+            await refusal.response(label)(scope, receive, send)
             return
         try:
             header = request.headers.get("x-request-timeout-s")
             timeout_s = None if header is None else timeout_from(header, "x-request-timeout-s")
             parsed = self._parse(body, label=label, timeout_s=timeout_s, created=int(time.time()))
+            call = as_tenant(parsed.call, caller_of(request))
         except ApiError as error:
             await error_response(error, label)(scope, receive, send)
             return
+        finally:
+            del body  # parsed, it may be as large again; and this lasts as long as the answer
         asked = parsed.stream and request.headers.get(RESUMABLE_HEADER, "") == "1"
         resumable = parsed.call.resumable or asked
         trace = sound(request.headers.get(HEADER, ""))
-        call = msgspec.structs.replace(parsed.call, resumable=resumable, traceparent=trace)
-        events = self._frontend.generate(call)
-        answer = StreamedAnswer(events, parsed.form) if parsed.stream else WholeAnswer(events, parsed.form)
+        call = msgspec.structs.replace(call, resumable=resumable, traceparent=trace)
+        outlet = Outlet()
+        events = self._frontend.generate(call, outlet)
+        answer: ASGIApp = WholeAnswer(events, parsed.form, outlet)
+        if parsed.stream:
+            answer = StreamedAnswer(events, parsed.form, outlet=outlet)
         await _attended(answer, scope, receive, send)
 
 
@@ -145,8 +157,13 @@ class _Streams:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         token: str = request.path_params["token"]
+        try:
+            tenant = tenant_of(caller_of(request))
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
         if scope["method"] == "DELETE":
-            known = self._frontend.cancel(token)
+            known = self._frontend.cancel(token, tenant)
             gone = Response(status_code=204) if known else error_response(unknown_token())
             await gone(scope, receive, send)
             return
@@ -159,8 +176,9 @@ class _Streams:
             await error_response(error)(scope, receive, send)
             return
         had = [Position(one.next_index, one.text_bytes) for one in at]
-        events = self._frontend.resume(token, had)
-        await _attended(StreamedAnswer(events, None, at), scope, receive, send)
+        outlet = Outlet()
+        events = self._frontend.resume(token, had, tenant, outlet)
+        await _attended(StreamedAnswer(events, None, at, outlet), scope, receive, send)
 
 
 async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,27 +200,6 @@ async def _attended(answer: ASGIApp, scope: Scope, receive: Receive, send: Send)
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> bytes | None:
-    """The whole body, or None as soon as it is known to be over the limit."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > BODY_LIMIT_BYTES:
-        return None
-    chunks = bytearray()
-    async for chunk in request.stream():
-        chunks += chunk
-        if len(chunks) > BODY_LIMIT_BYTES:
-            return None
-    return bytes(chunks)
-
-
-def _too_large(label: str) -> Response:
-    message = f"the body is larger than {BODY_LIMIT_BYTES} bytes"
-    body = envelope(message, "invalid_request_error", None, "request_too_large")
-    # The rest of the body is never read, so the connection cannot carry another request.
-    headers = {"connection": "close"} | ({"x-request-id": label} if label else {})
-    return json_response(body, 413, headers)
 
 
 def _label(value: str) -> str:

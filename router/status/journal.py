@@ -4,6 +4,7 @@ Told of everything by the hub (commands of the core) and by the streams (how a r
 """
 
 import logging
+import struct
 from collections import Counter, deque
 
 import msgspec
@@ -12,12 +13,15 @@ from engine.messages import Cancel, Finish, Place, RequestStats, RouterRecord, U
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core import events
 from telemetry.flight import Fact, FlightRecorder
+from telemetry.labels import STAGES
 from telemetry.tracing import Span, Tracing, consecutive, unix_offset_s
 
 log = logging.getLogger(__name__)
 
 RECENT_S = 60.0
-KEPT = 4096
+KEPT = 2048
+"""Endings, and requests under way, that are kept: above 34 requests a second the figures are of less than a minute."""
+_PACKED = struct.Struct(f"{len(STAGES)}d")
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +56,39 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True):
     migration_s: float = 0.0
 
 
+class _Ending(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a `RequestSummary`: thousands of them are, so numbers alone. `stages` are packed in the order
+    of STAGES, and empty without any; the other figures are those of its name there, zero or None where it has none."""
+
+    outcome: FinishReason
+    at_s: float
+    ttft_s: float | None
+    itl_s: float | None
+    stages: bytes
+    output_tokens: int = 0
+    migrated_blocks: int = 0
+    migrated_bytes: int = 0
+    migration_s: float = 0.0
+
+    @classmethod
+    def of(cls, end: RequestSummary) -> "_Ending":
+        itl_s = sum(end.gaps_s) / len(end.gaps_s) if end.gaps_s else None
+        stages = _PACKED.pack(*(end.stages.get(name, 0.0) for name in STAGES)) if end.stages else b""
+        figures = (end.outcome, end.at_s, end.ttft_s, itl_s, stages)
+        stats = end.stats
+        if stats is None:
+            return cls(*figures)
+        moved = (stats.migrated_blocks, stats.migrated_bytes, stats.migration_s)
+        return cls(*figures, stats.output_tokens, *moved)
+
+
 class RouterJournal:
     # Mutable state: the recorder, the endings of late, who has been given a token, and the trace of each open request.
 
     def __init__(self, tracing: Tracing | None = None, worker: str = "router") -> None:
         self.recorder = FlightRecorder(worker)
         self._tracing = tracing
-        self._endings: deque[RequestSummary] = deque(maxlen=KEPT)
+        self._endings: deque[_Ending] = deque(maxlen=KEPT)
         self._begun: dict[str, None] = {}
 
     def received(self, request: str, traceparent: str, at_s: float) -> str:
@@ -92,8 +122,8 @@ class RouterJournal:
                 note(request, "decode worker lost", now, worker=worker, emitted_tokens=emitted)
             case events.Moved(request, worker):
                 note(request, "yielded", now, worker=worker)
-            case events.Poisonous(request, workers):
-                note(request, "poisonous", now, workers=", ".join(workers))
+            case events.Poisonous(request, deaths):
+                note(request, "poisonous", now, deaths=deaths)
             case events.Adopt(orphan):
                 note(orphan.record.request, "adopted", now, emitted_tokens=len(orphan.tokens))
             case events.Fail(request, fault, outcome):
@@ -121,7 +151,9 @@ class RouterJournal:
     def ended(self, end: RequestSummary) -> None:
         """The account of a request is closed."""
         self._begun.pop(end.request, None)
-        self._endings.append(end)
+        while self._endings and self._endings[0].at_s < end.at_s - RECENT_S:
+            self._endings.popleft()
+        self._endings.append(_Ending.of(end))
         facts: dict[str, Fact] = {"outcome": end.outcome.value, "e2e_s": round(end.e2e_s, 6)}
         if end.ttft_s is not None:
             facts["ttft_s"] = round(end.ttft_s, 6)
@@ -135,28 +167,29 @@ class RouterJournal:
     def recent(self, now: float) -> Recent:
         """The figures of the last minute."""
         last = [end for end in self._endings if end.at_s >= now - RECENT_S]
-        stats = [end.stats for end in last if end.stats is not None]
-        moved = [one for one in stats if one.migrated_blocks]
+        moved = [end for end in last if end.migrated_blocks]
         ttfts = sorted(end.ttft_s for end in last if end.ttft_s is not None)
-        itls = sorted(sum(end.gaps_s) / len(end.gaps_s) for end in last if end.gaps_s)
+        itls = sorted(end.itl_s for end in last if end.itl_s is not None)
         return Recent(
             outcomes=dict(Counter(end.outcome.value for end in last)),
             stages=_means([end.stages for end in last if end.stages]),
-            output_tokens=sum(one.output_tokens for one in stats),
+            output_tokens=sum(end.output_tokens for end in last),
             ttft_p50_s=_quantile(ttfts, 50),
             ttft_p99_s=_quantile(ttfts, 99),
             itl_p50_s=_quantile(itls, 50),
             itl_p99_s=_quantile(itls, 99),
             migrated_requests=len(moved),
-            migrated_blocks=sum(one.migrated_blocks for one in moved),
-            migrated_bytes=sum(one.migrated_bytes for one in moved),
-            migration_s=sum(one.migration_s for one in moved),
+            migrated_blocks=sum(end.migrated_blocks for end in moved),
+            migrated_bytes=sum(end.migrated_bytes for end in moved),
+            migration_s=sum(end.migration_s for end in moved),
         )
 
 
-def _means(all_stages: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for stages in all_stages for name in stages)
-    return {name: sum(stages.get(name, 0.0) for stages in all_stages) / len(all_stages) for name in names}
+def _means(all_stages: list[bytes]) -> dict[str, float]:
+    if not all_stages:
+        return {}
+    columns = zip(*(_PACKED.unpack(stages) for stages in all_stages), strict=True)
+    return {name: sum(column) / len(column) for name, column in zip(STAGES, columns, strict=True)}
 
 
 def _quantile(values: list[float], percent: int) -> float | None:

@@ -10,11 +10,12 @@ from telemetry.gpu_metrics import COMPILED, GpuMetrics
 from telemetry.labels import ROLES
 from telemetry.metrics import WorkerMetrics
 from telemetry.router_metrics import RouterMetrics, WorkerView
+from telemetry.supervisor_metrics import SupervisorMetrics
 from telemetry.swap_metrics import SwapMetrics
 from telemetry.tier_metrics import TierMetrics
 
 OWN = ("model", "pool", "worker")
-EVERYWHERE = ("router", "prefill", "decode")
+EVERYWHERE = ("supervisor", "router", "prefill", "decode")
 """The values of `pool`."""
 
 
@@ -38,12 +39,13 @@ class Shown:
 
 
 def catalog() -> dict[str, Shown]:
-    """Return all families by name, of a router and of a worker of each pool."""
+    """Return all families by name, of a supervisor, a router and a worker of each pool."""
     router = RouterMetrics("model")
     for role in ROLES:
         router.expected_worker(f"{role}-0", role)
     router.cluster(0, 0, [WorkerView(f"{role}-0", role, "ready", 0) for role in ROLES])
-    processes: list[tuple[str, ProcessMetrics]] = [("router", router)]
+    supervisor = SupervisorMetrics("model")
+    processes: list[tuple[str, ProcessMetrics]] = [("supervisor", supervisor), ("router", router)]
     for pool in ROLES:
         worker = WorkerMetrics("model", f"{pool}-0", pool)
         memory = dict.fromkeys(("weights_bytes", "workspace_bytes", "kv_bytes"), 0)

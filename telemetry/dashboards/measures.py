@@ -5,7 +5,7 @@ from telemetry.dashboards.promql import Scope, share
 PANELS = Scope("$__rate_interval", 'model=~"$model"', 'worker=~"$worker"')
 RULES = Scope("5m")
 
-UP = 'up{pool=~"router|prefill|decode"}'
+UP = 'up{pool=~"supervisor|router|prefill|decode"}'
 """1 for each target of `/sd` that Prometheus reaches, 0 for the others."""
 TARGET = "worker, pool"
 
@@ -35,11 +35,6 @@ def kv_used(s: Scope, by: str) -> str:
     """The share of blocks that no eviction frees."""
     held = s.sum("kv_blocks", by, state="active|reserved|quarantined")
     return f"{held} / {s.sum('kv_blocks', by)}"
-
-
-def kv_ledger(s: Scope, by: str) -> str:
-    """Blocks that are in no state, or in two: always zero."""
-    return f"{s.sum('kv_blocks', by)} - {s.sum('kv_pool_blocks', by)}"
 
 
 def migrations_failed(s: Scope) -> str:

@@ -11,6 +11,7 @@ from telemetry.dashboards.router import ROUTER
 DASHBOARDS = (OVERVIEW, REQUESTS, POOLS, MEMORY, MIGRATION, ROUTER, PROCESSES)
 
 UNPLOTTED = {
+    "headrace_kv_pool_blocks": "A constant; the dashboards' list of workers is read off it.",
     "process_virtual_memory_bytes": "Reserved address space, which says nothing of memory in use.",
 }
 """Families that no panel and no rule asks for, each with why."""

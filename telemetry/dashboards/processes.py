@@ -58,6 +58,14 @@ PROCESSES = Dashboard(
                     proof=Proof.FAULT,
                 ),
                 one(
+                    "Died of",
+                    "In the last hour, by kind of process and cause, as their supervisor was told.",
+                    "none",
+                    S.grown("process_deaths_total", "1h", "role, cause"),
+                    "{{role}}: {{cause}}",
+                    proof=Proof.FAULT,
+                ),
+                one(
                     "Running since",
                     "Age of the process.",
                     "s",

@@ -26,7 +26,7 @@ def _shown() -> dict[str, Shown]:
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What every query of one place has in common. `everywhere` and `workers` are label matchers put into every
-    selector: the latter into those of families that the router does not have."""
+    selector: the latter into those of families that only workers have."""
 
     window: str
     everywhere: str = ""
@@ -39,7 +39,7 @@ class Scope:
         full = f"{family.name}_{part}" if part else family.name
         if full not in family.samples:
             raise QueryError(f"{full} is no series of the {family.kind} {family.name}")
-        matchers = [self.everywhere, self.workers if "router" not in family.pools else ""]
+        matchers = [self.everywhere, "" if {"router", "supervisor"} & {*family.pools} else self.workers]
         for label, value in labels.items():
             _check(family, label, value)
             matchers.append(f'{label}{"=~" if "|" in value else "="}"{value}"')

@@ -18,8 +18,9 @@ _INTRODUCTION = """\
 
 Made by `python -m telemetry.dashboards` from the families themselves: change those, not this.
 
-Every series carries `model`, `pool` (router, prefill or decode) and `worker`, the stable name of a slot: a worker that
-is started again continues its series. Every combination of labels that can be known exists at zero from the start.
+Every series carries `model`, `pool` (supervisor, router, prefill or decode) and `worker`, the stable name of a slot: a
+worker that is started again continues its series. Every combination of labels that can be known exists at zero from the
+start.
 [observability.md](observability.md) says how to scrape and what to look at.
 """
 
@@ -51,6 +52,7 @@ def render() -> str:
     families, asked = catalog(), askers()
     lines = [_INTRODUCTION]
     for title, wanted in (
+        ("The supervisor", {"supervisor"}),
         ("The router", {"router"}),
         ("Workers", {"prefill", "decode"}),
         ("Decode workers", {"decode"}),

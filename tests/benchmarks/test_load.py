@@ -29,7 +29,7 @@ class Counting:
         self._broken = broken
         self._missing = missing
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(self, call: GenerateCall, outlet: object = None) -> AsyncGenerator[GenerateEvent, None]:
         assert isinstance(call.prompt, list) and call.max_tokens is not None
         number = len(self.calls)
         self.calls.append(call)

@@ -207,7 +207,7 @@ class Ground:
         if key not in self._probes:
             for old in [k for k in self._probes if k[0] == name]:
                 self._probes.pop(old).close()
-            self._probes[key] = Probe(name.partition("-")[0], up.address)
+            self._probes[key] = Probe(name.partition("-")[0], up.address, self.cluster.keys.valid())
         return self._probes[key]
 
     def load(self, name: str) -> Load | None:

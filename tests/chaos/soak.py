@@ -2,8 +2,9 @@
 
 Clients ask without pause, greedy, seeded and by beam search, short and long, some leave early, half of them come back
 after a broken connection; meanwhile a fault strikes every few seconds, workers mostly, and now and then the router is
-killed. The report counts requests by their end and faults by their kind, each shown to have taken effect. Status 1 if a
-token was wrong, a request ended in silence or with an unexpected error, or blocks did not come back.
+killed. The report counts requests by their end and faults by their kind, each shown to have taken effect. A router then
+serves 10,000 requests of stand-ins for workers. Status 1 if a token was wrong, a request ended in silence or with an
+unexpected error, blocks did not come back, or the router's memory grew by more than `tests.router.growth` allows.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from tests.chaos.faults import NoEffectError
 from tests.chaos.ground import MODES, Ask, Ground, tokens
 from tests.chaos.rows import Fault
 from tests.chaos.strike import strike
+from tests.router.growth import ALLOWED_BYTES, grown_bytes, measure
 
 CLIENTS = 4
 PROMPT_LENGTHS = (20, 120, 400)
@@ -203,8 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             soak.run(chosen.minutes * 60.0)
         finally:
             ground.close()
+        grown = grown_bytes(measure(10_000, 1000, prepare(None, Path(folder))), after=2000)
+        if grown > ALLOWED_BYTES:
+            told = f"the router grew by {grown / 2**20:.1f} MiB between its requests 2,000 and 10,000"
+            soak.report.problems.append(told)
     print(f"\nsoak: {chosen.minutes:g} minutes, seed {chosen.seed}, {chosen.launcher}")
     print(soak.report)
+    print(f"memory of a router between its requests 2,000 and 10,000: {grown / 2**20:+.1f} MiB")
     return 1 if soak.report.problems else 0
 
 

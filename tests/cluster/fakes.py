@@ -5,15 +5,20 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
+from engine.handshake import Keyring, Secrets
 from engine.messages import PeerAddress, WorkerInfo
 from engine.model.config import Progress
 from engine.types import Incarnation
 from router.config import RouterConfig
 from router.core.escalation import Verdict
+
+NO_SECRETS = Keyring((bytes(32),))
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):
@@ -28,9 +33,11 @@ class FakeWorker:
         config: object,
         host: str = "127.0.0.1",
         port: int = 0,
+        secrets: Secrets = NO_SECRETS,
         progress: Progress | None = None,
     ) -> None:
         self.name = name
+        self.secrets = secrets
         self.host = host
         self.progress = progress
         self.stopped = threading.Event()
@@ -60,6 +67,13 @@ class FakeWorker:
 
     def stop(self, grace_s: float = 5.0) -> None:
         self.stopped.set()
+
+
+class KeyedWorker(FakeWorker):
+    """A worker that tells which secrets it has, where one asks for its timelines."""
+
+    def flights(self, request: str) -> list[str]:
+        return [sha256(secret).hexdigest() for secret in self.secrets.valid()]
 
 
 class LoadingWorker(FakeWorker):
@@ -100,6 +114,26 @@ class KilledWorker(FakeWorker):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SilentWorker(FakeWorker):
+    """A worker whose pipes are closed some time before its process is gone, as with a large core dump."""
+
+    def start(self) -> WorkerInfo:
+        os.closerange(3, 256)
+        time.sleep(0.4)
+        os._exit(7)
+
+
+class NamelessWorker(FakeWorker):
+    """A worker that writes half a report, and is killed by a signal without a name."""
+
+    def start(self) -> WorkerInfo:
+        for number in range(3, 256):
+            with suppress(OSError):
+                os.write(number, b'{"type":"ChildSta')
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
+        return super().start()
+
+
 class StubbornWorker(FakeWorker):
     def stop(self, grace_s: float = 5.0) -> None:
         time.sleep(60)
@@ -115,7 +149,7 @@ class ClingingWorker(FakeWorker):
 class FakeRouter:
     """A router that is ready once it has been told its workers; binds its gRPC port as a real one does."""
 
-    def __init__(self, config: RouterConfig, model_dir: str) -> None:
+    def __init__(self, config: RouterConfig, model_dir: str, secrets: Secrets) -> None:
         self.config = config
         self.workers: list[PeerAddress] | None = None
         self.stopped = threading.Event()

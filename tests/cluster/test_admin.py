@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -12,6 +15,7 @@ import pytest
 
 from cluster.admin import AdminServer, Drain, Scale
 from cluster.admin_client import AdminClient, NotRunning
+from cluster.admin_proof import CODE_HEADER, NONCE_HEADER, new_nonce, request_code
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
 from cluster.processes.spec import LaunchError
@@ -26,7 +30,7 @@ SETTINGS = (Setting("model", "", "default"), Setting("router.namespace_key", "hu
 class Served:
     """A cluster of fakes with its admin surface, watched by a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, factories: dict[str, str] = FAKES) -> None:
         self.config = msgspec.structs.replace(
             CONFIG,
             run_dir=str(folder / "run"),
@@ -35,15 +39,29 @@ class Served:
         )
         self.rundir = RunDir(self.config, {})
         self.ended = threading.Event()
-        self.cluster = Cluster(self.config, make_launcher("process"), FAKES, model_dir="x")
+        self.cluster = Cluster(self.config, make_launcher("process"), factories, model_dir="x")
         self.admin = AdminServer(self.cluster, self.rundir, SETTINGS, "process", self.ended.set)
         self.client = AdminClient(self.rundir)
 
 
+def signed(
+    served: Served, method: str, path: str, content: bytes = b"", changed: dict[str, str] | None = None
+) -> httpx.Response:
+    """Ask as the client does, but for what is `changed`: method, path, nonce, or the secret as hexadecimal digits."""
+    changed = changed or {}
+    nonce = changed.get("nonce", new_nonce())
+    secret = bytes.fromhex(changed.get("secret", served.cluster.keys.valid()[0].hex()))
+    code = request_code(secret, changed.get("method", method), changed.get("path", path), nonce, content)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(served.rundir.socket)), base_url="http://x") as http:
+        headers = {NONCE_HEADER: nonce, CODE_HEADER: code}
+        body = changed["content"].encode() if "content" in changed else content
+        return http.request(method, path, content=body, headers=headers)
+
+
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     before = descendants()
-    one = Served(tmp_path)
+    one = Served(tmp_path, getattr(request, "param", FAKES))
     with one.rundir.hold():
         one.admin.start()
         try:
@@ -133,12 +151,11 @@ def test_what_no_command_line_has_checked_is_bounded(served: Served) -> None:
 def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:
     """Guards the namespace key, which would let whoever reads it probe other tenants' prefixes."""
     assert served.client.config()["router.namespace_key"] == {"value": "(set)", "origin": "file x"}
-    transport = httpx.HTTPTransport(uds=str(served.rundir.socket))
-    with httpx.Client(transport=transport, base_url="http://x") as http:
-        answer = http.post("/scale", content=b'{"decode": 2, "replicas": 3}')
-        assert answer.status_code == 400 and "replicas" in answer.json()["error"]
-        assert http.post("/drain", content=b"not json").status_code == 400
-        assert http.get("/drain").status_code == 405
+    answer = signed(served, "POST", "/scale", b'{"decode": 2, "replicas": 3}')
+    assert answer.status_code == 400 and "replicas" in answer.json()["error"]
+    assert signed(served, "POST", "/drain", b"not json").status_code == 400
+    assert signed(served, "GET", "/drain").status_code == 405
+    assert signed(served, "POST", "/drain", bytes(1 << 20)).status_code == 413
     with pytest.raises(LaunchError, match="cannot be asked for 'overview'"):
         served.client.overview()
     told = served.client.flights("r")
@@ -147,6 +164,65 @@ def test_secrets_stay_here_and_nonsense_is_told(served: Served) -> None:
 
 def test_only_this_user_may_ask(served: Served) -> None:
     assert served.rundir.folder.stat().st_mode & 0o077 == 0
+    assert served.rundir.secret.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"secret": "00" * 32},
+        {"method": "POST"},
+        {"path": "/config"},
+        {"content": "x"},
+        {"nonce": "1.0-aa"},
+        {"nonce": "never"},
+        {"nonce": "nan-1"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_only_who_has_the_secret_is_answered(served: Served, changed: dict[str, str]) -> None:
+    """Guards the admin surface wherever its socket can be reached: a code is of one request, and of now."""
+    assert signed(served, "GET", "/status").status_code == 200
+    answer = signed(served, "GET", "/status", changed=changed)
+    assert answer.status_code == 401 and set(answer.json()) == {"error"}
+
+
+def test_a_request_that_was_overheard_is_worth_nothing(served: Served) -> None:
+    nonce = new_nonce()
+    assert signed(served, "GET", "/status", changed={"nonce": nonce}).status_code == 200
+    assert signed(served, "GET", "/status", changed={"nonce": nonce}).status_code == 401
+
+
+def test_who_answers_without_the_secret_is_not_believed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.admin.answer_code", lambda *said: "00")
+    with pytest.raises(LaunchError, match="does not have its secret"):
+        served.client.status()
+
+
+KEYED = {kind: "tests.cluster.fakes:KeyedWorker" for kind in ("prefill", "decode")} | {"router": FAKES["router"]}
+
+
+@pytest.mark.parametrize("served", [KEYED], indirect=True)
+def test_a_secret_is_replaced_while_the_cluster_serves(served: Served) -> None:
+    """Guards a rotation that leaves somebody behind: workers, those that come later, and the verbs."""
+
+    def known(name: str) -> list[str]:
+        return list(msgspec.json.decode(served.cluster.ask(name, "flights"), type=list[str]))
+
+    (old,) = served.cluster.keys.valid()
+    told: list[int] = []
+    served.cluster.rotate(lambda valid: (told.append(len(valid)), served.rundir.entrust(valid))[1])
+    (new,) = served.cluster.keys.valid()
+    assert new != old and told == [2, 1], "there must be a time at which both are valid"
+    expected = [sha256(new).hexdigest()]
+    assert all(known(name) == expected for name in ("prefill-0", "decode-0", "decode-1"))
+    assert signed(served, "GET", "/status", changed={"secret": old.hex()}).status_code == 401
+    served.client.drain(Drain("decode-1", replace=True))
+    assert known("decode-1") == expected
+    served.client.rotate()
+    assert known("decode-1") != expected and served.client.status().state == "running"
 
 
 def test_down_is_asked_for_once_the_caller_has_its_answer(served: Served) -> None:
@@ -174,3 +250,24 @@ def test_nobody_there_is_one_clear_word(tmp_path: Path) -> None:
         pytest.raises(NotRunning, match="no cluster named 'headrace' runs here"),
     ):
         client.status()
+
+
+def test_idle_connections_keep_no_operator_out(served: Served) -> None:
+    """Guards `down` and `status` from whoever connects to the socket and says nothing."""
+    with ExitStack() as stack:
+        idle = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(200)]
+        for one in idle:
+            assert eventually(lambda one=one: one.connect_ex(str(served.rundir.socket)) == 0, 5.0)
+            one.settimeout(10)
+
+        def answered() -> bool:
+            with suppress(LaunchError):  # the kernel's own queue is full for a moment
+                return served.client.status().state == "running"
+            return False
+
+        assert eventually(answered, 10.0)
+        assert idle[0].recv(1) == b""
+        asked = idle[-1]
+        asked.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        asked.shutdown(socket.SHUT_WR)
+        assert asked.recv(100).startswith(b"HTTP/1.1 401 "), "it has not proven that it may ask"

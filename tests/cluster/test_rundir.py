@@ -89,3 +89,19 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
             child.wait()
             assert not mine.runs and one.processes() == []
         assert ProcessIdentity.of("decode-0", child.pid) is None
+
+
+def test_the_key_of_namespaces_is_made_once_and_is_its_users_alone(tmp_path: Path) -> None:
+    """Guards against namespaces that others of the host can compute, and against a cache lost by a restart."""
+    with rundir(tmp_path).hold():
+        key = rundir(tmp_path).namespace_key()
+    path = rundir(tmp_path).folder / "one.key"
+    assert len(key) == 64 and path.stat().st_mode & 0o777 == 0o600
+    with rundir(tmp_path).hold(), rundir(tmp_path, "two").hold():
+        assert rundir(tmp_path).namespace_key() == key != rundir(tmp_path, "two").namespace_key()
+    path.write_text(key[:10])  # a full disk cut it short
+    with rundir(tmp_path).hold():
+        assert rundir(tmp_path).namespace_key() not in (key, key[:10])
+        path.chmod(0o640)
+        with pytest.raises(ConfigError, match="not a file of this user alone"):
+            rundir(tmp_path).namespace_key()

@@ -3,10 +3,21 @@
 import msgspec
 import pytest
 
-from decode_worker.peer import MAX_REDIALS, REDIAL_S, PeerEvent, Peers, PeerStream
-from decode_worker.scheduler.events import PeerDown, PeerUp
+from decode_worker.peer import MAX_REDIALS, REDIAL_S, Peers, PeerStream
+from decode_worker.scheduler.events import FromPeer, PeerDown, PeerUp
+from engine.handshake import HandshakeError, Party
 from engine.kv.layout import KVLayout
-from engine.messages import Endpoint, Handoff, Hello, PeerAddress, Stop, WorkerInfo, encode
+from engine.messages import (
+    Endpoint,
+    FirstToken,
+    Handoff,
+    Hello,
+    PeerAddress,
+    Stop,
+    WorkerInfo,
+    decode_to_prefill_frame,
+    encode,
+)
 from engine.types import Incarnation, RequestId
 from transfer.handoff.commands import Connect
 from transfer.handoff.negotiation import Agreement
@@ -52,10 +63,17 @@ class Rpc:
         self.unfinished: list[Handoff] = []
         self.reached: list[Connect] = []
 
-    def connect(self, address: str, method: str, accept) -> None:  # type: ignore[no-untyped-def]
+    def connect(self, address: str, method: str, open_session) -> None:  # type: ignore[no-untyped-def]
         frames: list[bytes | None] = []
         self.sent.append(frames)
-        self.links.append(accept(frames.append))
+        self.links.append(open_session(frames.append))
+
+
+class Way:
+    """A transport that is asked for its address only."""
+
+    def describe(self, peer: Incarnation) -> Endpoint:
+        return Endpoint(transport="shm", details={"for": peer})
 
 
 def _peers() -> tuple[Peers, Rpc]:
@@ -63,6 +81,7 @@ def _peers() -> tuple[Peers, Rpc]:
     peers = Peers(
         rpc,  # type: ignore[arg-type]
         _hello("decode", 7),
+        [Way()],  # type: ignore[list-item]
         lambda item: None,
         rpc.reached.append,
         lambda: list(rpc.unfinished),
@@ -70,9 +89,20 @@ def _peers() -> tuple[Peers, Rpc]:
     return peers, rpc
 
 
-def _welcome(peers: Peers, link: PeerStream, hello: Hello) -> list[object]:
+def _party(incarnation: int, name: str = "prefill-0") -> Party:
+    return Party("prefill", name, Incarnation(incarnation))
+
+
+def _prove(peers: Peers, link: PeerStream, incarnation: int) -> list[object]:
     told: list[object] = []
-    peers.frame(link, encode([hello]), told.append)
+    peers.proven(link, _party(incarnation), told.append)
+    return told
+
+
+def _welcome(peers: Peers, link: PeerStream, hello: Hello) -> list[object]:
+    """Let the other end prove itself, and say hello."""
+    told = _prove(peers, link, hello.info.incarnation)
+    peers.records(link, [hello], told.append)
     return told
 
 
@@ -113,23 +143,77 @@ def test_an_old_streams_end_does_not_open_a_third(was: str) -> None:
     assert isinstance(_welcome(peers, rpc.links[1], _hello("prefill", 1))[0], PeerUp)
 
 
-def test_a_peer_that_answers_at_a_second_address_loses_its_older_stream() -> None:
-    """Guards a request that hangs for good: a lost life's port may be another's by now, whom we know under its own
-    address; that worker drops our older stream with all that was said on it, so it must count as lost here too."""
+def test_a_worker_that_is_named_by_a_second_address_keeps_its_stream() -> None:
+    """Guards two streams to one life, each of which ended the other for ever, so that everybody prefilled alone."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    (up,) = _welcome(peers, rpc.links[0], _hello("prefill", 1))
+    second = PeerAddress("prefill-0", "elsewhere:1")
+    for _ in range(3):
+        peers.connect(second)
+        (up_there,) = _prove(peers, rpc.links[-1], 1)
+        assert isinstance(up, PeerUp) and up_there == msgspec.structs.replace(up, address=second)
+        assert rpc.sent[-1] == [None], "it says hello twice to one life"
+        assert not _ended(peers, rpc.links[-1], "closed")
+    peers.send(Incarnation(1), [])
+    assert rpc.sent[0][-1] == encode([]) and len(rpc.reached) == 1
+    assert _ended(peers, rpc.links[0], "closed") == [PeerDown(ADDRESS, Incarnation(1), "closed")]
+
+
+def test_another_worker_at_the_address_of_a_lost_one_is_told_nothing() -> None:
+    """Guards contexts and tokens: a lost life's port may be another's by now."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    with pytest.raises(HandshakeError, match="'prefill-1' answers at the address of 'prefill-0'"):
+        rpc.links[0].proven(_party(1, "prefill-1"))
+    assert not rpc.sent[0]
+    (down,) = _ended(peers, rpc.links[0], "another")
+    assert down == PeerDown(ADDRESS, None, "another")
+
+
+def test_nothing_is_said_before_the_other_end_has_proven_itself() -> None:
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    assert not rpc.sent[0]
+    assert not _prove(peers, rpc.links[0], 1)
+    ((frame,),) = rpc.sent
+    (hello,) = decode_to_prefill_frame(frame or b"")
+    assert isinstance(hello, Hello) and hello.endpoints == [Endpoint(transport="shm", details={"for": 1})]
+
+
+def test_a_hello_of_another_life_than_the_proven_one_is_refused() -> None:
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    told = _prove(peers, rpc.links[0], 1)
+    peers.records(rpc.links[0], [_hello("prefill", 2)], told.append)
+    (down,) = told
+    assert isinstance(down, PeerDown) and "has proven to be" in down.why and rpc.sent[0][-1] is None
+
+
+def test_a_peer_speaks_of_its_own_handoffs_alone() -> None:
     peers, rpc = _peers()
     peers.connect(ADDRESS)
     _welcome(peers, rpc.links[0], _hello("prefill", 1))
-    peers.connect(PeerAddress("prefill-1", "somewhere:2"))
-    told: list[tuple[PeerEvent, int]] = []
-    hello = encode([_hello("prefill", 1)])
-    peers.frame(rpc.links[1], hello, lambda event: told.append((event, len(rpc.reached))))
-    (down, reached), (up, reached_again) = told
-    assert down == PeerDown(ADDRESS, Incarnation(1), "it has a newer stream")
-    assert reached == 1, "the new way is made before the old one is closed"
-    assert isinstance(up, PeerUp) and reached_again == 2
-    assert not _ended(peers, rpc.links[0], "closed")
-    peers.send(Incarnation(1), [])
-    assert rpc.sent[1][-1] == encode([])
+    own, other = (
+        FirstToken(Handoff(RequestId("r"), 1, 1, Incarnation(7), Incarnation(life)), token=1, chunks=1, queue_s=0.0,
+                   run_s=0.0, cached_tokens=0)
+        for life in (1, 2)
+    )  # fmt: skip
+    told: list[object] = []
+    peers.records(rpc.links[0], [other, own], told.append)
+    assert told == [FromPeer(Incarnation(1), own)]
+
+
+def test_the_next_stream_to_a_life_brings_the_ticket_of_the_last() -> None:
+    """Guards a worker that comes back before its cut was noticed at the other end: it would be refused."""
+    peers, rpc = _peers()
+    peers.connect(ADDRESS)
+    _welcome(peers, rpc.links[0], _hello("prefill", 1, ticket=b"first"))
+    _ended(peers, rpc.links[0], "cut")
+    peers.connect(ADDRESS)
+    _prove(peers, rpc.links[1], 1)
+    (hello,) = decode_to_prefill_frame(rpc.sent[1][0] or b"")
+    assert isinstance(hello, Hello) and hello.ticket == b"first"
 
 
 def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
@@ -143,20 +227,17 @@ def test_a_lost_peer_is_dialled_again_and_told_what_is_still_read() -> None:
     rpc.unfinished = [kept]
     peers.redial(1.0)
     assert len(rpc.links) == 2
-    hello = encode([_hello_with([kept], stream=2)])
-    assert rpc.sent[1] == [hello]
+    _prove(peers, rpc.links[1], 1)
+    (hello,) = rpc.sent[1]
+    (said,) = decode_to_prefill_frame(hello or b"")
+    assert isinstance(said, Hello) and said.unfinished == [kept]
     peers.redial(2.0)
     assert len(rpc.links) == 2, "it is dialled twice at once"
     rpc.unfinished = []  # it ended before the answer came: nobody could be told
-    _welcome(peers, rpc.links[1], _hello("prefill", 1))
+    peers.records(rpc.links[1], [_hello("prefill", 1)], lambda event: None)
     assert rpc.sent[1] == [hello, encode([Stop(kept)])]
     peers.redial(3.0)
     assert len(rpc.links) == 2, "it is dialled although it is up"
-
-
-def _hello_with(unfinished: list[Handoff], stream: int) -> Hello:
-
-    return msgspec.structs.replace(_hello("decode", 7), unfinished=unfinished, stream=stream)
 
 
 def test_redialling_ends() -> None:
@@ -238,7 +319,7 @@ def test_what_travels_in_8_bits_is_counted_so(transport: str, nbytes: int) -> No
     """Guards a metric of bytes that tells nothing of what a narrow wire saves."""
     rpc = Rpc()
     mine = msgspec.structs.replace(_hello("decode", 7), wire="int8")
-    peers = Peers(rpc, mine, lambda item: None, rpc.reached.append, list)  # type: ignore[arg-type]
+    peers = Peers(rpc, mine, [], lambda item: None, rpc.reached.append, list)  # type: ignore[arg-type]
     peers.connect(ADDRESS)
     theirs = msgspec.structs.replace(_hello("prefill", 1, wire="int8"), endpoints=[Endpoint(transport=transport)])
     (up,) = _welcome(peers, rpc.links[0], theirs)

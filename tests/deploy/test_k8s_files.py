@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import yaml
 
+from cluster.config import check_listening
 from cluster.processes.placement import gpus
+from router.http.gate import OPEN_PATHS
 from tests.deploy.test_ray_files import DEPLOY, check_gpu_defaults, check_ray_start, resolved
 
 KUBERNETES = "1.33"
@@ -61,9 +63,31 @@ class Relabeling(Strict):
     action: Literal["replace", "drop"] = "replace"
 
 
+class SecretKey(Strict):
+    name: str
+    key: str
+
+
+class Authorization(Strict):
+    type: Literal["Bearer"]
+    credentials: SecretKey
+
+
+class Authority(Strict):
+    secret: SecretKey
+
+
+class Tls(Strict):
+    server_name: str
+    ca: Authority
+
+
 class Endpoint(Strict):
     port: str
     path: str
+    scheme: Literal["https"]
+    authorization: Authorization
+    tls_config: Tls
     interval: str
     honor_labels: bool
     relabelings: list[Relabeling]
@@ -88,11 +112,16 @@ class PodMonitor(Strict):
 class Discovery(Strict):
     url: str
     refresh_interval: str
+    authorization: Authorization
+    tls_config: Tls
 
 
 class ScrapeConfigSpec(Strict):
     scrape_interval: str
     honor_labels: bool
+    scheme: Literal["HTTPS"]
+    authorization: Authorization
+    tls_config: Tls
     http_sd_configs: list[Discovery] = msgspec.field(name="httpSDConfigs")
     relabelings: list[Relabeling]
 
@@ -190,7 +219,7 @@ def test_commands_are_known_and_names_meet() -> None:
     ports = {port["name"] for port in container["ports"]}
     assert {port["targetPort"] for port in service["ports"]} == ports == {"http", "grpc"}
     (discovery,) = found["ScrapeConfig"]["spec"]["httpSDConfigs"]
-    assert discovery["url"] == f"http://{found['Service']['metadata']['name']}:8000/sd"
+    assert discovery["url"] == f"https://{found['Service']['metadata']['name']}:8000/sd"
 
 
 def test_the_config_map_is_ours(tmp_path: Path) -> None:
@@ -199,7 +228,25 @@ def test_the_config_map_is_ours(tmp_path: Path) -> None:
     file.write_text(documents()["ConfigMap"]["data"]["headrace.toml"])
     config = resolved(file)
     assert config.ray.address == "auto" and config.router.host == "0.0.0.0"
+    check_listening(config)
+    for pod_spec in (front_pod(), *(group.template["spec"] for group in ray_cluster().spec.worker_group_specs)):
+        secrets = {v["name"]: v["secret"]["secretName"] for v in pod_spec["volumes"] if "secret" in v}
+        mounts = {m["mountPath"]: secrets.get(m["name"]) for m in pod_spec["containers"][0]["volumeMounts"]}
+        for file in (config.access.keys_file, config.access.cert_file, config.access.key_file):
+            assert mounts[str(Path(file).parent)] == "headrace-access", "each host has the same files"
     check_gpu_defaults(config, device_share=1.0)
+
+
+def front_pod() -> dict[str, Any]:
+    return dict(documents()["Deployment"]["spec"]["template"]["spec"])
+
+
+def test_probes_speak_tls_where_the_front_does() -> None:
+    """Guards a pod that is never ready, or killed every minute, because its probes are refused."""
+    (container,) = front_pod()["containers"]
+    for probe in ("readinessProbe", "startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert container[probe]["httpGet"]["path"] in OPEN_PATHS
 
 
 def gpus_by_group(spec: RayClusterSpec) -> dict[str, int]:

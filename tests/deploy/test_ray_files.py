@@ -62,7 +62,10 @@ def test_ray_accepts_the_file(name: str) -> None:
         assert flags["head"] == (commands == "head_start_ray_commands")
         assert flags["head"] or flags["address"] == "$RAY_HEAD_IP:6379"
         assert flags["object_store_memory"] >= 75 * 1024 * 1024, "Ray accepts no less"
-    assert config["file_mounts"] == {"~/headrace.toml": f"deploy/ray/{MOUNTED[name]}"}
+    assert config["file_mounts"] == {
+        "~/headrace.toml": f"deploy/ray/{MOUNTED[name]}",
+        "~/headrace-access": "deploy/ray/access",
+    }
     assert (DEPLOY / "ray" / MOUNTED[name]).is_file()
 
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from access.keys import make_key
+from access.tenants import CredentialTable, Tenant
+from tests.access.certificates import make_authority, make_certificate
+from tests.access.test_authenticator import write
 from tests.deploy.hosts import REPOSITORY, Host, Lan, lacking, lan, run, until
 
 pytestmark = [
@@ -24,6 +28,7 @@ pytestmark = [
 ADDRESSES = {"head": "10.0.0.1", "prefill": "10.0.0.11", "decode": "10.0.0.12"}
 """The addresses in deploy/ray/local.yaml."""
 ACTORS = {"head": "Router", "prefill": "Prefill", "decode": "Decode"}
+ACCESS = "deploy/ray/access"
 PAGE = REPOSITORY / "docs/deploy.md"
 SHIPPED = "deploy/ray/local.yaml"
 QUESTION = (
@@ -38,10 +43,12 @@ nodes = {n["NodeManagerAddress"]: n["Labels"].get("pool", "") for n in ray.nodes
 print("nodes", json.dumps(nodes))
 """
 ASK = """
-import sys, urllib.request
-body = sys.argv[1].encode()
-url, headers = "http://10.0.0.1:8000/v1/chat/completions", {"content-type": "application/json"}
-print(urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read().decode())
+import pathlib, ssl, sys, urllib.request
+body, home = sys.argv[1].encode(), pathlib.Path.home()
+key, trusted = (home / "acme.key").read_text(), ssl.create_default_context(cafile=home / "ca.pem")
+url, headers = "https://10.0.0.1:8000/v1/chat/completions", {"content-type": "application/json"}
+request = urllib.request.Request(url, body, headers | {"authorization": f"Bearer {key.strip()}"})
+print(urllib.request.urlopen(request, timeout=60, context=trusted).read().decode())
 """
 
 
@@ -58,6 +65,7 @@ def network(tmp_path: Path) -> Iterator[Lan]:
         shutil.copy(key, laptop.home / ".ssh/id_ed25519")
         (laptop.home / ".ssh/config").write_text("StrictHostKeyChecking no\nBatchMode yes\n")
         (laptop.home / "local.yaml").write_text(edited())
+        make_access(laptop.home)
         for host in network.hosts.values():
             host.boot()
         yield network
@@ -74,8 +82,19 @@ def documented() -> list[str]:
 def edited() -> str:
     """The shipped file, edited: the hosts here have the addresses of the example, and another user."""
     text = (REPOSITORY / SHIPPED).read_text()
-    assert text.count("ssh_user: ubuntu") == 1
-    return text.replace("ssh_user: ubuntu", "ssh_user: root")
+    assert text.count("ssh_user: ubuntu") == text.count(ACCESS) == 1
+    return text.replace("ssh_user: ubuntu", "ssh_user: root").replace(ACCESS, "~/access")
+
+
+def make_access(home: Path) -> None:
+    """What the shipped configuration asks for: one key of a tenant and a certificate, and the client's side of both."""
+    folder = home / "access"
+    folder.mkdir()
+    authority = make_authority(home)
+    make_certificate(folder, authority, "headrace", file="server", san="DNS:headrace,IP:10.0.0.1")
+    key, kept = make_key("acme", "tenant", "")
+    write(folder / "keys.json", CredentialTable(tenants={"acme": Tenant()}, keys=[kept]))
+    (home / "acme.key").write_text(key)
 
 
 def nodes(head: Host) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.identity import chain, extend, root
+from engine.identity import PIECE_BLOCKS, chain, extend, root
 
 
 def test_chain_is_repeated_extension() -> None:
@@ -15,6 +15,22 @@ def test_chain_is_repeated_extension() -> None:
         assert name == parent and len(name) == 16
     assert len(names) == 3
     assert chain(names[0], tokens[16:], 16) == names[1:]
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_pieces_that_were_hashed_before_change_nothing(size: int) -> None:
+    """Guards the names of a long prompt, of its next turn, and of others that share some pieces with it: a piece is the
+    same only after the same blocks, in the same namespace, and with blocks of the same size."""
+    tokens = list(range((3 * PIECE_BLOCKS + 5) * 16))
+    other = [*tokens[: len(tokens) // 2], 7, *tokens[len(tokens) // 2 + 1 :]]
+    moved = [*tokens[PIECE_BLOCKS * size :], *tokens[: PIECE_BLOCKS * size]]
+    for start in (root(b"", "f"), root(b"n", "f")):
+        for prompt in (tokens[:-40], tokens, other, moved, tokens, tokens[: size - 1]):
+            names, parent = [], start
+            for at in range(0, len(prompt) - size + 1, size):
+                parent = extend(parent, prompt[at : at + size])
+                names.append(parent)
+            assert chain(start, prompt, size) == names
 
 
 def test_anything_that_differs_changes_every_name() -> None:

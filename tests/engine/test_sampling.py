@@ -109,3 +109,18 @@ def test_each_row_has_its_own_logits() -> None:
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
     rows = [_row(_record(sampling=params), [1, 2, 3]) for params in (greedy, drawn, greedy)]
     assert sample(logits, rows) == [4, 1, 6]
+
+
+def test_a_recovered_answer_draws_as_if_nothing_had_happened() -> None:
+    """Guards the position of a draw: another worker takes the output so far for a part of its record, and the next
+    token is keyed by where it stands in the sequence, whoever draws it and whatever it was given to begin with."""
+    torch.manual_seed(3)
+    logits, params = torch.randn(1, 4096), SamplingParams(temperature=1.0)
+    tokens = [1, 2, 3, 60, 61, 62]
+    for seed in range(8):
+        drawn = set()
+        for begun in range(3, 7):
+            record = _record(sampling=params, seed=seed, tokens=tokens[:begun], max_tokens=9)
+            drawn.add(sample(logits, [_row(record, tokens)])[0])
+        probs = probabilities(logits[0], temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        assert drawn == {draw(probs, philox_uniform(seed, 0, len(tokens)))}

@@ -6,7 +6,9 @@ import time
 
 import grpc
 
+from engine.handshake import HandshakeError
 from engine.messages import Load, WorkerInfo, decode_worker_frame
+from tests.integration.proven import ProvenStream
 from worker.streams import ATTACH
 
 REDIAL_S = 0.1
@@ -15,34 +17,28 @@ REDIAL_S = 0.1
 class Probe:
     """Follows one worker's reports. `role` is prefill or decode."""
 
-    def __init__(self, role: str, address: str) -> None:
+    def __init__(self, role: str, address: str, secrets: tuple[bytes, ...]) -> None:
         self.info: WorkerInfo | None = None
         self.load: Load | None = None
         self._channel = grpc.insecure_channel(address)
         self._role = role
+        self._secrets = secrets
         self._silence = threading.Event()
-        self._call = self._dial()
+        self._call: ProvenStream | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-
-    def _dial(self):  # type: ignore[no-untyped-def]
-        return self._channel.stream_stream(ATTACH[self._role])(self._say_nothing())
-
-    def _say_nothing(self):  # type: ignore[no-untyped-def]
-        self._silence.wait()
-        yield from ()
 
     def _read(self) -> None:
         """Keep the latest report. A worker that was stopped may end the stream when it goes on: what it said before is
         old by then."""
         while not self._silence.is_set():
-            with contextlib.suppress(grpc.RpcError):
+            # ValueError: the channel is closed.
+            with contextlib.suppress(grpc.RpcError, HandshakeError, StopIteration, ValueError):
+                self._call = ProvenStream(self._channel, ATTACH[self._role], self._secrets)
                 for frame in self._call:
                     self._take(frame)
             self.load = None
             self._silence.wait(REDIAL_S)
-            with contextlib.suppress(ValueError):  # the channel is closed
-                self._call = self._dial()
 
     def _take(self, frame: bytes) -> None:
         for record in decode_worker_frame(frame):
@@ -53,7 +49,8 @@ class Probe:
 
     def close(self) -> None:
         self._silence.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.close()
         self._channel.close()
         self._thread.join(5)
 

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 from cluster.config import ClusterConfig
@@ -19,7 +20,7 @@ from router.config import RouterConfig
 from telemetry.dashboards import rules
 from tests.chaos.faults import kill
 from tests.integration.prometheus import Prometheus
-from tests.integration.traffic import Crowd, Traffic
+from tests.integration.traffic import Calls, Crowd, Traffic
 from worker.config import DecodeConfig, PrefillConfig
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,11 @@ PATIENCE_S = 90.0
 SEEN_S = 2.5
 """Two scrapes, and some."""
 VICTIMS = ("prefill-1", "decode-1")
+INTERRUPTED = (
+    'sum(increase(headrace_kv_migrations_total{outcome=~"retry|failed"}[2m])) > 0',
+    'increase(headrace_prompt_tokens_total{source="recomputed_after_failure"}[2m]) > 0',
+)
+"""What the death of each interrupts, if it was busy."""
 
 
 def config(sd: str) -> str:
@@ -91,7 +97,7 @@ class Scene:
     def play(self, busy_s: float = 8.0, clients: int = 6) -> None:
         """Fails if Prometheus does not see what happens."""
         assert self.prometheus is not None
-        self.prometheus.until("count(up == 1) == 5", 20.0)
+        self.prometheus.until("count(up == 1) == 6", 20.0)
         self.began_s = time.time()
         traffic = Traffic(self._grpc, clients, seed=1)
         time.sleep(busy_s)
@@ -108,10 +114,11 @@ class Scene:
             'count(ALERTS{alertname="HeadraceProcessDown",alertstate="firing"}) == 2', 20.0
         )
         self.listed_while_down = set(self.discovered())
-        self.prometheus.until("count(up == 1) == 5", 40.0)
+        self.prometheus.until("count(up == 1) == 6", 40.0)
         for name in VICTIMS:
             assert self.cluster.workers[name].pid != pids[name]
-        self._interrupt(VICTIMS[1])
+        for name, seen in zip(VICTIMS, INTERRUPTED, strict=True):
+            self._interrupt(name, seen)
         # What Prometheus has seen once may be too little for a rate.
         traffic.until_mixed(PATIENCE_S)
         traffic.end(PATIENCE_S)
@@ -122,20 +129,39 @@ class Scene:
         )
         self.ended_s = time.time()
 
-    def _interrupt(self, name: str) -> None:
-        """Kill the worker of this name until somebody computes a prompt again, unless the deaths so far made that
-        happen. It takes an answer under way at that very moment: answers take less than a second here. Fails after
+    def play_kills(self, busy_s: float, clients: int) -> Counter[str]:
+        """Kill two workers under steady load, and nothing else; returns how requests ended, by what went wrong."""
+        assert self.prometheus is not None
+        self.prometheus.until("count(up == 1) == 6", 20.0)
+        # Some prompts share a head, as chats share a system prompt; the others keep every worker busy.
+        shared, unique = Calls(self._grpc, 1, 120, 32, shared=True), Calls(self._grpc, clients - 1, 120, 32)
+        with shared, unique:
+            self.prometheus.until("sum(headrace_requests_total) > 10", PATIENCE_S)
+            self.began_s = time.time()
+            time.sleep(busy_s)
+            self.fault_s = time.time()
+            for name in VICTIMS:
+                self._until_busy(name)
+                kill(self.cluster.workers[name].pid)
+            self.prometheus.until("count(up == 0) == 2", 20.0)
+            self.prometheus.until("count(up == 1) == 6", 40.0)
+            time.sleep(busy_s)
+            self.ended_s = time.time()
+        return shared.errors + unique.errors
+
+    def _interrupt(self, name: str, seen: str) -> None:
+        """Kill the worker of this name until what it interrupts is `seen`, unless the deaths so far made that happen.
+        It takes a request under way at that very moment: prompts and answers take less than a second here. Fails after
         three more deaths."""
         assert self.prometheus is not None
-        again = 'increase(headrace_prompt_tokens_total{source="recomputed_after_failure"}[1m]) > 0'
         for _ in range(3):
-            if self.prometheus.get("/api/v1/query", query=again)["result"]:
+            if self.prometheus.get("/api/v1/query", query=seen)["result"]:
                 return
             self._until_busy(name)
             kill(self.cluster.workers[name].pid)
             time.sleep(SEEN_S)
-            self.prometheus.until("count(up == 1) == 5", 40.0)
-        self.prometheus.until(again, SEEN_S)
+            self.prometheus.until("count(up == 1) == 6", 40.0)
+        self.prometheus.until(seen, SEEN_S)
 
     def _exhaust(self) -> None:
         """Wait until requests have given their blocks to others, and have come back."""

@@ -113,7 +113,7 @@ def test_all_rules_are_evaluated_without_an_error(scene: Scene) -> None:
 def test_lost_workers_stay_listed_and_are_seen_down(scene: Scene) -> None:
     """Guards against a worker that vanishes from discovery with its death. The scene has waited for the alert to fire
     for both, and for its end."""
-    everybody = {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    everybody = {"supervisor", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert scene.listed_while_down == everybody == set(scene.discovered())
     down = prometheus(scene).over("up == 0", scene.began_s, scene.ended_s)
     assert {labels["worker"] for labels, _ in down} == set(VICTIMS)

@@ -16,6 +16,7 @@ from engine.types import RequestId, SamplingParams
 from router.config import RouterConfig
 from router.front.api import Delta, GenerateCall
 from router.grpc.client import Client
+from tests.integration.proven import ProvenStream
 
 FRAMES_PER_S = 500
 RECORDS_PER_FRAME = 16
@@ -26,7 +27,7 @@ TRIES = 3
 class Flood:
     """Frames full of words on unknown requests, at a steady rate, on a router's stream of its own."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secrets: tuple[bytes, ...]) -> None:
         self.sent = 0
         self._stop = threading.Event()
         self._channel = grpc.insecure_channel(address)
@@ -36,19 +37,24 @@ class Flood:
                 for n in range(RECORDS_PER_FRAME)
             ]
         )
-        call = self._channel.stream_stream("/headrace.v1.DecodeWorker/Attach")(self._frames())
+        self._stream = ProvenStream(self._channel, "/headrace.v1.DecodeWorker/Attach", secrets)
+        call = self._stream
         self._reader = threading.Thread(target=lambda: [None for _ in _until_end(call)], daemon=True)
+        self._writer = threading.Thread(target=self._say, daemon=True)
         self._reader.start()
+        self._writer.start()
 
-    def _frames(self):  # type: ignore[no-untyped-def]
+    def _say(self) -> None:
         began_s = time.monotonic()
         while not self._stop.is_set():
-            yield self._frame
+            self._stream.send(self._frame)
             self.sent += 1
             time.sleep(max(0.0, began_s + self.sent / FRAMES_PER_S - time.monotonic()))
 
     def close(self) -> None:
         self._stop.set()
+        self._writer.join(5)
+        self._stream.close()
         self._channel.close()
         self._reader.join(5)
 
@@ -84,7 +90,7 @@ def test_a_flood_of_messages_hardly_slows_a_step(demo_model: Path) -> None:
             ratios = []
             for _ in range(TRIES):
                 quiet_s = _median_step_s(client)
-                flood = Flood(decode.address)
+                flood = Flood(decode.address, cluster.keys.valid())
                 began_s = time.monotonic()
                 flooded_s = _median_step_s(client)
                 rate = flood.sent / (time.monotonic() - began_s)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.secret import write
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
@@ -25,6 +26,7 @@ from router.front.api import Delta, Finished, GenerateCall
 from router.grpc.client import Client
 from router.server import RouterServer
 from tests.chaos.ground import MODES, Ask, Ground, tokens
+from tests.secrets_of_tests import SECRETS
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 from worker.worker import Worker
@@ -44,10 +46,14 @@ class Pair:
     def __init__(self, model_dir: Path, transport: str) -> None:
         engine = EngineConfig(model_dir=str(model_dir), threads=1, pool_bytes=64 * 720 * 1024)
         transfer = TransferConfig(transport=transport)
-        self.prefill = open_prefill_worker("prefill-0", PrefillConfig(engine=engine, transfer=transfer))
+        self.prefill = open_prefill_worker(
+            "prefill-0", PrefillConfig(engine=engine, transfer=transfer), "127.0.0.1", 0, SECRETS
+        )
         decode = DecodeConfig(engine=engine, transfer=transfer)
-        self.decodes = {name: open_decode_worker(name, decode) for name in ("decode-0", "decode-1")}
-        self.router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
+        self.decodes = {
+            name: open_decode_worker(name, decode, "127.0.0.1", 0, SECRETS) for name in ("decode-0", "decode-1")
+        }
+        self.router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir), SECRETS)
         first = self.prefill.start()
         rest = [worker.start() for worker in self.decodes.values()]
         self.client = Client(self.router.start().grpc)
@@ -150,12 +156,14 @@ def _rows(manager, kv, sequence: list[int]) -> list[bytes]:  # type: ignore[no-u
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_lone_worker_finish(model_dir: Path) -> None:
+def test_sigterm_lets_a_lone_worker_finish(model_dir: Path, tmp_path: Path) -> None:
     """Guards against a worker under Kubernetes that drops its requests when its pod is asked to end."""
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    prefill = open_prefill_worker("prefill-0", PrefillConfig(engine=engine))
-    router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
-    settings = [f"cache_dir={model_dir.parent}", "stop_grace_s=120", "decode.engine.threads=1"]
+    prefill = open_prefill_worker("prefill-0", PrefillConfig(engine=engine), "127.0.0.1", 0, SECRETS)
+    router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir), SECRETS)
+    secret = tmp_path / "secret"
+    write(secret, SECRETS.valid())
+    settings = [f"cache_dir={model_dir.parent}", "stop_grace_s=120", "decode.engine.threads=1", f"secret_file={secret}"]
     command = [sys.executable, "-m", "cluster.cli", "worker", "decode"]
     for setting in settings:
         command += ["--set", setting]

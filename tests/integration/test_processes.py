@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Addresses, Cluster, make_launcher, specs
 from cluster.processes.process_launcher import ProcessLauncher
+from cluster.processes.spec import Sealed
 from decode_worker.role import open_decode_worker
 from engine.config import EngineConfig
 from engine.device import open_device
@@ -28,6 +30,7 @@ from router.grpc.client import Client
 from router.server import RouterServer
 from tests.integration.data_sockets import cut
 from tests.integration.probe import Probe
+from tests.secrets_of_tests import SECRETS
 from transfer.config import TransferConfig
 from worker.config import DecodeConfig, PrefillConfig
 
@@ -61,8 +64,8 @@ class Running:
         self.client = Client(self.addresses.grpc)
         self.pids = {worker.name: worker.pid for worker in self.addresses.workers}
         where = {worker.name: worker.address for worker in self.addresses.workers}
-        self.prefill = Probe("prefill", where["prefill-0"])
-        self.decode = Probe("decode", where["decode-0"])
+        self.prefill = Probe("prefill", where["prefill-0"], self.cluster.keys.valid())
+        self.decode = Probe("decode", where["decode-0"], self.cluster.keys.valid())
 
     def close(self) -> None:
         self.prefill.close()
@@ -356,10 +359,11 @@ def test_migrated_kv_is_byte_equal_to_the_colocated_engines(model_dir: Path) -> 
     """Prefill worker in a process of its own, decode worker here, so that its pool can be read."""
     config = ClusterConfig(launcher="process")
     launcher = ProcessLauncher()
-    child = launcher.launch(specs(config, str(model_dir))[0])
+    spec = msgspec.structs.replace(specs(config, str(model_dir))[0], secrets=Sealed.of(SECRETS.valid()))
+    child = launcher.launch(spec)
     engine = EngineConfig(model_dir=str(model_dir), threads=1)
-    decode = open_decode_worker("decode-0", DecodeConfig(engine=engine))
-    router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir))
+    decode = open_decode_worker("decode-0", DecodeConfig(engine=engine), "127.0.0.1", 0, SECRETS)
+    router = RouterServer(RouterConfig(grpc_port=0, http_port=-1), str(model_dir), SECRETS)
     try:
         info = decode.start()
         address = router.start().grpc

@@ -93,7 +93,7 @@ def test_a_prefix_that_left_the_device_comes_back_in_this_life_and_in_the_next(
         addresses = cluster.start()
         client = Client(addresses.grpc)
         where = {worker.name: worker.address for worker in addresses.workers}
-        prefill = Probe("prefill", where["prefill-0"])
+        prefill = Probe("prefill", where["prefill-0"], cluster.keys.valid())
         try:
             if life == 0:
                 first = [_ask(client, prompt)[0] for prompt in prompts]
@@ -129,7 +129,7 @@ def test_a_disk_that_does_not_answer_costs_no_request(model_dir: Path, tmp_path:
     addresses = cluster.start()
     client = Client(addresses.grpc)
     (worker,) = [worker for worker in addresses.workers if worker.name == f"{role}-0"]
-    probe = Probe(role, worker.address)
+    probe = Probe(role, worker.address, cluster.keys.valid())
     try:
         first = [_ask(client, prompt)[0] for prompt in prompts]
         probe.wait_quiet(10.0)

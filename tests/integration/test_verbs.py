@@ -139,7 +139,7 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     assert "no shared memory is left" in down and "Killing" not in down
     assert [pid for pid in pids if start_of(pid) is not None] == []
     assert "No cluster named 'tested' runs here." in shell("down").stdout
-    assert sorted(p.name for p in (shell.folder / "run").iterdir()) == ["tested.lock", "tested.log"]
+    assert sorted(p.name for p in (shell.folder / "run").iterdir()) == ["tested.key", "tested.lock", "tested.log"]
 
 
 def test_down_ends_a_frozen_supervisor_and_a_frozen_worker(shell: Shell) -> None:

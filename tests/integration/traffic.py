@@ -20,6 +20,11 @@ def _prompt(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(count)]
 
 
+def prompt(count: int, seed: int) -> list[int]:
+    """Return random token ids."""
+    return _prompt(random.Random(seed), count)
+
+
 class Clients:
     """Clients that ask one request after the other, each in a thread of its own, until they are told to end."""
 
@@ -116,3 +121,46 @@ class Crowd(Clients):
                 if self._over.is_set():
                     break
             events.close()  # type: ignore[attr-defined]
+
+
+class Calls(Clients):
+    """Calls that are all alike; a context manager, at whose end those under way are left. `answered` and `errors` count
+    how calls ended. `shared`: with one prompt for all, but for its last tokens."""
+
+    def __init__(
+        self,
+        address: str,
+        clients: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        shared: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.answered = 0
+        self.errors: Counter[str] = Counter()
+        self._prompt_tokens, self._max_tokens = prompt_tokens, max_tokens
+        self._timeout_s = timeout_s
+        self._head = prompt(prompt_tokens - 4, 0) if shared else []
+        super().__init__(address, clients, seed=1000)
+
+    def __enter__(self) -> "Calls":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(60.0)
+
+    def _run(self, rng: random.Random, client: int) -> None:
+        while not self._over.wait(0.05):
+            tokens = [*self._head, *_prompt(rng, self._prompt_tokens - len(self._head))]
+            more = {} if self._timeout_s is None else {"timeout_s": self._timeout_s}
+            events = self._client.generate(_call(tokens, self._max_tokens, **more))
+            try:
+                for _ in events:
+                    if self._over.is_set():
+                        break
+                else:
+                    self.answered += 1
+            except ApiError as error:
+                self.errors[error.code] += 1
+            finally:
+                events.close()  # type: ignore[attr-defined]

@@ -9,16 +9,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import msgspec
 
+from engine.handshake import NONCE_BYTES, Listener, Party, PartyRole
 from engine.messages import (
     Accepted,
     Cancel,
     Ended,
     Finish,
+    LifeOfProcess,
     Load,
     Orphan,
     OrphansTold,
     PeerAddress,
     Place,
+    ProcessesTold,
     Record,
     Refused,
     RequestStats,
@@ -29,6 +32,8 @@ from engine.messages import (
     encode,
 )
 from engine.types import Beam, FinishReason, Incarnation
+from router.dispatch import ATTACH
+from tests.secrets_of_tests import SECRETS
 
 END = 256  # the fake model's end-of-message token
 
@@ -41,14 +46,16 @@ class ByteText:
     context_tokens = 512
     stop_ids = frozenset({END})
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
+        if is_literal:
+            return list(text.encode())
         ids: list[int] = []
         for index, part in enumerate(text.split("<end>")):
             ids += ([END] if index else []) + list(part.encode())
         return ids
 
     def render_chat(
-        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool = True, *, is_literal: bool = True
     ) -> str:
         text = "".join(f"[{role}]{content}<end>" for role, content in messages)
         return text + ("[assistant]" if add_generation_prompt else "")
@@ -131,6 +138,8 @@ class FakeWorkers:
         self.port = 0
         self.blocks = 64
         self.fingerprint = "f"
+        self.secrets = SECRETS
+        self.listed: list[LifeOfProcess] = []
         self._server: grpc.aio.Server | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: asyncio.Queue[Record] = asyncio.Queue()
@@ -168,7 +177,16 @@ class FakeWorkers:
         address = f"127.0.0.1:{self.port}"
         return [PeerAddress(self.prefill, address)], [PeerAddress(self.decode, address)]
 
-    async def _watch(self, frames: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+    async def _prove(self, role: PartyRole, name: str, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Say what a worker says before its first frame."""
+        me = Party(role, name, Incarnation(self.incarnation))
+        listener = Listener(self.secrets, ATTACH[role], me, frozenset({"router"}), bytes(NONCE_BYTES))
+        yield listener.welcome(await anext(frames))
+        listener.check(await anext(frames))
+
+    async def _watch(self, requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        async for word in self._prove("prefill", self.prefill, aiter(requests)):
+            yield word
         info = worker_info(
             self.prefill, "prefill", self.incarnation, fingerprint=self.fingerprint
         )
@@ -177,7 +195,10 @@ class FakeWorkers:
             yield encode([load(s_per_token=1e-3)])
             await asyncio.sleep(0.1)
 
-    async def _attach(self, frames: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+    async def _attach(self, requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        frames = aiter(requests)
+        async for word in self._prove("decode", self.decode, frames):
+            yield word
         outbox: asyncio.Queue[Record] = asyncio.Queue()
         self._outbox = outbox
 
@@ -186,6 +207,9 @@ class FakeWorkers:
                 for record in decode_router_frame(frame):
                     if isinstance(record, RouterHello):
                         self._hello(record)
+                        continue
+                    if isinstance(record, ProcessesTold):
+                        self.listed = record.processes
                         continue
                     self.got.append(record)
                     self._take(record)

@@ -2,10 +2,21 @@
 real processes, in `tests/chaos`."""
 
 import asyncio
+import logging
 
+import msgspec
 import pytest
 
-from router.dispatch import _end
+import router.dispatch
+from engine.handshake import Keyring
+from engine.messages import Cancel, PeerAddress
+from engine.types import FinishReason, RequestId
+from router.app import RouterApp
+from router.config import RouterConfig
+from router.dispatch import Outbox, _end
+from router.status.observer import NullObserver
+from tests.router.fake_cluster import ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
 
 
 def test_who_is_cancelled_while_a_task_ends_hears_of_it() -> None:
@@ -46,3 +57,80 @@ def test_what_a_task_failed_of_is_raised_when_it_ends() -> None:
             await _end(task)
 
     asyncio.run(body())
+
+
+def _app() -> RouterApp:
+    return RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
+
+
+@pytest.mark.parametrize("wrong", ["secret", "name"])
+def test_a_stranger_is_no_worker(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards prompts, which a router sends to whoever answers at an address; and a worker's name."""
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        prefill, decode = [PeerAddress("p0", "")], [PeerAddress("d0", "")]
+        if wrong == "secret":
+            workers.secrets = Keyring((b"x" * 32,))
+        else:
+            workers.decode, workers.prefill = "another", "other"
+        app = _app()
+        try:
+            await app.start()
+            await workers.start()
+            address = f"127.0.0.1:{workers.port}"
+            prefill, decode = ([PeerAddress(peer.name, address)] for (peer,) in (prefill, decode))
+            await app.set_workers(prefill, decode)
+            await until(lambda: len(_refusals(caplog)) == 2)
+            await asyncio.sleep(1.5)  # it is dialled again meanwhile
+            assert not app.hub.ready() and not workers.got and len(_refusals(caplog)) == 2, "said once"
+            said = "does not know the secret" if wrong == "secret" else "answers at its address"
+            assert all(said in record.getMessage() for record in _refusals(caplog))
+            workers.secrets, workers.decode, workers.prefill = SECRETS, "d0", "p0"
+            await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    with caplog.at_level(logging.ERROR, "router.dispatch"):
+        asyncio.run(body())
+
+
+def _refusals(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if "is refused" in record.getMessage()]
+
+
+def test_every_worker_is_told_of_all_as_their_supervisor_knows_them() -> None:
+    """Guards the one list by which workers know whom they may read for, and whose death counts: what a worker says of
+    its own process gives way to what its supervisor says."""
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        app = _app()
+        try:
+            await app.start()
+            await workers.start()
+            (prefill,), (decode,) = workers.peers
+            await app.set_workers([prefill], [decode])
+            await until(lambda: {life.name for life in workers.listed} == {"d0", "p0"})
+            assert {life.pid for life in workers.listed} == {1}, "as they have said themselves"
+            named = msgspec.structs.replace(prefill, incarnation=workers.incarnation, pid=77, host="there")
+            await app.set_workers([named], [decode])
+            await until(lambda: any(life.pid == 77 and life.host == "there" for life in workers.listed))
+            assert {life.name: life.pid for life in workers.listed} == {"p0": 77, "d0": 1}
+            assert all(life.incarnation == workers.incarnation for life in workers.listed)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_takes_nothing_costs_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.dispatch, "MAX_UNSENT_RECORDS", 3)
+    cut: list[bool] = []
+    outbox = Outbox(lambda: cut.append(True))
+    for _ in range(4):
+        assert not cut
+        outbox.put(Cancel(RequestId("r"), 1, FinishReason.CANCELLED))
+    assert cut == [True]

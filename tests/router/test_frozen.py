@@ -14,6 +14,7 @@ from router.grpc.client import Client
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.router.worker_process import WorkerProcess
+from tests.secrets_of_tests import SECRETS
 
 SLOW_S = 0.4
 NOTICED_S = 2.5
@@ -59,7 +60,7 @@ def test_a_frozen_worker_is_left_and_its_ghost_is_not_believed(runner: asyncio.R
 
 async def _frozen(harm: Callable[[WorkerProcess], None]) -> None:
     observer = Counting()
-    app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), observer)
+    app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), observer, SECRETS)
     process = WorkerProcess("d0", SLOW_S)
     workers = FakeWorkers("d1")
     workers.slow_s = SLOW_S / 4
@@ -102,7 +103,7 @@ def test_a_worker_in_a_long_step_is_not_taken_for_dead(runner: asyncio.Runner) -
     """Guards against a stream cut because an engine reports nothing for some seconds: its transport answers."""
 
     async def body() -> None:
-        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver())
+        app = RouterApp(RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS)
         workers = FakeWorkers()
         try:
             addresses = await app.start()

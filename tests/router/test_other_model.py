@@ -12,6 +12,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
 
 OURS = "0123abcd"
 
@@ -26,7 +27,7 @@ def test_it_is_refused_at_its_first_word_and_taken_when_it_is_another(
         workers = FakeWorkers()
         workers.fingerprint = "4567cdef/float32"
         app = RouterApp(
-            RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), fingerprint=OURS
+            RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS, fingerprint=OURS
         )
         try:
             await app.start()
@@ -57,7 +58,7 @@ def test_the_first_that_fits_says_which_weights_are_meant(caplog: pytest.LogCapt
         first, second = FakeWorkers(), FakeWorkers()
         first.fingerprint, second.fingerprint = f"{OURS}-aa/float32", f"{OURS}-bb/float32"
         app = RouterApp(
-            RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), fingerprint=OURS
+            RouterConfig(grpc_port=0, http_port=-1), ByteText(), NullObserver(), SECRETS, fingerprint=OURS
         )
         try:
             await app.start()

@@ -29,6 +29,7 @@ from router.front.timing import WORKER_STAGES
 from router.grpc.client import Client
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
 
 ANSWER = "wörld 🙂 ok, thé énd"
 IDS = [*ANSWER.encode(), END]
@@ -60,7 +61,7 @@ class Site:
 
     async def start_router(self, named: bool = True) -> RouterApp:
         self.observer = Counting()
-        self.app = RouterApp(self._config, ByteText(), self.observer)
+        self.app = RouterApp(self._config, ByteText(), self.observer, SECRETS)
         self.address = (await self.app.start()).grpc
         port = int(self.address.rpartition(":")[2])
         self._config = msgspec.structs.replace(self._config, grpc_port=port)
@@ -215,7 +216,8 @@ def test_a_chats_next_turn_after_a_restart() -> None:
             memory = one.app._frontend._intake.conversations
             assert len(memory._known) == 1
             (prompt,) = memory._known.values()
-            assert prompt.text == f"[user]hi<end>[assistant]{ANSWER}<end>"
+            text = f"[user]hi<end>[assistant]{ANSWER}<end>"
+            assert prompt.begins(text) and prompt.characters == len(text)
 
     asyncio.run(body())
 

@@ -50,6 +50,12 @@ class Watched:
         return [target.targets[0] for target in self.hub.roster.targets("r:80")]
 
 
+def test_a_supervisor_is_listed_where_there_is_one() -> None:
+    """Guards the alerts about deaths: their page is found like any other."""
+    own = ScrapeTarget(["10.0.0.7:9"], {"instance": "supervisor", "worker": "supervisor", "pool": "supervisor"})
+    assert Watched().hub.roster.targets("r:80", "10.0.0.7:9") == [ROUTER, own]
+
+
 def test_a_lost_worker_stays_listed_until_it_is_back() -> None:
     """Guards against `up == 0` that nobody can see, because who is down is not scraped any more."""
     watched = Watched()

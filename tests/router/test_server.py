@@ -14,12 +14,13 @@ from router.front.api import ApiError, GenerateCall
 from router.grpc.client import Client
 from router.server import HUNG_S, RouterServer
 from tests.router.fake_cluster import ByteText
+from tests.secrets_of_tests import SECRETS
 
 
 def test_start_both_fronts_and_stop_twice() -> None:
     """Guards against a router that hangs without workers, keeps its ports, or cannot stop twice."""
     config = RouterConfig(grpc_port=0, http_port=0, unplaceable_s=0.3)
-    server = RouterServer(config, "", text=ByteText())
+    server = RouterServer(config, "", SECRETS, text=ByteText())
     addresses = server.start()
     try:
         assert not server.ready()
@@ -33,7 +34,7 @@ def test_start_both_fronts_and_stop_twice() -> None:
         metrics = httpx.get(f"http://{addresses.http}/metrics").text
         assert 'outcome="error"' in metrics
         port = int(addresses.grpc.rsplit(":", 1)[1])
-        second = RouterServer(RouterConfig(grpc_port=port, http_port=-1), "", text=ByteText())
+        second = RouterServer(RouterConfig(grpc_port=port, http_port=-1), "", SECRETS, text=ByteText())
         with pytest.raises(OSError, match=str(port)):
             second.start()
     finally:
@@ -49,7 +50,7 @@ def test_start_both_fronts_and_stop_twice() -> None:
 def test_small_writes_of_http_leave_at_once() -> None:
     """Guards the pace of every stream: with Nagle's algorithm on, a token waits for the client's delayed
     acknowledgement of the one before."""
-    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", text=ByteText())
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=0), "", SECRETS, text=ByteText())
     address = server.start().http
     try:
         with httpx.Client() as client:
@@ -79,7 +80,7 @@ def test_small_writes_of_http_leave_at_once() -> None:
 
 def test_a_router_whose_thread_hangs_owes_its_answer() -> None:
     """Guards a hung router behind a process that lives: its parent is answered by another thread."""
-    server = RouterServer(RouterConfig(grpc_port=0, http_port=-1), "", text=ByteText())
+    server = RouterServer(RouterConfig(grpc_port=0, http_port=-1), "", SECRETS, text=ByteText())
     server.start()
     hang, hung = threading.Event(), threading.Event()
 

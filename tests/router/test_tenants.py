@@ -1,6 +1,7 @@
 """The cache namespaces of tenants, as routers name them to workers."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
@@ -8,14 +9,15 @@ from engine.types import RequestId, RequestRecord
 from router.config import RouterConfig
 from router.front.api import GenerateCall
 from router.front.intake import to_record
+from router.front.namespaces import CacheNamespaces
 from router.http.openai import parse_chat, parse_completion
 from tests.router.http.test_fuzz import Model
 
 
-def _record(tenant: str, key: str = "") -> RequestRecord:
+def _record(tenant: str, key: str = "key") -> RequestRecord:
     call = GenerateCall(prompt=[1, 2], tenant=tenant)
-    config = RouterConfig(namespace_key=key)
-    return to_record(call, [1, 2], Model(), config, request=RequestId("r"), seed=1)
+    namespaces = CacheNamespaces(key)
+    return to_record(call, [1, 2], Model(), RouterConfig(), request=RequestId("r"), seed=1, namespaces=namespaces)
 
 
 def test_every_tenant_has_a_namespace_of_its_own() -> None:
@@ -41,7 +43,26 @@ def test_a_tenant_over_http_is_the_same_as_over_grpc(parse, prompt) -> None:  # 
     bodies = [{"model": "tiny", **prompt, **named} for named in ({}, {"tenant": "a"}, {"tenant": "b"})]
     calls = [parse(json.dumps(body).encode()).call for body in bodies]
     assert [call.tenant for call in calls] == ["", "a", "b"]
-    spaces = [
-        to_record(call, [1], Model(), RouterConfig(), request=RequestId("r"), seed=1).namespace for call in calls
-    ]
-    assert spaces == [_record(tenant).namespace for tenant in ("", "a", "b")]
+    assert len({_record(call.tenant).namespace for call in calls}) == 3
+
+
+@dataclass(frozen=True)
+class Terms:
+    cache_share: float = 0.0
+    shared_cache: str = ""
+
+
+def test_a_cache_is_shared_only_where_both_records_say_so() -> None:
+    """Guards against a tenant that is drawn into another's cache, by that one's record or by a clever name."""
+    records = {"a": Terms(0.25, "team"), "b": Terms(0.5, "team"), "c": Terms(0.5), "d": Terms(shared_cache="c")}
+    namespaces = CacheNamespaces("key", lambda tenant: records.get(tenant, Terms()))
+    assert namespaces.of("a") == namespaces.of("b")
+    apart = [namespaces.of(tenant) for tenant in ("a", "c", "d", "team", "")]
+    assert len(set(apart)) == len(apart), "the cache of `team` is nobody's who only has its name"
+    assert [namespaces.share(tenant) for tenant in ("a", "c", "nobody", "")] == [0.0, 0.5, 0.0, 0.0]
+
+
+def test_without_a_key_one_is_drawn() -> None:
+    """Guards against namespaces that anybody can compute, because nobody has configured a key."""
+    one, other = CacheNamespaces(""), CacheNamespaces("")
+    assert one.of("a") == one.of("a") != other.of("a")

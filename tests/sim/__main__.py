@@ -1,9 +1,9 @@
 """`python -m tests.sim`: random schedules for a time or a number, until one fails. `make sim SECONDS=60 SEED=7`.
 
 Schedule n of a run has seed SEED * 1,000,000 + n, so runs of different SEED are disjoint. `--processes N` shares them
-out; `--ledger` begins behind the seeds noted in tests/sim/ledger.jsonl, notes the run there, and prints what all runs
-add up to. `--only N` runs that one schedule, with its story on standard output. Exit status 1: a promise was broken, or
-a rare state was never reached.
+out; `--ledger` begins behind the seeds noted in tests/sim/ledger.jsonl, notes the run there, piece by piece, and prints
+what all runs add up to. `--only N` runs that one schedule, with its story on standard output. Exit status 1: a promise
+was broken, or a rare state was never reached.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from tests.sim.trace import tell
 from tests.sim.world import World
 
 STRIDE = 1_000_000
+NOTED = 5_000
 ENOUGH = 2_000
 """Schedules after which every rare state must have been seen."""
 
@@ -45,10 +46,12 @@ def main() -> int:
     if args.ledger is not None:
         seeds = ledger.unused(ledger.read(args.ledger), seeds)
     began_s = time.monotonic()
-    report = run(seeds, args.strict, seconds, args.schedules, args.processes)
+    if args.ledger is None:
+        report = run(seeds, args.strict, seconds, args.schedules, args.processes)
+    else:
+        report = _noted(args.ledger, seeds, args.strict, seconds, args.schedules, args.processes)
     _print(report, seeds.start, time.monotonic() - began_s)
-    if args.ledger is not None and report.ran:
-        ledger.write(args.ledger, seeds.start, report)
+    if args.ledger is not None:
         print(f"ledger: {ledger.total(ledger.read(args.ledger))}")
     for failed in report.failures:
         print(f"\nFAILED: seed {failed.seed}: {failed.why}")
@@ -59,6 +62,25 @@ def main() -> int:
     if gaps:
         print(f"\nnever reached: {', '.join(gaps)}")
     return int(bool(gaps) and report.counted >= ENOUGH)
+
+
+def _noted(
+    path: Path, seeds: range, strict: bool, seconds: float | None, schedules: int | None, processes: int
+) -> Report:
+    """Run as `run` does, and note every `NOTED` schedules that count: who is ended loses no more than those, and the
+    next run goes on behind them."""
+    until_s = None if seconds is None else time.monotonic() + seconds
+    total = Report()
+    while seeds and not total.failures and (schedules is None or total.counted < schedules):
+        left_s = None if until_s is None else until_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            break
+        most = NOTED if schedules is None else min(NOTED, schedules - total.counted)
+        report = run(seeds, strict, left_s, most, processes)
+        ledger.write(path, seeds.start, report)
+        total.add(report)
+        seeds = range(report.last + 1, seeds.stop)
+    return total
 
 
 def _print(report: Report, first: int, took_s: float) -> None:

@@ -28,16 +28,16 @@ class Audit:
     def check(self, process: Process) -> None:
         """Check a process, after every step and every batch of events. Raises Violation."""
         world = self._world
-        scheduler = world.workers[process.pid].scheduler
         if world.say is not None and process.role == "decode":
             self._say_preempted(process)
         try:
             world.memories[process.pid].check()
             if self.is_due():
-                scheduler.check()
+                world.workers[process.pid].scheduler.check()
         except Violation:
             raise
         except Exception as error:
+            scheduler = world.workers[process.pid].scheduler
             raise Violation(f"{process}: {type(error).__name__}: {error}\n{scheduler!r}") from error
         world.witness.passes(process)
 
@@ -71,6 +71,14 @@ class Audit:
             elif held := self._holds(process):
                 return held
         return ""
+
+    def owes(self, process: Process) -> str:
+        """Return what a worker still owes to anybody, or nothing; by its blocks and tables, not by its own word."""
+        held = self._holds(process)
+        scheduler = self._world.workers[process.pid].scheduler
+        if not held and process.role == "decode" and scheduler._requests:
+            return f"it has {list(scheduler._requests)}"
+        return held
 
     def _holds(self, process: Process) -> str:
         world = self._world

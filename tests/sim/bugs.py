@@ -24,6 +24,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.stashes import Stashes
 from engine.messages import Landed, Refused
 from engine.types import FinishReason
+from tests.sim.slips import SLIPS, Patch
 from transfer import digest
 from transfer.handoff.commands import Arrived, Disconnect, Emit
 from transfer.handoff.conversion import rows_by_block
@@ -31,7 +32,6 @@ from transfer.handoff.migration import R
 from transfer.handoff.receiver import KVReceiver
 from transfer.handoff.sender import KVSender
 
-Patch = tuple[Any, str, Callable[..., Any]]
 Plant = Callable[[], list[Patch]]
 
 
@@ -277,6 +277,7 @@ BUGS: dict[str, Plant] = {
         promise_counts_shared_blocks,
         hypotheses_outlive_their_search,
         swapped_blocks_freed_at_once,
+        *SLIPS,
     )
 }
 
@@ -285,7 +286,7 @@ BUGS: dict[str, Plant] = {
 def planted(name: str) -> Iterator[None]:
     """Keep the bug `name` in the code inside this block."""
     patches = BUGS[name]()
-    kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    kept = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in patches]
     for owner, attribute, changed in patches:
         setattr(owner, attribute, changed)
     try:

@@ -52,6 +52,7 @@ class Client:
 
     def interrupted(self, now: float) -> None:
         self.world.note("interrupted, and placed again")
+        self.world.promises.placed_again(self)
 
     def moved(self, stages: dict[str, float], now: float) -> None:
         self.world.note("request moved")

@@ -1,6 +1,7 @@
 """Virtual time, and processes that live in it: one heap of events, one seeded generator, nothing else is random."""
 
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
@@ -17,6 +18,9 @@ class Clock:
     def __init__(self, rng: Random) -> None:
         self.now = 0.0
         self.rng = rng
+        self.random = rng.random
+        self.read = partial(getattr, self, "now")
+        """Returns `now`, as a clock does."""
         self.events = 0
         self._heap: list[tuple[float, int, Act, Process | None]] = []
         self._count = 0
@@ -32,7 +36,7 @@ class Clock:
             return False
         self.now, _, act, process = heappop(self._heap)
         self.events += 1
-        if process is None:
+        if process is None or process.runs:
             act()
         else:
             process.run(act)
@@ -47,7 +51,7 @@ class Clock:
 class Process:
     """One life of one process. What is scheduled through it never runs after its death, and waits while it is frozen.
 
-    Mutable state: `alive`, `frozen` and what waits for the thaw, in order.
+    Mutable state: `alive`, `frozen`, `runs` (neither dead nor frozen) and what waits for the thaw, in order.
     """
 
     def __init__(self, clock: Clock, name: str, role: str, pid: int, incarnation: int) -> None:
@@ -56,7 +60,7 @@ class Process:
         self.role = role
         self.pid = pid
         self.incarnation = incarnation
-        self.alive = True
+        self.alive = self.runs = True
         self.frozen = False
         self._stash: list[Act] = []
 
@@ -66,23 +70,21 @@ class Process:
 
     def run(self, act: Act) -> None:
         """Run `act` in this process now, after its thaw, or never."""
-        if not self.alive:
-            return
-        if self.frozen:
-            self._stash.append(act)
-        else:
+        if self.runs:
             act()
+        elif self.alive:
+            self._stash.append(act)
 
     def kill(self) -> None:
-        self.alive = False
+        self.alive = self.runs = False
         self._stash.clear()
 
     def freeze(self) -> None:
-        self.frozen = True
+        self.frozen, self.runs = True, False
 
     def resume(self) -> None:
         """Run everything that was held back now, in order, as after SIGCONT."""
-        self.frozen = False
+        self.frozen, self.runs = False, self.alive
         stash, self._stash = self._stash, []
         for act in stash:
             self.run(act)

@@ -23,6 +23,7 @@ from engine.messages import (
     encode,
 )
 from tests.sim.clock import Process
+from tests.sim.forgeries import ROUTER_KINDS, Forgeries
 from tests.sim.network import Stream
 
 if TYPE_CHECKING:
@@ -37,18 +38,22 @@ PROCESS_KINDS = (
     "freeze router",
 )
 STREAM_KINDS = ("cut handoff", "cut router", "partition handoff", "partition router")
-RECORD_KINDS = ("duplicate", "reorder", "drop", "misdirect")
-TRANSFER_KINDS = ("corrupt", "send_fails", "recv_fails")
+RECORD_KINDS = ("duplicate", "reorder", "drop", "misdirect", "misstate")
+TRANSFER_KINDS = ("corrupt", "send_fails", "recv_fails", "overwrite")
+SHM_KINDS = ("overwrite",)
+"""Faults that only a reader of the sender's own memory can meet."""
 DATA_KINDS = ("cut data", "silence data")
 """Faults over tcp only: the connection that carries blocks breaks, or swallows all, while the control stream lives."""
-KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS
+KINDS = PROCESS_KINDS + STREAM_KINDS + RECORD_KINDS + TRANSFER_KINDS + DATA_KINDS + ROUTER_KINDS
+ARMED_KINDS = frozenset(RECORD_KINDS + TRANSFER_KINDS + ROUTER_KINDS)
+"""Faults that strike by the next record or transfer that they fit."""
 
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """`on` is a record's type name, "copy", "move" (a decode worker is asked for KV) or "time"; `count` says which one,
-    `at_s` when. `delay_s` after the trigger it strikes; `lasts_s` later its damage is undone (a restart, a thaw, a
-    healed partition)."""
+    """`on` is a record's type name (of the handoff, or `Tokens`), "copy", "move" (a decode worker is asked for KV) or
+    "time"; `count` says which one, `at_s` when. `delay_s` after the trigger it strikes; `lasts_s` later its damage is
+    undone (a restart, a thaw, a healed partition)."""
 
     kind: str
     on: str
@@ -80,6 +85,7 @@ class Faults:
         self._seen: Counter[str] = Counter()
         self._held: dict[tuple[int, int], tuple[bytes, set[Handoff | None], Fault]] = {}
         self._disarmed = False
+        self.forgeries = Forgeries(world, self)
         self._waiting = [fault for fault in faults if fault.on != "time"]
         for fault in faults:
             if fault.on == "time":
@@ -100,15 +106,15 @@ class Faults:
     # ---- triggers
 
     def saw_copy(self, reader: Process, owner: Process) -> None:
-        self._saw("copy", reader, owner)
+        self.saw("copy", reader, owner)
 
-    def _saw(self, what: str, decode: Process | None, prefill: Process | None) -> None:
+    def saw(self, what: str, decode: Process | None, prefill: Process | None) -> None:
         if not self._waiting:
             return
         self._seen[what] += 1
         for fault in [f for f in self._waiting if f.on == what and f.count == self._seen[what]]:
             self._waiting.remove(fault)
-            if fault.delay_s and fault.kind not in RECORD_KINDS + TRANSFER_KINDS:
+            if fault.delay_s and fault.kind not in ARMED_KINDS:
                 self.until = max(self.until, self._world.clock.now + fault.delay_s)
                 self._world.clock.at(
                     fault.delay_s,
@@ -118,7 +124,7 @@ class Faults:
                 self._fire(fault, decode, prefill)
 
     def _fire(self, fault: Fault, decode: Process | None, prefill: Process | None) -> None:
-        if fault.kind in RECORD_KINDS + TRANSFER_KINDS:
+        if fault.kind in ARMED_KINDS:
             fault.armed = True
             return
         world, rng = self._world, self._world.rng
@@ -209,7 +215,7 @@ class Faults:
 
     # ---- single records and transfers
 
-    def takes(self, kind: str, name: Handoff) -> Fault | None:
+    def takes(self, kind: str) -> Fault | None:
         """Return an armed fault of this kind, for the caller to carry out and then to report as `strikes`."""
         for fault in self.faults:
             if fault.armed and fault.kind == kind:
@@ -224,11 +230,12 @@ class Faults:
         )
         for record in records:
             self._world.witness.saw(record)
-            self._saw(type(record).__name__, stream.client, stream.server)
+            self.forgeries.saw(record)
+            self.saw(type(record).__name__, stream.client, stream.server)
             if stream.server.role == "decode":
                 self._world.witness.saw_move(record)
                 if isinstance(record, StartPrefill):
-                    self._saw("move", stream.client, stream.server)
+                    self.saw("move", stream.client, stream.server)
         held = self._held.pop((stream.number, lane), None)
         frames = [data]
         if not any(isinstance(record, Hello) for record in records):
@@ -248,13 +255,14 @@ class Faults:
         for fault in self.faults:
             if not fault.armed or fault.kind not in RECORD_KINDS:
                 continue
-            if fault.kind == "misdirect":
-                changed = [_misdirected(record) for record in records]
+            if fault.kind in ("misdirect", "misstate"):
+                change = _misdirected if fault.kind == "misdirect" else self.forgeries.misstated
+                changed = [change(record) for record in records]
                 if changed == records:
                     continue
                 data = encode(changed)
             fault.armed = False
-            if fault.kind in ("misdirect", "drop"):
+            if fault.kind in ("misdirect", "misstate", "drop"):
                 self.strikes(fault)
             match fault.kind:
                 case "duplicate":

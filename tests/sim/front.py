@@ -4,18 +4,18 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from engine.messages import Orphan, PeerAddress, RouterRecord, encode
+from engine.messages import LifeOfProcess, Orphan, PeerAddress, ProcessesTold, RouterRecord, WorkerInfo, encode
 from router.config import RouterConfig
 from router.core.call import State
 from router.core.core import Router
-from router.core.policy import make_policy
+from router.core.policies import make_policy
 from router.dispatch import ATTACH, PAUSE_S
 from router.hub import Hub
 from router.status.observer import NullObserver
 from tests.sim.client import Client
 from tests.sim.clock import Process, Violation
 from tests.sim.link import Link
-from tests.sim.network import Send, Session
+from tests.sim.network import DialerSession, Send
 from tests.sim.revived import Revived
 
 if TYPE_CHECKING:
@@ -42,12 +42,14 @@ class Front:
         self.process = process
         policy = make_policy(config.policy, Random(seed).getrandbits(32))
         self.core = Router(config, policy, life=100 * process.pid)
-        self.hub = Hub(self.core, lambda: world.clock.now, Counting(world.note))
+        self.hub = Hub(self.core, world.clock.read, Counting(world.note))
         self.hub.connect(self._to_worker, self._sever)
         self.hub.adopt_with(self._revive)
         self.revived: dict[str, Revived] = {}
         self.outboxes: dict[str, Send] = {}
         self.pauses: dict[str, float] = {}
+        self._named: dict[str, LifeOfProcess] = {}
+        self._met: dict[str, LifeOfProcess] = {}
         self._links: dict[str, Link] = {}
         self._wanted: dict[str, tuple[str, PeerAddress]] = {}
 
@@ -57,6 +59,9 @@ class Front:
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Do as `router.dispatch.Links` does."""
         lives = [(peer.name, peer.incarnation) for peer in (*prefill, *decode) if peer.incarnation]
+        peers = [*prefill, *decode]
+        self._named = {p.name: LifeOfProcess(p.name, p.incarnation, p.pid, p.host) for p in peers if p.pid}
+        self._tell_processes()
         wanted = {
             peer.name: (role, PeerAddress(peer.name, peer.address))
             for role, peers in (("prefill", prefill), ("decode", decode))
@@ -75,6 +80,15 @@ class Front:
             self.pauses[name] = PAUSE_S[0]
             self._dial(name)
         self.check()
+
+    def met(self, info: WorkerInfo) -> None:
+        self._met[info.name] = LifeOfProcess(info.name, info.incarnation, info.pid, info.host)
+        self._tell_processes()
+
+    def _tell_processes(self) -> None:
+        told = ProcessesTold(list({**self._met, **self._named}.values()))
+        for link in self._links.values():
+            link.tell(told)
 
     def check(self) -> None:
         if not self.world.audit.is_due():
@@ -108,6 +122,7 @@ class Front:
 
     def _revive(self, orphan: Orphan, now: float) -> Revived:
         name = orphan.record.request
+        self.world.promises.adopted(orphan)
         self.world.note("orphan adopted" if name not in self.revived else "orphan: a higher placement")
         client = next(c for c in self.world.clients if c.name == name)
         revived = self.revived[name] = Revived(client)
@@ -116,11 +131,11 @@ class Front:
     def _dial(self, name: str) -> None:
         role, peer = self._wanted[name]
 
-        def accept(send: Send) -> Session:
+        def open_session(send: Send) -> DialerSession:
             link = self._links[name] = Link(self, role, peer, send)
             return link
 
-        self.world.wire.connect(self.process, peer.address, ATTACH[role], accept)
+        self.world.wire.connect(self.process, peer.address, ATTACH[role], open_session)
 
     def _dial_later(self, name: str, pause_s: float) -> None:
         """Dial after a pause, unless the link is not wanted by then, or has been dialled."""
@@ -138,6 +153,7 @@ class Front:
             self._dial_later(name, PAUSE_S[1])
 
     def _to_worker(self, worker: str, record: RouterRecord) -> None:
+        self.world.promises.told(worker, record)
         self.outboxes[worker](encode([record]))
 
     def _tick(self) -> None:

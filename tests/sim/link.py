@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from engine.handshake import Party
 from engine.messages import (
     Load,
     PeerAddress,
     RouterHello,
+    RouterRecord,
     WorkerInfo,
     decode_worker_frame,
     encode,
@@ -29,11 +31,20 @@ class Link:
         self._send = send
         self._joined = self._over = False
 
+    def proven(self, peer: Party) -> None:
+        """Take who has answered: what that end says of itself is checked in tests/router/test_dispatch.py."""
+
+    def tell(self, record: RouterRecord) -> None:
+        """Say something, if anybody is there."""
+        if self._joined and not self._over:
+            self._send(encode([record]))
+
     def frame(self, data: bytes) -> None:
         if self._over:
             return
         front, name = self._front, self._peer.name
         records = list(decode_worker_frame(data))
+        promises = front.world.promises
         for record in records:
             front.world.witness.heard(record)
         if not self._joined:
@@ -45,9 +56,15 @@ class Link:
             front.pauses[name] = PAUSE_S[0]
             if self._role == "decode":
                 front.outboxes[name] = self._send
+            front.met(info)
             front.hub.joined(self._peer, info)
-        if not self._over:
-            front.hub.heard(name, records)
+            promises.met(name, info.incarnation)
+        if self._over:
+            return
+        if data not in promises.forged:
+            for record in records:
+                promises.heard(name, record)
+        front.hub.heard(name, records)
         if len(records) != 1 or not isinstance(records[0], Load):
             front.check()
 

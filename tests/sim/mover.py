@@ -94,9 +94,10 @@ class SimMover:
     def wake(self) -> None:
         if not self._armed:
             self._armed = True
-            rng = self._world.rng
-            slow = 30.0 if rng.random() < self._world.plan.slow_copies else 1.0
-            self._process.later(rng.uniform(*PAUSE_S) * slow * self.speed, self._turn)
+            clock = self._world.clock
+            slow = 30.0 if clock.random() < self._world.plan.slow_copies else 1.0
+            pause_s = PAUSE_S[0] + (PAUSE_S[1] - PAUSE_S[0]) * clock.random()
+            clock.at(pause_s * slow * self.speed, self._turn, self._process)
 
     def _turn(self) -> None:
         self._armed = False
@@ -142,7 +143,7 @@ class SimMover:
 
     def _post_recv(self, command: PostRecv) -> None:
         name, seq = command.move.handoff, command.move.seq
-        fault = self._world.faults.takes("recv_fails", name)
+        fault = self._world.faults.takes("recv_fails")
         if fault is not None:
             self._world.faults.strikes(fault)
         if command.peer not in self._routes or (fault is not None and self._remote):
@@ -155,7 +156,9 @@ class SimMover:
         )
         if fault is not None and recv.pipe is not None:
             recv.pipe.open = False  # over tcp a receive fails with its connection
-        recv.flip = self._world.faults.takes("corrupt", name)
+        recv.flip = self._world.faults.takes("corrupt")
+        if self._remote:
+            recv.overwrite = self._world.faults.takes("overwrite")
         self._queue(command.peer, recv)
         self._world.saw_copy(self._process, self._routes[command.peer].process, name)
 
@@ -264,7 +267,7 @@ class SimMover:
         is_over = self._landing.half(recv, memory, rows)
         if is_over:
             queue.remove(recv)
-            self._end_recv(recv, "digest mismatch" if recv.wrong else "")
+            self._end_recv(recv, recv.error or ("digest mismatch" if recv.wrong else ""))
         return is_over
 
     def _end_recv(self, recv: Recv, error: str) -> None:

@@ -1,15 +1,19 @@
 """Streams between processes: ordered, delayed, cut, partitioned; on request also hostile with single records.
 
 A stream is what gRPC gives: bytes in order until it breaks, then both ends are told, each in its own time, and what was
-on its way may or may not arrive first. `Wire.meddle` lets a fault change the frames of the handoff on their way.
+on its way may or may not arrive first. Its first three words, by which both ends prove who they are, are taken as
+proven, and take their time. `Wire.meddle` lets a fault change the frames of the handoff on their way.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from tests.sim.clock import Clock, Process
+from engine.handshake import HandshakeError, Party
+from engine.types import Incarnation
+from tests.sim.clock import Clock, Process, Violation
+from worker.rpc import ServedStream
 
 
 class Session(Protocol):
@@ -18,13 +22,18 @@ class Session(Protocol):
     def closed(self, why: str) -> None: ...
 
 
+class DialerSession(Session, Protocol):
+    def proven(self, peer: Party) -> None: ...
+
+
 Send = Callable[[bytes | None], None]
-Accept = Callable[[Send], Session]
-Meddle = Callable[["Stream", int, bytes], list[bytes]]
+Open = Callable[[Send], DialerSession]
+Meddle = Callable[["Stream", int, bytes], Sequence[bytes]]
 
 KEEPALIVE_S = 2.0
 """A stream to a peer that does not answer for so long breaks."""
 PATIENCE_S = (0.0001, 0.0012)
+_LEAST_S, _SPREAD_S = PATIENCE_S[0], PATIENCE_S[1] - PATIENCE_S[0]
 
 
 class _Lane:
@@ -42,21 +51,29 @@ class _Lane:
 
     def push(self, act: Callable[[], None], slow_s: float = 0.0) -> None:
         clock = self.clock
-        self.last = max(self.last, clock.now + clock.rng.uniform(*PATIENCE_S) + slow_s)
+        due = clock.now + (_LEAST_S + _SPREAD_S * clock.random()) + slow_s
+        if due > self.last:
+            self.last = due
         self.queue.append((self.last, act))
         if not self.pumping:
             self._arm()
 
     def _arm(self) -> None:
         self.pumping = True
-        due = max(self.queue[0][0], self.blocked_until)
-        self.clock.at(max(0.0, due - self.clock.now), self._pump)
+        due, now = self.queue[0][0], self.clock.now
+        if due < self.blocked_until:
+            due = self.blocked_until
+        self.clock.at(due - now if due > now else 0.0, self._pump)
 
     def _pump(self) -> None:
         self.pumping = False
         queue, now = self.queue, self.clock.now
         while queue and queue[0][0] <= now and self.blocked_until <= now:
-            self.target.run(queue.popleft()[1])
+            act = queue.popleft()[1]
+            if self.target.runs:
+                act()
+            else:
+                self.target.run(act)
         if queue and not self.pumping:
             self._arm()
 
@@ -80,11 +97,18 @@ class Stream:
         """Return what the end that sends on `lane` calls; after the end it does nothing."""
 
         def send(data: bytes | None) -> None:
-            if self.open and data is None:
+            if not self.open:
+                return
+            if data is None:
                 self._end(lane)
-            elif self.open and data is not None:
-                for frame in self._wire.passing(self, lane, data):
-                    self.lanes[lane].push(partial(self._frame, lane, frame), self._wire.slowness())
+                return
+            wire = self._wire
+            random = wire.clock.random
+            meddle = wire.meddle if self.is_handoff else wire.forge
+            frames = (data,) if meddle is None else meddle(self, lane, data)
+            for frame in frames:
+                slow_s = 0.008 * random() if random() < 0.04 else 0.0
+                self.lanes[lane].push(partial(self._frame, lane, frame), slow_s)
 
         return send
 
@@ -144,27 +168,29 @@ class Stream:
 
 
 class Wire:
-    """All listeners and all streams. `meddle` and `trace` are set by the world."""
+    """All listeners and all streams. The world sets `meddle` (streams of handoffs), `forge` (streams of routers) and
+    `trace`."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.streams: list[Stream] = []
         self.meddle: Meddle | None = None
+        self.forge: Meddle | None = None
         self.trace: Callable[[Stream, int, bytes], None] | None = None
         self.on_told: Callable[[Stream, int, str], None] = lambda stream, lane, why: None
         self.on_cut: Callable[[Stream], None] = lambda stream: None
         self._partitions: dict[frozenset[str], float] = {}
-        self._servers: dict[str, tuple[Process, dict[str, Accept]]] = {}
+        self._servers: dict[str, tuple[Process, dict[str, ServedStream]]] = {}
         self._made = 0
 
-    def listen(self, address: str, process: Process, methods: dict[str, Accept]) -> None:
+    def listen(self, address: str, process: Process, methods: dict[str, ServedStream]) -> None:
         self._servers[address] = (process, methods)
 
-    def connect(self, client: Process, address: str, method: str, accept: Accept) -> None:
+    def connect(self, client: Process, address: str, method: str, open_session: Open) -> None:
         """Connect as `RpcLoop.connect` does: returns at once, the session hears of everything."""
         server, methods = self._servers.get(address, (None, {}))
         if server is None or not server.alive:
-            session = accept(lambda data: None)
+            session = open_session(lambda data: None)
             client.later(
                 self.clock.rng.uniform(*PATIENCE_S), lambda: session.closed("nobody listens")
             )
@@ -174,8 +200,9 @@ class Wire:
         stream = Stream(self, self._made, client, server, method)
         self.streams.append(stream)
         self._hold(stream)
-        stream.lanes[0].push(lambda: self._accept(stream, methods[method]))
-        stream.sessions[1] = accept(stream.sender(0))
+        session = open_session(stream.sender(0))
+        stream.sessions[1] = session
+        stream.lanes[0].push(lambda: stream.lanes[1].push(lambda: self._proven(stream, session, methods[method])))
 
     def partition(self, stream: Stream, seconds: float) -> None:
         """Keep the two processes of a stream from reaching each other for a while, over new streams neither."""
@@ -193,15 +220,25 @@ class Wire:
             if left > KEEPALIVE_S:
                 self.clock.at(KEEPALIVE_S, lambda: stream.cut("keepalive"))
 
-    def _accept(self, stream: Stream, accept: Accept) -> None:
-        stream.sessions[0] = accept(stream.sender(1))
+    def _proven(self, stream: Stream, session: DialerSession, served: ServedStream) -> None:
+        """Both ends know each other: the far one makes its session, before anything that this one says."""
+        if stream.sessions[1] is not session:
+            return
+        stream.lanes[0].push(lambda: self._accept(stream, served))
+        try:
+            session.proven(_party(stream.server))
+        except HandshakeError:
+            stream.sender(0)(None)
 
-    def passing(self, stream: Stream, lane: int, data: bytes) -> list[bytes]:
-        return self.meddle(stream, lane, data) if stream.is_handoff and self.meddle else [data]
-
-    def slowness(self) -> float:
-        random = self.clock.rng.random
-        return 0.008 * random() if random() < 0.04 else 0.0
+    def _accept(self, stream: Stream, served: ServedStream) -> None:
+        party = _party(stream.client)
+        if party.role not in served.roles:
+            raise Violation(f"a {party.role} opens {stream.method}")
+        stream.sessions[0] = served.accept(stream.sender(1), party)
 
     def of(self, process: Process) -> list[Stream]:
         return [s for s in self.streams if s.open and process in (s.client, s.server)]
+
+
+def _party(process: Process) -> Party:
+    return Party(process.role, process.name, Incarnation(process.incarnation))  # type: ignore[arg-type]

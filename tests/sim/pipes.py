@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.messages import Endpoint, Handoff
+from engine.types import Incarnation
 from tests.sim.shadow import ShadowKV
 
 
@@ -38,5 +39,5 @@ class SimTransport:
         self.reads_remotely = name == "shm"
         self._memory = memory
 
-    def describe(self) -> Endpoint:
+    def describe(self, peer: Incarnation) -> Endpoint:
         return Endpoint(transport=self.name, details={"pid": self._memory.process.pid})

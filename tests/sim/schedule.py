@@ -8,8 +8,10 @@ from typing import Literal
 from msgspec.structs import replace
 
 from engine.types import BeamParams, EarlyStopping, RequestId, RequestRecord, SamplingParams
+from router.config import RouterConfig
 from tests.sim.clock import Violation
-from tests.sim.faults import DATA_KINDS, KINDS, Fault
+from tests.sim.faults import DATA_KINDS, KINDS, SHM_KINDS, Fault
+from tests.sim.forgeries import ROUTER_KINDS
 from tests.sim.plan import Ask, Going, Plan
 from tests.sim.shadow import VOCAB
 from tests.sim.world import World
@@ -35,6 +37,11 @@ WEIGHTS = {
     "recv_fails": 2,
     "cut data": 4,
     "silence data": 4,
+    "misstate": 3,
+    "overwrite": 3,
+    "early word": 2,
+    "stale word": 3,
+    "stale order": 3,
 }
 ON = ("StartPrefill", "Offer", "Offer", "FirstToken", "Landed", "Stop", "copy", "copy", "copy", "move")
 SEARCHES = 0.2
@@ -82,6 +89,7 @@ def make_plan(seed: int, *, strict: bool = RECOVERS) -> Plan:
             local_chunk_tokens=rng.choice((2, 8, 64)),
         ),
         prefill=PrefillConfig(chunk_tokens=rng.choice((4, 8, 8, 16))),
+        router=_router(Random(f"router {seed}")),
         strict=strict,
         goings=goings,
         escalate_s=rng.choice((0.5, 5.0)),
@@ -120,6 +128,13 @@ def _mode(preempts: bool, mode: str, tier_blocks: int) -> Literal["recompute", "
     return "auto" if mode == "auto" else "recompute"
 
 
+def _router(rng: Random) -> RouterConfig:
+    """Draw how much a router may spend on losses: mostly enough for all, sometimes hardly anything."""
+    return RouterConfig(
+        max_placements=rng.choice((3,) * 8 + (1, 2)), retry_reserve=rng.choice((128,) * 10 + (0, 1, 2))
+    )
+
+
 def _going(rng: Random) -> Going:
     return Going(
         rng.choice(("prefill", "decode", "decode")),
@@ -140,7 +155,7 @@ def _asks(rng: Random, size: int, lengths: tuple[int, ...]) -> list[Ask]:
             tokens=prompt,
             prompt_tokens=len(prompt),
             max_tokens=rng.choice(lengths),
-            seed=number,
+            seed=rng.getrandbits(64),
             sampling=SamplingParams(temperature=0.0),
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 0, 1)),
@@ -194,7 +209,7 @@ def _faults(rng: Random, moving: bool, transport: str) -> list[Fault]:
 
 def _fault(rng: Random, moving: bool, transport: str, alone: bool) -> Fault:
     """Draw a fault. One that is `alone` should find its occasion, or the schedule does not count."""
-    without = ("reorder",) * alone + DATA_KINDS * (transport != "tcp")
+    without = ("reorder",) * alone + (SHM_KINDS if transport == "tcp" else DATA_KINDS)
     kind = rng.choices(KINDS, [0 if k in without else WEIGHTS[k] for k in KINDS])[0]
     lasts = rng.choice((rng.uniform(0.002, 0.03), rng.uniform(0.03, 0.4)))
     if rng.random() < 0.25 and kind.partition(" ")[0] in ("freeze", "partition"):
@@ -206,6 +221,8 @@ def _fault(rng: Random, moving: bool, transport: str, alone: bool) -> Fault:
     if rng.random() < 0.15 and not alone:
         return Fault(kind, "time", at_s=0.05 + rng.uniform(0, 0.04), lasts_s=lasts)
     on = "copy" if kind in DATA_KINDS else rng.choice(ON if moving else ON[:-1])
+    if kind in ROUTER_KINDS:
+        on = "Tokens"
     return Fault(
         kind,
         on,

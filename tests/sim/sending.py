@@ -47,7 +47,7 @@ class Sending:
         """`known`: the peers to whom there is a way."""
         name, seq = command.move.handoff, command.move.seq
         world, memory = self._world, self._memory
-        fault = world.faults.takes("send_fails", name)
+        fault = world.faults.takes("send_fails")
         if fault is not None:
             world.faults.strikes(fault)
         if command.peer not in known or fault is not None:
@@ -56,7 +56,7 @@ class Sending:
         for block in command.blocks:
             readable(memory, block.source, block.generation, "is digested")
         digests = tuple(
-            block_digest(memory.rows[b.source], b.tokens, b.identity, b.generation, name)
+            block_digest(memory.rows[b.source], memory.layout, b.tokens, b.identity, b.generation, name)
             for b in command.blocks
         )
         pipe = frame = None

@@ -7,10 +7,8 @@ read, and the next token is a function of the last row. Blocks that are handed o
 
 from array import array
 from collections import Counter
-from functools import reduce
+from functools import lru_cache, reduce
 from types import SimpleNamespace
-
-import xxhash
 
 from engine.beam import BeamSearch
 from engine.kv.block_pool import BlockPool, BlockState
@@ -29,6 +27,7 @@ VOCAB = 61
 STOP_IDS = frozenset({60})
 FINGERPRINT = "shadow"
 _MASK = (1 << 61) - 1
+_PASTS = [(token, (token + 1) * 0x9E3779B97F4A7C1) for token in range(VOCAB)]
 
 
 def mix(past: int, token: int) -> int:
@@ -39,21 +38,26 @@ def root(namespace: bytes) -> int:
     return mix(int.from_bytes(namespace[:7], "little"), 977)
 
 
-def draw(row: int, sample_index: int, banned: tuple[int, ...]) -> int:
-    token = (row >> 23 ^ sample_index * 0x9E3779B1) % VOCAB
+def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...]) -> int:
+    """Return what a seeded sampler draws: as much a function of its key (seed, sample index and position) as of the
+    last row."""
+    seed, sample_index, position = key
+    token = ((row >> 23) ^ (seed * 0xC2B2AE3D + sample_index * 0x9E3779B1 + position * 0x85EBCA77)) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
 
 
+@lru_cache(4096)
+def _likeliest(row: int) -> tuple[tuple[int, float], ...]:
+    order = sorted([((row ^ past) * 0x2545F4914F6CDD1D & _MASK) >> 40 << 6 | 63 - token for token, past in _PASTS])
+    return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in order])
+
+
 def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
     """Return the likeliest tokens, with log probabilities of their own for every row."""
-    likely = []
-    for token in range(VOCAB):
-        mixed = (row ^ (token + 1) * 0x9E3779B97F4A7C1) * 0x2545F4914F6CDD1D & _MASK
-        likely.append((-(mixed >> 40) / (1 << 18), token))
-    likely.sort(reverse=True)
-    return tuple((t, log_prob) for log_prob, t in likely if t not in banned)[:count]
+    likely = _likeliest(row)
+    return likely[:count] if not banned else tuple(one for one in likely if one[0] not in banned)[:count]
 
 
 def expected_output(record: RequestRecord) -> list[int]:
@@ -63,7 +67,8 @@ def expected_output(record: RequestRecord) -> list[int]:
         past = mix(past, token)
     output: list[int] = []
     while True:
-        token = draw(past, record.sample_index, banned_tokens(record, len(output), STOP_IDS))
+        key = (record.seed, record.sample_index, record.prompt_tokens + len(output))
+        token = draw(past, key, banned_tokens(record, len(output), STOP_IDS))
         output.append(token)
         if finish_reason(record, len(output), token, STOP_IDS) is not None:
             return output
@@ -87,12 +92,18 @@ def expected_answers(record: RequestRecord) -> list[Beam]:
 
 
 def block_digest(
-    rows: list[int], tokens: int, identity: bytes, generation: int, name: Handoff
+    rows: list[int], layout: KVLayout, tokens: int, identity: bytes, generation: int, name: Handoff
 ) -> int:
-    """Digest as `transfer.digest` does: over the valid rows of a block, bound to what the block is and to the attempt.
-    """
+    """Digest as a worker does, by `transfer.digest`: over all heads of the valid rows, bound to what the block is and
+    to the attempt."""
     bound = digest.binding(identity, generation, name)
-    return xxhash.xxh3_64_intdigest(array("Q", rows[:tokens]).tobytes() + bound)
+    return digest.block_digest(memoryview(_flat(rows)), layout, tokens, bound)
+
+
+def _flat(rows: list[int]) -> bytes:
+    """Return a block as its layout has it: a quarter of each row is the key or the value of one of the two heads."""
+    quarters = array("H", array("Q", rows).tobytes())
+    return b"".join([quarters[at::4].tobytes() for at in range(4)])
 
 
 class ShadowKV:
@@ -104,16 +115,13 @@ class ShadowKV:
         self.process = process
         self.blocks = blocks
         self.block_size = block_size
-        self.layout = KVLayout(kv_heads=1, layers=1, block_size=block_size, head_dim=1)
+        self.layout = KVLayout(kv_heads=2, layers=1, block_size=block_size, head_dim=1, dtype="bfloat16")
         self.block_bytes = self.layout.block_bytes
         self.rows = [[0] * block_size for _ in range(blocks)]
         self.generations = [0] * blocks
         self.manager: KVCacheManager = None  # type: ignore[assignment]
+        self.pool: BlockPool = None  # type: ignore[assignment]
         self.runner = ShadowRunner(self)
-
-    @property
-    def pool(self) -> BlockPool:
-        return self.manager.pool
 
     def advance(self, blocks: list[BlockId]) -> None:
         for block in blocks:
@@ -156,22 +164,26 @@ class ShadowRunner:
         rows, tokens, start = kv.rows, row.tokens, row.start
         for index in range(start // size, (row.end - 1) // size + 1):
             self._writable(blocks[index], row.request)
-        past = root(row.record.namespace)
-        for at in range(row.end):
-            past = mix(past, tokens[at])
-            block = rows[blocks[at // size]]
-            if at >= start:
-                block[at % size] = past
-            elif block[at % size] != past:
-                raise Violation(
-                    f"{kv.process}: {row.request} reads a {'wrong' if block[at % size] else 'blank'} row"
-                    f" at position {at}, block {blocks[at // size]}"
-                )
+        past, end, at = root(row.record.namespace), row.end, 0
+        for number in blocks:
+            block = rows[number]
+            for inside in range(min(size, end - at)):
+                past = ((past ^ tokens[at] + 1) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & _MASK  # `mix`
+                if at >= start:
+                    block[inside] = past
+                elif block[inside] != past:
+                    raise Violation(
+                        f"{kv.process}: {row.request} reads a {'wrong' if block[inside] else 'blank'} row"
+                        f" at position {at}, block {number}"
+                    )
+                at += 1
+            if at == end:
+                break
         if not row.draw:
             return []
         if row.candidates:
             return [candidates(past, row.candidates, row.banned)]
-        return [draw(past, row.record.sample_index, row.banned)]
+        return [draw(past, row.draw_key, row.banned)]
 
     def _writable(self, block: BlockId, who: str) -> None:
         pool, cache = self.kv.pool, self.kv.manager.cache
@@ -189,6 +201,7 @@ def device(process: Process, blocks: int, block_size: int, context_tokens: int) 
 
     def manager(tiers: Tiers | None = None) -> KVCacheManager:
         kv.manager = KVCacheManager(blocks, block_size, FINGERPRINT, tiers)
+        kv.pool = kv.manager.pool
         return kv.manager
 
     return SimpleNamespace(

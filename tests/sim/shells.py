@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 import decode_worker.role
 import engine.device
@@ -30,13 +32,17 @@ import transfer.liveness
 import transfer.mover
 import transfer.registry
 import worker.rpc
+from access.config import AccessConfig
+from engine.handshake import Keyring, Party, Secrets
 from engine.kv.tiers.commands import TierEvent
 from engine.loop import Shell
 from tests.sim import shadow, tiering
 from tests.sim.clock import Process, Violation
 from tests.sim.mover import SimMover
-from tests.sim.network import Accept
+from tests.sim.network import Open
 from tests.sim.pipes import SimTransport
+from worker.config import DecodeConfig, PrefillConfig
+from worker.rpc import ServedStream
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -84,7 +90,7 @@ class SimThread:
 
     def _heard(self) -> None:
         if not self._busy:
-            self._wake(self._world.rng.uniform(0.00001, 0.0002))
+            self._wake(0.00001 + 0.00019 * self._world.clock.random())
 
     def start(self) -> None:
         self._wake(0.0)
@@ -129,25 +135,28 @@ class SimThread:
         if self._ended:
             world.left(self.process)
             return
-        self._wake(world.rng.uniform(0.0004, 0.003) if self._busy else self._idle_s)
+        self._wake(0.0004 + 0.0026 * world.clock.random() if self._busy else self._idle_s)
+
+
+SECRETS = Keyring((bytes(32),))
 
 
 class SimRpc:
     """Stands in for `worker.rpc.RpcLoop`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, me: Party, secrets: Secrets) -> None:
         self._process = _world.starting
 
-    def start(self, host: str, port: int, streams: dict[str, Accept]) -> int:
+    def start(self, host: str, port: int, streams: dict[str, ServedStream]) -> int:
         _world.wire.listen(f"{host}:{port}", self._process, streams)
         return port
 
     def stop(self, grace_s: float) -> None:
         """Do nothing: a process of the simulator ends with all that it has."""
 
-    def connect(self, address: str, method: str, accept: Accept) -> None:
+    def connect(self, address: str, method: str, open_session: Open) -> None:
         world, process = _world, self._process
-        process.later(0.0, lambda: world.wire.connect(process, address, method, accept))
+        process.later(0.0, lambda: world.wire.connect(process, address, method, open_session))
 
 
 class SimWatch:
@@ -166,7 +175,7 @@ class NullAuditor:
     def __init__(self, *args: object) -> None:
         pass
 
-    def idle(self) -> bool:
+    def look(self) -> bool:
         return False
 
 
@@ -176,16 +185,16 @@ class NullMetrics:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def serve(self, host: str) -> int:
+    def serve(self, host: str, **more: object) -> int:
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        setattr(NullMetrics, name, staticmethod(_nothing))
+        setattr(NullMetrics, name, _nothing)
         return _nothing
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
+_nothing: Callable[..., Any] = "".format
+"""Takes whatever it is given, without a call of Python."""
 
 
 def _open_device(config: object, limits: object, *rest: object) -> SimpleNamespace:
@@ -211,11 +220,8 @@ def _urandom(count: int) -> bytes:
 
 
 _OS = SimpleNamespace(urandom=_urandom, getpid=lambda: _world.starting.pid)
-_TIME = SimpleNamespace(
-    monotonic=lambda: _world.clock.now,
-    perf_counter=lambda: _world.clock.now,
-    time=lambda: _world.clock.now,
-)
+_TIME = SimpleNamespace()
+"""Its clocks are the world's; set by `inside`."""
 _REPLACED: list[tuple[Any, Any]] = [
     (os, _OS),
     (time, _TIME),
@@ -271,6 +277,14 @@ class _Loud(logging.Handler):
 
 
 _LOUD = _Loud(logging.ERROR)
+Role = TypeVar("Role", PrefillConfig, DecodeConfig)
+
+
+def _reachable(config: Role) -> Role:
+    """Let a worker listen in the simulated network, which is no loopback."""
+    return msgspec.structs.replace(config, access=AccessConfig(insecure="open"))
+
+
 _LOGGERS = ("decode_worker", "prefill_worker", "router", "engine", "telemetry", "transfer", "worker")
 
 
@@ -300,6 +314,8 @@ def inside(world: "World") -> Iterator[None]:
     """Let shells live in `world` inside this block."""
     global _world
     before, _world = _world, world
+    clocks = vars(_TIME).copy()
+    vars(_TIME).update(dict.fromkeys(("monotonic", "perf_counter", "time"), world.clock.read))
     seams = _seams()
     for module, name, _, simulated in seams:
         setattr(module, name, simulated)
@@ -309,6 +325,7 @@ def inside(world: "World") -> Iterator[None]:
     finally:
         for module, name, real, _ in seams:
             setattr(module, name, real)
+        vars(_TIME).update(clocks)
         _world = before
 
 
@@ -317,8 +334,8 @@ def start_worker(process: Process, port: int) -> Any:
     plan = _world.plan
     _world.starting = process
     if process.role == "decode":
-        worker: Any = decode_worker.role.open_decode_worker(process.name, plan.decode, "sim", port)
+        worker: Any = decode_worker.role.open_decode_worker(process.name, _reachable(plan.decode), "sim", port, SECRETS)
     else:
-        worker = prefill_worker.role.open_prefill_worker(process.name, plan.prefill, "sim", port)
+        worker = prefill_worker.role.open_prefill_worker(process.name, _reachable(plan.prefill), "sim", port, SECRETS)
     worker.start()
     return worker

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from tests.sim import __main__ as command
 from tests.sim import ledger
 from tests.sim.batch import run
 from tests.sim.bugs import planted
@@ -35,3 +38,16 @@ def test_a_run_that_fails_is_in_the_ledger_and_counts_for_nothing(tmp_path: Path
     total = ledger.total(entries)
     assert total.startswith(f"{first.counted} schedules that count in 1 clean runs")
     assert total.endswith("1 runs found a failure")
+
+
+def test_a_long_run_is_noted_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run of hours against what ends it early: all but its last piece counts, and the next goes on behind."""
+    path, seeds = tmp_path / "ledger.jsonl", range(79_000_000, 79_000_150)
+    monkeypatch.setattr(command, "NOTED", 30)
+    report = command._noted(path, seeds, True, None, 50, 1)
+    entries = ledger.read(path)
+    assert len(entries) == 2 and sum(entry.counted for entry in entries) == report.counted >= 50
+    assert entries[0].last + 1 == entries[1].first and entries[1].last == report.last
+    command._noted(path, ledger.unused(entries, seeds), True, None, None, 1)
+    assert ledger.unused(ledger.read(path), seeds) == range(79_000_150, 79_000_150), "seeds are left over"
+    assert sum(entry.schedules for entry in ledger.read(path)) == len(seeds)

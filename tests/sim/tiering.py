@@ -24,7 +24,9 @@ from engine.kv.tiers.commands import (
     TierDrop,
     TierEvent,
     TierLoad,
+    TierSlot,
 )
+from engine.kv.tiers.disk_index import segment_bytes
 from engine.kv.tiers.tiers import Tiers
 from tests.sim.clock import Process, Violation
 from tests.sim.shadow import ShadowKV
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 BLOCK_BYTES = 4096
-SEGMENTS = 8
+SEGMENTS = (1, 1, 2, 4, 8)
+"""How many fit on disk."""
 LATE_S = {"prefill": (0.0001, 0.003), "decode": (0.0001, 0.012)}
 """How long a load takes, or a spill or store: long enough, now and then, for a request to end meanwhile."""
 TORN = 0.4
@@ -51,7 +54,8 @@ def open_tiers(
     blocks = plan.decode_tier_blocks if world.starting.role == "decode" else plan.tier_blocks
     if not blocks:
         return None
-    tiers = Tiers(blocks, BLOCK_BYTES, SEGMENTS * 2 * BLOCK_BYTES)
+    segments = Random(f"segments {plan.seed}").choice(SEGMENTS)
+    tiers = Tiers(blocks, BLOCK_BYTES, segments * segment_bytes(max(1, blocks // 4), BLOCK_BYTES))
     return SimpleNamespace(tiers=tiers, mover=SimTierMover(world, memory, on_event))
 
 
@@ -72,6 +76,11 @@ class SimTierMover:
         self._hung: Callable[[], None] | None = None
         """Ends the load whose read does not come back, as far as it has come."""
         self._has_disk = True
+        self._reading: dict[int, TierLoad] = {}
+        """Loads that have not ended, by number: nothing that they read may go, or be written, meanwhile."""
+        self._spilling: Spill | None = None
+        self._lost: set[int] = set()
+        """Segments that could not be read: they may go whoever reads them."""
 
     @property
     def beat(self) -> int | None:
@@ -99,6 +108,7 @@ class SimTierMover:
                 rows = self._memory.rows[command.block]
                 if 0 in rows:
                     raise Violation(f"{self._process}: block {command.block} is saved, and was never filled")
+                self._unread(command.slot)
                 self._slots[command.slot.index] = list(rows)
                 self._stored.discard(command.slot.index)
                 self._world.note("saved to a tier")
@@ -113,7 +123,22 @@ class SimTierMover:
                 case Spill():
                     self._spill(command)
                 case TierDrop(segment):
-                    self._segments.pop(segment, None)
+                    self._dropped(segment)
+
+    def _unread(self, slot: TierSlot) -> None:
+        """Check that nobody reads a slot that is written."""
+        read = [place for load in self._reading.values() for place in load.places]
+        if slot in read or (self._spilling is not None and slot in self._spilling.slots):
+            raise Violation(f"{self._process}: {slot} is written while it is read")
+
+    def _dropped(self, segment: int) -> None:
+        """Remove a segment. One that is being read may go only with the whole tier, or where it cannot be read."""
+        read = {p.segment for load in self._reading.values() for p in load.places if isinstance(p, OnDisk)}
+        if segment in read:
+            if self._has_disk and segment not in self._lost:
+                raise Violation(f"{self._process}: segment {segment} is dropped while it is read")
+            self._world.note("a segment went while it was read")
+        self._segments.pop(segment, None)
 
     def _later(self, event: TierEvent) -> None:
         self._process.later(self._rng.uniform(*LATE_S[self._process.role]), lambda: self._on_event(event))
@@ -126,6 +151,9 @@ class SimTierMover:
         self._say(f"copies blocks {list(store.blocks)} to host memory")
         generations = [self._memory.generations[block] for block in store.blocks]
         rows = [list(self._memory.rows[block]) for block in store.blocks]
+
+        for slot in store.slots:
+            self._unread(slot)
 
         def end() -> None:
             for count, block in enumerate(store.blocks):
@@ -153,10 +181,12 @@ class SimTierMover:
     def _load(self, load: TierLoad) -> None:
         self._say(f"loads into blocks {list(load.targets)}")
         generations = [self._memory.generations[target] for target in load.targets]
+        self._reading[load.number] = load
         on_disk = [count for count, place in enumerate(load.places) if isinstance(place, OnDisk)]
         hangs = self._has_disk and self._hung is None and on_disk and self._hangs.random() < HANGS
 
         def end() -> None:
+            del self._reading[load.number]
             for count, (place, target) in enumerate(zip(load.places, load.targets, strict=True)):
                 if hangs and count == on_disk[0]:
                     return self._on_event(Loaded(load.number, count, 0.0001, 0.0))
@@ -166,6 +196,7 @@ class SimTierMover:
                 if isinstance(place, OnDisk):
                     if place.segment not in self._segments or self._rng.random() < TORN:
                         self._memory.rows[target] = [1] * self._memory.block_size
+                        self._lost.add(place.segment)
                         self._world.note("a tier's block was torn")
                         return self._on_event(Loaded(load.number, count, 0.0001, 0.0001))
                     rows = self._segments[place.segment][place.at]
@@ -193,10 +224,14 @@ class SimTierMover:
             return
         if self._rng.random() < FULL:
             self._world.note("the disk tier was full")
+            self._has_disk = False
             self._later(Spilled(spill.segment, "No space left on device"))
             return
 
+        self._spilling = spill
+
         def end() -> None:
+            self._spilling = None
             self._segments[spill.segment] = [list(self._slots[slot.index]) for slot in spill.slots]
             self._on_event(Spilled(spill.segment))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from engine.identity import SHORT_BYTES
 from engine.messages import (
     Accepted,
     Cancel,
@@ -10,6 +11,7 @@ from engine.messages import (
     FirstToken,
     Handoff,
     Hello,
+    HoldingTold,
     Landed,
     Load,
     NeedPrefill,
@@ -18,6 +20,7 @@ from engine.messages import (
     OrphansTold,
     Place,
     PrefillFailed,
+    ProcessesTold,
     Record,
     Refused,
     Release,
@@ -99,10 +102,12 @@ def records_of(stream: Stream, lane: int, data: bytes) -> Sequence[Record]:
 
 
 def describe(record: Record) -> str:
-    """One record in words; nothing for heartbeats."""
+    """One record in words; nothing for heartbeats, and for the list of all workers, which goes to everybody."""
     match record:
-        case Load() | OrphansTold():
+        case Load() | OrphansTold() | ProcessesTold():
             return ""
+        case HoldingTold():
+            return f"holds {sum(len(run.blocks) // SHORT_BYTES for run in record.runs)} cached blocks"
         case WorkerInfo() | RouterHello():
             return "hello"
         case Orphan():

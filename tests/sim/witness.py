@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.messages import Ended, FirstToken, Load, Orphan, PrefillFailed, Record, StartPrefill
+from engine.messages import Ended, FirstToken, HoldingTold, Load, Orphan, PrefillFailed, Record, StartPrefill
 from prefill_worker.scheduler.scheduler import GIVEN_UP
 from tests.sim.clock import Process
 
@@ -55,6 +55,8 @@ class Witness:
         if isinstance(record, Load):
             if record.evicted:
                 self.note("cache evicted")
+        elif isinstance(record, HoldingTold):
+            self.note("cache told to a new router")
         elif isinstance(record, Orphan):
             if record.record.request in self._reported:
                 self.note("orphan: reported by two workers")
@@ -109,7 +111,7 @@ class Witness:
     def passes(self, process: Process) -> None:
         """Note the states that a worker is in now."""
         notes, scheduler = self._world.notes, self._world.workers[process.pid].scheduler
-        if scheduler.kv.pool.counts()["quarantined"]:
+        if scheduler.kv.pool._counts["quarantined"]:
             notes["blocks quarantined"] += 1
         if process.role == "prefill":
             if scheduler.waiting_requests and scheduler.kv.available < 3:

@@ -11,11 +11,13 @@ from tests.sim.audit import Audit
 from tests.sim.client import Client, Searcher
 from tests.sim.clock import Clock, Process, Violation
 from tests.sim.faults import Faults
+from tests.sim.forgeries import ROUTER_KINDS
 from tests.sim.front import Front
 from tests.sim.mover import SimMover
 from tests.sim.network import KEEPALIVE_S, Stream, Wire
 from tests.sim.pipes import Pipe
 from tests.sim.plan import Ask, Going, Plan
+from tests.sim.promises import Promises
 from tests.sim.shadow import ShadowKV
 from tests.sim.supervision import BOOT_S, Supervision
 from tests.sim.witness import Witness
@@ -23,6 +25,8 @@ from tests.sim.witness import Witness
 PATIENCE_S = 25.0
 """How long after the last fault everything must have come to rest."""
 MAX_EVENTS = 400_000
+MAX_PLACEMENTS, RETRY_RESERVE = 3, 128
+"""Below these a single fault may end a request."""
 ROLES = ("prefill", "decode")
 
 
@@ -45,6 +49,7 @@ class World:
         self.live: dict[str, Process] = {}
         self.pauses: dict[int, float] = {}
         self.left_at: dict[int, float] = {}
+        self.leave_by: dict[int, float] = {}
         self.starting: Process = None  # type: ignore[assignment]
         self.front: Front = None  # type: ignore[assignment]
         self.clients: list[Client] = []
@@ -52,10 +57,12 @@ class World:
         self.breaks = 0
         self.failure = ""
         self.to_come = 0
-        self.witness, self.audit = Witness(self), Audit(self)
+        self.witness, self.audit, self.promises = Witness(self), Audit(self), Promises(self)
         self.supervision = Supervision(self)
         self.faults = Faults(self, plan.faults)
         self.wire.meddle = self.faults.meddle
+        if any(fault.kind in ROUTER_KINDS for fault in plan.faults):
+            self.wire.forge = self.faults.forgeries.meddle
         self.wire.on_cut = self._broke
 
     # ---- processes
@@ -72,6 +79,7 @@ class World:
             self.say(name, "starts again, as a new life")
         if role == "router":
             self.witness.router_begins()
+            self.promises.router_begins()
             self.front = Front(self, process, self.plan.router, self.plan.seed)
             self.supervision.tell()
             self.front.start()
@@ -102,6 +110,7 @@ class World:
         if self.say is not None:
             self.say(process.name, "is asked to leave")
         self.pauses[process.pid] = going.pause_s
+        self.leave_by[process.pid] = self.clock.now + going.grace_s
         self.workers[process.pid].leave(going.grace_s)
 
     def left(self, process: Process) -> None:
@@ -109,8 +118,10 @@ class World:
         if self.say is not None:
             self.say(process.name, "has left")
         self.witness.collect(process)
-        scheduler = self.workers[process.pid].scheduler
-        self.note("leave completed" if scheduler.is_idle else "leave cut short by its grace")
+        in_time = self.clock.now < self.leave_by[process.pid] - 1e-9
+        if in_time and (owed := self.audit.owes(process)):
+            raise Violation(f"{process} leaves before its grace is over, and {owed}")
+        self.note("leave completed" if in_time else "leave cut short by its grace")
         self._bury(process)
         self.left_at[process.pid] = self.clock.now
         self.clock.at(self.pauses[process.pid], lambda: self.boot(process.name, process.role))
@@ -220,7 +231,9 @@ class World:
     def _may_fail(self) -> bool:
         """Say whether there was, at some time, no prefill or no decode worker that the router could reach, or a request
         met more faults than its budget."""
-        return sum(self.faults.struck.values()) + self.faults.unseen > 1
+        router = self.plan.router
+        is_thrifty = router.max_placements < MAX_PLACEMENTS or router.retry_reserve < RETRY_RESERVE
+        return sum(self.faults.struck.values()) + self.faults.unseen > (0 if is_thrifty else 1)
 
     def ended(self, client: Client) -> None:
         self.note(f"client: {client.outcome}")
@@ -286,4 +299,5 @@ class World:
                 ask.cancel_s,
                 lambda: router.run(lambda: None if client.outcome else front.leave(client)),
             )
+        self.promises.submitted(client)
         front.submit(client)

@@ -53,6 +53,11 @@ def _blocks(active: str) -> dict[str, str]:
     }
 
 
+def _died(cause: str) -> dict[str, str]:
+    labels = 'model="m",worker="supervisor",pool="supervisor",role="decode"'
+    return {f'headrace_process_deaths_total{{{labels},cause="{cause}"}}': "0x4 1x55"}
+
+
 def _outcomes(**values: str) -> dict[str, str]:
     return _rates("requests_total", "", {f'outcome="{key}"': v for key, v in values.items()})
 
@@ -103,10 +108,8 @@ CASES = {
     "HeadraceAddDecode": Case(_pressure("0+6x60", "0+6x30 181+1x30"), **LATE),
     "HeadraceRequestsWait": Case({f"headrace_queue_depth{{{ROUTER}}}": "0x4 3x10 0x45"}, 10, 25),
     "HeadraceKvNearlyFull": Case(_blocks("9900x30 0x30"), **LATE),
-    "HeadraceKvLedgerBroken": Case(
-        {**_blocks("0x60"), f"headrace_kv_pool_blocks{{{OWN}}}": "100x4 101x9 100x45"}, 8, 20
-    ),
-    "HeadraceAuditFailed": Case({f"headrace_audit_failures_total{{{OWN}}}": "0x4 1x5 0x50"}, 6, 20),
+    "HeadraceKvLedgerBroken": Case(_died("ledger"), 8, 25),
+    "HeadraceAuditFailed": Case(_died("audit"), 8, 25),
     "HeadraceBlocksQuarantined": Case(
         {f'headrace_kv_blocks{{{OWN},state="quarantined"}}': "0x4 3x10 0x45"}, 12, 25
     ),

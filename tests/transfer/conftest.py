@@ -42,7 +42,7 @@ class LocalPeer:
         self.me = me
         self.pool = open_pool(layout, blocks, "cpu")
         self.transport = open_any(kind, self.pool, me, hub)
-        self.details = self.transport.describe().details
+        self.details = self.transport.describe(RECEIVER).details
         self.kind = kind
         self.completions: list[Completion] = []
 
@@ -114,7 +114,7 @@ class ProcessPeer:
         self._spares = spares
         self.process = spares.pop() if spares else spawn()
         self.pid = self.process.pid
-        self.details = self._ask("setup", kind, me, layout.describe(), blocks, device)
+        self.details = self._ask("setup", kind, me, layout.describe(), blocks, device, RECEIVER)
 
     def _ask(self, *command: object) -> dict[str, object]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -189,7 +189,7 @@ class Rig:
         self.peers.append(peer)
         span = span or whole(layout)
         self.connect(me, Endpoint(transport=self.kind, details=peer.details), span)
-        peer.connect(RECEIVER, dict(self.transport.describe().details), (span, whole(self.layout)))
+        peer.connect(RECEIVER, dict(self.transport.describe(me).details), (span, whole(self.layout)))
         return peer
 
     def connect(self, peer: int, endpoint: Endpoint, span: BlockSlice | None = None) -> None:

@@ -57,7 +57,7 @@ class Worker:
     def connect(self, other: "Worker", digest_share: float, wire: str = AS_STORED) -> None:
         digest = XXH3 if self.transport.device is None else WP64
         agreement = Agreement(other.pool.layout, digest_share, digest, wire)
-        self.mover.submit(Connect(other.me, other.transport.describe(), agreement))
+        self.mover.submit(Connect(other.me, other.transport.describe(self.me), agreement))
 
 
 class Pair:

@@ -75,8 +75,9 @@ def main() -> None:
         op, *args = json.loads(line)
         answer: object = None
         if op == "setup":
-            worker = Worker(*args)
-            answer = worker.transport.describe().details
+            *made, receiver = args
+            worker = Worker(*made)
+            answer = worker.transport.describe(receiver).details
         else:
             assert worker is not None
             answer = getattr(worker, op)(*args)

@@ -8,6 +8,7 @@ import pytest
 from cluster.processes.hosting import Hosted
 from cluster.processes.spec import ChildSpec, LaunchError
 from engine.config import EngineConfig
+from tests.secrets_of_tests import SECRETS
 from transfer.config import NcclConfig, TransferConfig, is_exported, without_handles
 from worker.config import DecodeConfig
 
@@ -59,7 +60,7 @@ def test_a_worker_refuses_before_it_loads_a_model(
         kind="decode", name="decode-0", factory=f"{__name__}:Server", config=msgspec.to_builtins(config)
     )
     with pytest.raises(error, match="it was opened" if error is AssertionError else "no IPC handle"):
-        Hosted(spec)
+        Hosted(spec, SECRETS)
 
 
 def test_transports_take_what_their_config_says() -> None:

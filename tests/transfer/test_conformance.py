@@ -143,7 +143,7 @@ def reconnect(rig: Any, peer: Any) -> None:
     from engine.messages import Endpoint
 
     rig.connect(peer.me, Endpoint(transport=rig.kind, details=peer.details))
-    peer.connect(2**64 - 5, dict(rig.transport.describe().details))
+    peer.connect(2**64 - 5, dict(rig.transport.describe(peer.me).details))
 
 
 def test_several_peers_do_not_mix(rig: Any, pattern: Any) -> None:
@@ -171,6 +171,26 @@ def test_a_stale_block_is_refused(rig: Any) -> None:
     assert rig.outcome(stale) is Outcome.FAILED
     assert "StaleBlockError" in rig.ended[stale].error
     assert rig.outcome(fresh) is Outcome.DONE
+
+
+def test_a_block_that_changes_while_it_is_read_is_refused(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second look at the generation, after the copy: until then its owner may hand the block out anew, and
+    the bytes are half of one sequence, half of another."""
+    if not rig.transport.reads_remotely:
+        pytest.skip("the sender pushes its own blocks: there is no remote read to go stale")
+    peer = rig.peer()
+    peer.fill({0: 1})
+    looks: list[int] = []
+
+    def generation(block: int) -> int:
+        looks.append(block)
+        return len(looks) - 1
+
+    for source in {type(source) for source in rig.transport._peers.values()}:
+        monkeypatch.setattr(source, "generation", lambda self, block: generation(block), raising=False)
+    changed = rig.recv(peer, "r", 0, [(0, 0)], [1])
+    assert rig.outcome(changed) is Outcome.FAILED
+    assert "StaleBlockError" in rig.ended[changed].error and looks == [0, 0]
 
 
 def test_a_foreign_endpoint_is_refused(rig: Any) -> None:

@@ -303,7 +303,7 @@ def test_no_descriptor_is_left(make_rig: Any, kind: str) -> None:
     def one_life(number: int) -> None:
         endpoint = Endpoint(transport=kind, details=peer.details)
         rig.connect(peer.me, endpoint)
-        peer.connect(ME, dict(rig.transport.describe().details))
+        peer.connect(ME, dict(rig.transport.describe(peer.me).details))
         peer.send(ME, f"r{number}", 0, [0])
         ticket = rig.recv(peer, f"r{number}", 0, [(0, 0)], [1])
         assert rig.outcome(ticket) is Outcome.DONE

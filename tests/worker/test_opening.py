@@ -12,7 +12,9 @@ import worker.opening
 from engine.config import TierConfig
 from engine.device import EngineDevice
 from engine.messages import Endpoint
+from engine.types import Incarnation
 from tests.integration.fake_device import fake_device
+from tests.secrets_of_tests import SECRETS
 from tests.worker.test_worker import LAYOUT, is_closed, ours
 from transfer.config import TransferConfig
 from transfer.liveness import host_id
@@ -37,7 +39,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EngineDevice]:
 
 
 def open_one(closing: ExitStack, host: str = "127.0.0.1", **config: object) -> Parts:
-    return open_parts("decode", "w", DecodeConfig(**config), host, 0, closing)  # type: ignore[arg-type]
+    return open_parts("decode", "w", DecodeConfig(**config), host, 0, SECRETS, closing)  # type: ignore[arg-type]
 
 
 def test_a_worker_says_what_it_has_opened() -> None:
@@ -55,10 +57,12 @@ def test_a_worker_says_what_it_has_opened() -> None:
 
 
 @pytest.mark.parametrize(("transport", "ways"), [("auto", ["shm", "tcp"]), ("tcp", ["tcp"])])
-def test_its_hello_names_every_way_to_its_memory(transport: str, ways: list[str]) -> None:
-    """Guards a way that is open and that nobody hears of."""
+def test_every_way_to_its_memory_can_be_told(transport: str, ways: list[str]) -> None:
+    """Guards a way that is open and that nobody hears of; and one that everybody is told of, who are told at once."""
     with ExitStack() as closing:
-        endpoints = open_one(closing, transfer=TransferConfig(transport=transport)).hello.endpoints
+        parts = open_one(closing, transfer=TransferConfig(transport=transport))
+        assert parts.hello.endpoints == []
+        endpoints = [way.describe(Incarnation(7)) for way in parts.transports.values()]
         assert all(isinstance(endpoint, Endpoint) for endpoint in endpoints)
         assert [endpoint.transport for endpoint in endpoints] == ways
 

@@ -10,24 +10,43 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.handshake import Party
 from engine.kv.layout import KVLayout
-from engine.messages import Endpoint, Handoff, Hello, Stop, WorkerInfo, decode_from_prefill_frame, encode
+from engine.messages import (
+    Endpoint,
+    Handoff,
+    Hello,
+    LifeOfProcess,
+    Stop,
+    WorkerInfo,
+    decode_from_prefill_frame,
+    encode,
+)
 from engine.types import Incarnation, RequestId
 from transfer.handoff.commands import Connect, FromReader, ReaderDead, ReaderEvent, ReaderLost, ReaderUp
 from worker.rpc import FrameIn, StreamEnded
-from worker.streams import ATTACH, READ, Readers, ReaderStream, RouterStream, methods
+from worker.streams import ATTACH, LISTED_S, READ, Readers, ReaderStream, RouterStream, methods
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 ME, READER = Incarnation(1), Incarnation(2)
 HANDOFF = Handoff(RequestId("a"), 1, 1, READER, ME)
 
 
-def hello(life: int = READER, host: str = "here", pid: int = 0, model: str = "m", **more: object) -> Hello:
+def hello(
+    life: int = READER,
+    host: str = "here",
+    pid: int = 0,
+    model: str = "m",
+    name: str = "",
+    role: str = "decode",
+    **more: object,
+) -> Hello:
     info = WorkerInfo(
-        name="w", role="decode", incarnation=Incarnation(life), address="somewhere:1", model=model, fingerprint="f",
-        block_size=4, blocks=8, context_tokens=64, pid=pid or os.getpid(), host=host,
+        name=name or f"w{life}", role=role, incarnation=Incarnation(life), address="somewhere:1", model=model,
+        fingerprint="f", block_size=4, blocks=8, context_tokens=64, pid=pid or os.getpid(), host=host,
     )  # fmt: skip
     endpoints = [Endpoint(transport=name) for name in ("shm", "tcp")]
     return Hello(info=info, layout=LAYOUT.describe(), endpoints=endpoints, **more)  # type: ignore[arg-type]
@@ -40,28 +59,42 @@ class Way:
         self.name = name
         self.reads_remotely = name == "shm"
 
-    def describe(self) -> Endpoint:
-        return Endpoint(transport=self.name, details={"mine": True})
+    def describe(self, peer: Incarnation) -> Endpoint:
+        return Endpoint(transport=self.name, details={"for": peer})
 
 
 class Bench:
-    """`all` is what the transfer thread and the scheduler were told, in their common order."""
+    """`all` is what the transfer thread and the scheduler were told, in their common order. Whoever says hello is
+    listed before, as the process that it says it is, unless `lists` is False."""
+
+    lists = True
+    now = 0.0
 
     def __init__(self) -> None:
         self.all: list[object] = []
+        self.told: dict[str, LifeOfProcess] = {}
         ways: Any = {name: Way(name) for name in ("shm", "tcp")}
         self.readers = Readers(hello(ME), ways, self.all.append)
 
-    def stream(self) -> tuple[ReaderStream, list[bytes | None]]:
+    def stream(self, life: int = READER) -> tuple[ReaderStream, list[bytes | None]]:
         sent: list[bytes | None] = []
-        return ReaderStream(sent.append, self.all.append), sent
+        return ReaderStream(Party("decode", f"w{life}", Incarnation(life)), sent.append, self.all.append), sent
 
     def take(self) -> list[object]:
         taken, self.all[:] = list(self.all), []
         return taken
 
+    def list_processes(self, *infos: WorkerInfo) -> list[object]:
+        told = [LifeOfProcess(info.name, info.incarnation, info.pid, info.host) for info in infos]
+        self.told = {**self.told, **{one.name: one for one in told}}
+        self.readers.listed(1, list(self.told.values()), self.hear)
+        return self.take()
+
     def say(self, stream: ReaderStream, *records: Any) -> list[object]:
-        self.readers.frame(stream, encode(list(records)), self.hear)
+        hellos = [record.info for record in records if isinstance(record, Hello)]
+        if self.lists and hellos:
+            self.list_processes(*hellos)
+        self.readers.records(stream, stream.decode(encode(list(records))), self.hear, self.now)
         return self.take()
 
     def hear(self, event: ReaderEvent) -> None:
@@ -92,13 +125,18 @@ def test_routers_are_numbered_and_their_coming_is_an_item() -> None:
     inbox: list[object] = []
     served = methods("decode", inbox.append)
     assert set(served) == {ATTACH["decode"], READ}
-    streams = [served[ATTACH["decode"]](lambda data: None) for _ in range(2)]
+    assert served[ATTACH["decode"]].roles == {"router"} and served[READ].roles == {"decode"}
+    router = Party("router", "router", Incarnation(9))
+    streams = [served[ATTACH["decode"]].accept(lambda data: None, router) for _ in range(2)]
     assert inbox == streams and [s.link for s in streams if isinstance(s, RouterStream)] == [1, 2]
-    reader = served[READ](lambda data: None)
-    assert len(inbox) == 2, "a reader is nobody before it has said who it is"
+    reader: Any = served[READ].accept(lambda data: None, Party("decode", "d", READER))
+    assert len(inbox) == 2, "a reader is nobody before its hello"
     reader.frame(b"x")
     reader.closed("bye")
-    assert inbox[2:] == [FrameIn(reader, b"x"), StreamEnded(reader, "bye")]  # type: ignore[arg-type]
+    assert inbox[2:] == [FrameIn(reader, b"x"), StreamEnded(reader, "bye")]
+    assert reader.unread_bytes > 1, "what a frame costs counts too"
+    reader.heard(inbox[2])
+    assert reader.unread_bytes == 0, "it is done with"
 
 
 @pytest.mark.parametrize(("host", "way"), [("here", "shm"), ("there", "tcp")])
@@ -110,7 +148,7 @@ def test_one_way_is_chosen_and_both_sides_are_told(host: str, way: str) -> None:
     assert isinstance(connect, Connect) and (connect.peer, connect.endpoint.transport) == (READER, way)
     assert up == ReaderUp(READER, way == "shm", (HANDOFF,))
     answer = answer_of(sent)
-    assert answer.endpoints == [Endpoint(transport=way, details={"mine": True})]
+    assert answer.endpoints == [Endpoint(transport=way, details={"for": READER})]
     assert answer.info.incarnation == ME
 
 
@@ -124,33 +162,97 @@ def test_a_reader_that_does_not_fit_is_told_why_and_is_none() -> None:
     assert len(sent) == 1 and bench.end(stream) == []
 
 
-def test_only_who_has_said_who_it_is_is_heard() -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [Stop(HANDOFF)],
+        [hello(life=3)],
+        [hello(name="another")],
+        [hello(role="prefill")],
+        [hello(), hello()],
+        [hello(), Stop(msgspec.structs.replace(HANDOFF, decode=Incarnation(3)))],
+    ],
+    ids=["before its hello", "another life", "another name", "another role", "hello twice", "another's handoff"],
+)
+def test_a_reader_speaks_for_itself_alone_and_once(wrong: list[Any]) -> None:
+    """Guards a leak of a mapping for each hello, and blocks that a reader holds in the names of others."""
     bench = Bench()
-    stream, _ = bench.stream()
-    assert bench.say(stream, Stop(HANDOFF)) == []
-    *_, heard = bench.say(stream, hello(), Stop(HANDOFF))
-    assert heard == FromReader(READER, Stop(HANDOFF))
+    stream, sent = bench.stream()
+    bench.list_processes(hello(life=3).info)
+    bench.say(stream, *wrong)
+    assert sent[-1] is None and stream.refused
+    assert bench.say(stream, hello(), Stop(HANDOFF)) == [] and len([one for one in sent if one is None]) == 1
+
+
+def test_who_is_not_listed_waits_and_holds_nothing() -> None:
+    """Guards blocks that wait for ever for the death of a process that nobody has started. A worker that has just been
+    started may come before the word of it."""
+    bench = Bench()
+    bench.lists = False
+    (early, to_early), (never, to_never) = bench.stream(), bench.stream(3)
+    assert bench.say(early, hello()) == bench.say(never, hello(life=3)) == []
+    assert not to_early and not to_never
+    connect, up = bench.list_processes(hello().info)
+    assert isinstance(connect, Connect) and isinstance(up, ReaderUp) and answer_of(to_early)
+    bench.readers.tick(bench.hear, LISTED_S - 0.1)
+    assert not to_never
+    bench.readers.tick(bench.hear, LISTED_S)
+    assert to_never == [None] and bench.take() == []
+    assert bench.list_processes(hello(life=3).info) == [], "it was refused"
+
+
+def test_what_a_router_that_was_frozen_says_takes_nobody_off_the_list() -> None:
+    """Guards a new life whose router is told right, against another router that comes back with an old list; and
+    everybody, against a router that has just begun and has met nobody."""
+    bench = Bench()
+    bench.lists = False
+    info = hello().info
+    new = LifeOfProcess(info.name, info.incarnation, info.pid, info.host)
+    old = msgspec.structs.replace(new, incarnation=Incarnation(77))
+    bench.readers.listed(1, [new], bench.hear)
+    bench.readers.listed(2, [old], bench.hear)
+    (stream, sent), (again, to_again) = bench.stream(), bench.stream()
+    bench.say(stream, hello())
+    ticket = answer_of(sent).ticket
+    bench.readers.router_lost(1)
+    bench.readers.listed(3, [], bench.hear)
+    bench.say(again, hello(ticket=ticket))
+    assert answer_of(to_again)
+
+
+@pytest.mark.parametrize("claim", [{"pid": 1}, {"host": "there"}])
+def test_a_pid_is_what_the_launcher_says(claim: dict[str, Any]) -> None:
+    """Guards a pool: one that called itself pid 1, which never dies, kept 513 of 546 blocks for ever."""
+    bench = Bench()
+    bench.lists = False
+    stream, sent = bench.stream()
+    bench.list_processes(hello().info)
+    assert bench.say(stream, hello(**claim)) == [] and sent == [None]
 
 
 def test_a_frame_of_another_protocol_is_dropped_and_the_stream_goes_on() -> None:
     bench = Bench()
     stream, _ = bench.stream()
     bench.say(stream, hello())
-    bench.readers.frame(stream, b"\xc1", bench.hear)
-    assert bench.take() == []
+    assert stream.decode(b"\xc1") == []
     assert bench.say(stream, Stop(HANDOFF)) == [FromReader(READER, Stop(HANDOFF))]
 
 
-def test_of_two_streams_the_newer_counts_whichever_comes_first() -> None:
-    """Guards a reader that comes back before its cut was noticed: its late words, and its late end, are nobody's."""
+def test_a_life_has_one_stream_and_only_itself_may_replace_it() -> None:
+    """Guards a reader against one that takes its place, and one that comes back before its cut was noticed: the late
+    words of its old stream, and its late end, are nobody's."""
     bench = Bench()
-    (old, to_old), (new, to_new), (late, to_late) = bench.stream(), bench.stream(), bench.stream()
-    bench.say(old, hello(stream=2))
-    lost, connect, up = bench.say(new, hello(stream=3))
+    (old, to_old), (new, to_new), (other, to_other) = bench.stream(), bench.stream(), bench.stream()
+    bench.say(old, hello())
+    ticket = answer_of(to_old).ticket
+    for wrong in (b"", bytes(len(ticket))):
+        assert bench.say(other, hello(ticket=wrong)) == [] and to_other.pop() is None
+        other, to_other = bench.stream()
+    lost, connect, up = bench.say(new, hello(ticket=ticket))
     assert isinstance(connect, Connect) and isinstance(up, ReaderUp)
     assert lost == ReaderLost(READER) and to_old[-1] is None
     assert bench.say(old, Stop(HANDOFF)) == [] and bench.end(old) == []
-    assert bench.say(late, hello(stream=1)) == [] and to_late == [None]
+    assert bench.say(other, hello(ticket=ticket)) == [] and to_other == [None], "a ticket is of one stream"
     bench.readers.send(READER, [Stop(HANDOFF)])
     assert to_new[-1] == encode([Stop(HANDOFF)]) and to_old[-1] is None
     assert bench.end(new) == [ReaderLost(READER)]
@@ -161,7 +263,7 @@ def test_of_two_streams_the_newer_counts_whichever_comes_first() -> None:
 def test_a_lost_reader_is_dead_when_its_process_is_and_that_is_told_once(process: subprocess.Popen[bytes]) -> None:
     """Guards blocks in quarantine: their fence is the reader's death, and a lost stream alone proves none."""
     bench = Bench()
-    (here, _), (there, _) = bench.stream(), bench.stream()
+    (here, _), (there, _) = bench.stream(), bench.stream(3)
     bench.say(here, hello(pid=process.pid))
     bench.say(there, hello(life=3, host="there", pid=process.pid))
     bench.end(here)
@@ -176,9 +278,9 @@ def test_a_lost_reader_is_dead_when_its_process_is_and_that_is_told_once(process
 def test_a_reader_that_came_back_is_not_dead(process: subprocess.Popen[bytes]) -> None:
     bench = Bench()
     first, second = bench.stream()[0], bench.stream()[0]
-    bench.say(first, hello(pid=process.pid, stream=1))
+    bench.say(first, hello(pid=process.pid))
     bench.end(first)
-    bench.say(second, hello(pid=process.pid, stream=2))
+    bench.say(second, hello(pid=process.pid))
     process.kill()
     process.wait()
     assert bench.readers.deaths() == [], "its stream will end, and be said to"
@@ -188,7 +290,7 @@ def test_a_reader_that_came_back_is_not_dead(process: subprocess.Popen[bytes]) -
 
 def test_closing_ends_every_stream_behind_what_was_said() -> None:
     bench = Bench()
-    (one, to_one), (two, to_two) = bench.stream(), bench.stream()
+    (one, to_one), (two, to_two) = bench.stream(), bench.stream(3)
     bench.say(one, hello())
     bench.say(two, hello(life=3))
     bench.readers.close()

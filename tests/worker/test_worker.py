@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,25 +13,52 @@ import pytest
 
 import worker.opening
 from decode_worker.role import open_decode_worker
+from engine.config import TierConfig
 from engine.device import EngineDevice
+from engine.handshake import Party
 from engine.kv.layout import KVLayout
-from engine.messages import Handoff, Load, StartPrefill, WorkerInfo, decode_worker_frame, encode
+from engine.messages import (
+    Handoff,
+    Hello,
+    LifeOfProcess,
+    Load,
+    ProcessesTold,
+    StartPrefill,
+    Stop,
+    WorkerInfo,
+    decode_from_prefill_frame,
+    decode_worker_frame,
+    encode,
+)
+from engine.step import StepPlan
 from engine.types import Incarnation, RequestId, RequestRecord
 from prefill_worker.role import PrefillRole, open_prefill_worker
+from telemetry.audit import AuditError
 from tests.integration.fake_device import fake_device
+from tests.secrets_of_tests import SECRETS
 from transfer.handoff.commands import Connect, Disconnect
 from transfer.mover import Mover
+from worker.backlog import RECORDS_PER_TURN
 from worker.config import DecodeConfig, PrefillConfig
 from worker.rpc import FrameIn, RpcLoop, Send
-from worker.streams import ATTACH, ReaderStream
+from worker.streams import ATTACH, ReaderStream, RouterStream
 from worker.worker import Worker
 
 LAYOUT = KVLayout(kv_heads=2, layers=2, block_size=4, head_dim=4)
 SOON_S = 10.0
+ROUTER = Party("router", "router", Incarnation(9))
 OPEN: dict[str, Callable[[], Worker[Any]]] = {
-    "prefill": lambda: open_prefill_worker("w", PrefillConfig()),
-    "decode": lambda: open_decode_worker("w", DecodeConfig()),
+    "prefill": lambda: prefill_worker(),
+    "decode": lambda: decode_worker(),
 }
+
+
+def prefill_worker(port: int = 0) -> Worker[Any]:
+    return open_prefill_worker("w", PrefillConfig(), "127.0.0.1", port, SECRETS)
+
+
+def decode_worker(name: str = "w") -> Worker[Any]:
+    return open_decode_worker(name, DecodeConfig(), "127.0.0.1", 0, SECRETS)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +76,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EngineDevice]:
 
 @pytest.fixture
 def rpc() -> Iterator[RpcLoop]:
-    loop = RpcLoop("router")
+    loop = RpcLoop("router", ROUTER, SECRETS)
     loop.start("127.0.0.1", 0, {})
     yield loop
     loop.stop()
@@ -56,6 +84,11 @@ def rpc() -> Iterator[RpcLoop]:
 
 class Listener:
     """A router's end of a stream."""
+
+    unread_bytes = 0
+
+    def proven(self, peer: Party) -> None:
+        assert peer.name == "w"
 
     def __init__(self, send: Send) -> None:
         self.send = send
@@ -72,11 +105,11 @@ class Listener:
 def attach(rpc: RpcLoop, address: str, role: str) -> Listener:
     made: list[Listener] = []
 
-    def accept(send: Send) -> Listener:
+    def open_session(send: Send) -> Listener:
         made.append(Listener(send))
         return made[-1]
 
-    rpc.connect(address, ATTACH[role], accept)
+    rpc.connect(address, ATTACH[role], open_session)
     until(lambda: bool(made))
     return made[0]
 
@@ -127,9 +160,21 @@ def test_a_router_hears_who_it_is_and_how_it_stands_until_it_has_left(
     one.stop()
 
 
+def test_it_says_what_its_tiers_can_hold(tmp_path: Path) -> None:
+    """Guards the router's belief, which would forget what went to host memory, or never forget what left the disk."""
+    block_bytes = LAYOUT.block_bytes
+    tiers = TierConfig(host_bytes=7 * block_bytes, disk_bytes=90 * block_bytes, disk_dir=str(tmp_path))
+    for config, sizes in ((tiers, (8, 7, 90)), (TierConfig(host_bytes=0), (8, 0, 0))):
+        one = open_prefill_worker("w", PrefillConfig(tiers=config), "127.0.0.1", 0, SECRETS)
+        try:
+            assert (one.info.blocks, one.info.host_blocks, one.info.disk_blocks) == sizes
+        finally:
+            one.stop()
+
+
 def test_a_router_that_takes_it_for_another_role_finds_nobody(rpc: RpcLoop) -> None:
     """Guards a router that dials the port of an earlier worker, at which another one answers by now."""
-    one = open_prefill_worker("w", PrefillConfig())
+    one = prefill_worker()
     try:
         listener = attach(rpc, one.start().address, "decode")
         assert listener.ended.wait(SOON_S) and not listener.heard
@@ -138,7 +183,7 @@ def test_a_router_that_takes_it_for_another_role_finds_nobody(rpc: RpcLoop) -> N
 
 
 def test_what_a_router_says_to_a_prefill_worker_harms_nobody(rpc: RpcLoop) -> None:
-    one = open_prefill_worker("w", PrefillConfig())
+    one = prefill_worker()
     try:
         listener = attach(rpc, one.start().address, "prefill")
         listener.send(b"anything")
@@ -168,7 +213,7 @@ def test_what_is_compiled_while_it_serves_is_told_apart(role: str, monkeypatch: 
 
 def test_a_taken_port_leaves_nothing_open(devices: list[EngineDevice]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-        open_prefill_worker("w", PrefillConfig(), port=taken.getsockname()[1])
+        prefill_worker(taken.getsockname()[1])
     assert is_closed(devices[0]) and not ours()
 
 
@@ -180,51 +225,121 @@ def test_a_role_that_cannot_be_made_leaves_nothing_open(
 
     monkeypatch.setattr(PrefillRole, "__init__", fails)
     with pytest.raises(ValueError, match="no such role"):
-        open_prefill_worker("w", PrefillConfig())
+        prefill_worker()
     assert is_closed(devices[0]) and not ours()
 
 
-@pytest.mark.parametrize("wrong", ["a second hello", "another reader's handoff", "another source's handoff"])
-def test_a_reader_that_breaks_the_protocol_loses_its_stream(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a reader that has made up a mapping per hello, or holds blocks under names that nobody ends."""
+class Reading:
+    """A prefill worker and one who reads from it: what is said to the transfer thread there, and to the reader."""
+
+    def __init__(self, commands: list[object]) -> None:
+        self.source, self.reader = prefill_worker(), decode_worker("r")
+        self.commands = commands
+        self.sent: list[bytes | None] = []
+        info = self.reader.parts.info
+        self._party = Party("decode", info.name, info.incarnation)
+        listed = ProcessesTold([LifeOfProcess(info.name, info.incarnation, info.pid, info.host)])
+        router = RouterStream(1, ROUTER, lambda data: None, lambda item: None)
+        self.source.hear([router, FrameIn(router, encode([listed]))])
+
+    def hello(self, ticket: bytes = b"") -> Hello:
+        ways = [way.describe(self.source.parts.info.incarnation) for way in self.reader.parts.transports.values()]
+        return msgspec.structs.replace(self.reader.parts.hello, endpoints=ways, ticket=ticket)
+
+    def stream(self) -> ReaderStream:
+        return ReaderStream(self._party, self.sent.append, lambda item: None)
+
+    def start(self, decode: Incarnation, prefill: Incarnation) -> StartPrefill:
+        record = RequestRecord(request=RequestId("made-up"), tokens=[1, 2, 3], prompt_tokens=3, max_tokens=1, seed=0)
+        return StartPrefill(Handoff(record.request, 1, 1, decode, prefill), record=record, have_tokens=0)
+
+    def answer(self) -> Hello:
+        (record,) = decode_from_prefill_frame(self.sent[-1] or b"")
+        assert isinstance(record, Hello)
+        return record
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
     commands: list[object] = []
     monkeypatch.setattr(Mover, "submit", lambda self, command: commands.append(command))
-    source = open_prefill_worker("w", PrefillConfig())
-    reader = open_decode_worker("r", DecodeConfig())
-    try:
-        sent: list[bytes | None] = []
-        stream = ReaderStream(sent.append, lambda item: None)
-        hello = msgspec.structs.replace(reader.parts.hello, stream=1)
-        mine, other = reader.parts.info.incarnation, Incarnation(77)
-        names = (other, source.parts.info.incarnation) if wrong.startswith("another reader") else (mine, other)
-        record = RequestRecord(request=RequestId("made-up"), tokens=[1, 2, 3], prompt_tokens=3, max_tokens=1, seed=0)
-        start = StartPrefill(Handoff(record.request, 1, 1, *names), record=record, have_tokens=0)
-        source.hear([FrameIn(stream, encode([hello]))])
-        assert None not in sent
-        source.hear([FrameIn(stream, encode([hello if wrong == "a second hello" else start, start]))])
-        assert sent[-1] is None and not source.scheduler.source.items
-        assert [type(command) for command in commands] == [Connect, Disconnect]
-        assert sum(data is None for data in sent) == 1
-    finally:
-        source.stop()
-        reader.stop()
+    found = Reading(commands)
+    yield found
+    found.source.stop()
+    found.reader.stop()
 
 
-def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("wrong", ["a second hello", "another reader's handoff", "another source's handoff"])
+def test_a_reader_that_breaks_the_protocol_loses_its_stream(wrong: str, reading: Reading) -> None:
+    """Guards against a reader that has made up a mapping per hello, or holds blocks under names that nobody ends."""
+    source, hello, stream = reading.source, reading.hello(), reading.stream()
+    mine, other = reading.reader.parts.info.incarnation, Incarnation(77)
+    names = (other, source.parts.info.incarnation) if wrong.startswith("another reader") else (mine, other)
+    start = reading.start(*names)
+    source.hear([FrameIn(stream, encode([hello]))])
+    assert None not in reading.sent
+    source.hear([FrameIn(stream, encode([hello if wrong == "a second hello" else start, start]))])
+    assert reading.sent[-1] is None and not source.scheduler.source.items
+    assert [type(command) for command in reading.commands] == [Connect, Disconnect]
+    assert sum(data is None for data in reading.sent) == 1
+
+
+def test_the_way_to_a_reader_is_closed_before_its_newer_one_is_made(reading: Reading) -> None:
     """Guards every send to a reader whose stream broke unheard: what belongs to its older stream would take the newer
     one's way with it, were the scheduler told of the loss only after the whole frame."""
-    commands: list[object] = []
-    monkeypatch.setattr(Mover, "submit", lambda self, command: commands.append(command))
-    source = open_prefill_worker("w", PrefillConfig())
-    reader = open_decode_worker("r", DecodeConfig())
+    reading.source.hear([FrameIn(reading.stream(), encode([reading.hello()]))])
+    ticket = reading.answer().ticket
+    reading.source.hear([FrameIn(reading.stream(), encode([reading.hello(ticket)]))])
+    assert [type(command) for command in reading.commands] == [Connect, Disconnect, Connect]
+
+
+def test_a_reader_that_says_too_much_holds_up_nobody(reading: Reading) -> None:
+    """Guards the engine: two frames of 59 MiB held one for 31 s, until it was killed as hung."""
+    source, stream = reading.source, reading.stream()
+    mine, here = reading.reader.parts.info.incarnation, source.parts.info.incarnation
+    source.hear([FrameIn(stream, encode([reading.hello()]))])
+    stops = [Stop(Handoff(RequestId("r"), 1, attempt, mine, here)) for attempt in range(3 * RECORDS_PER_TURN)]
+    stream.frame(encode(stops))
+    source.hear([FrameIn(stream, encode(stops))])
+    router = RouterStream(2, ROUTER, lambda data: None, lambda item: None)
+    source.hear([router, FrameIn(router, encode([ProcessesTold([])]))])
+    assert stream.unread_bytes > 0, "a frame was heard to its end at once"
+    assert source.step(), "what waits is forgotten until something comes"
+    for _ in range(4):
+        source.hear([])
+    assert stream.unread_bytes <= 0 and not source.step()
+
+
+def test_the_auditor_looks_between_steps_that_never_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an auditor of idle workers only: under steady load a leaked block was never found."""
+    made = OPEN["decode"]()
     try:
-        for number in (1, 2):
-            hello = msgspec.structs.replace(reader.parts.hello, stream=number)
-            stream = ReaderStream(lambda data: None, lambda item: None)
-            source.hear([FrameIn(stream, encode([hello]))])
-        assert [type(command) for command in commands] == [Connect, Disconnect, Connect]
+        monkeypatch.setattr(made._engine, "step", lambda: StepPlan((), (), 1))
+        monkeypatch.setattr(made._role, "turned", lambda *_: None)
+        made.parts.kv.pool.allocate(1)
+        with pytest.raises(AuditError, match="the kv ledger does not add up: LedgerError: 1 leaked"):
+            assert made.step(), "there was nothing to compute"
     finally:
-        source.stop()
-        reader.stop()
+        made.stop()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_an_engine_that_fails_on_a_block_of_two_owners_died_of_its_ledger(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Guards the cause that is counted: such a block ended the engine before its audit was due, as any other defect."""
+    made = OPEN["decode"]()
+    pool = made.parts.kv.pool
+
+    def step() -> bool:
+        if broken:
+            pool._free.insert(0, pool._free[0])
+        raise RuntimeError("of something else")
+
+    monkeypatch.setattr(made, "step", step)
+    made.start()
+    try:
+        with pytest.raises(AuditError if broken else RuntimeError, match="kv ledger" if broken else "something else"):
+            made.wait()
+    finally:
+        made.stop()

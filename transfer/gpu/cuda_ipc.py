@@ -69,7 +69,7 @@ class CudaIpcTransport(PullTransport[_Mapping, DeviceLanding]):
         reactor.watch(self._pulse, self._pulse.hush)
         super().__init__(reactor)
 
-    def describe(self) -> Endpoint:
+    def describe(self, peer: Incarnation) -> Endpoint:
         file = msgspec.structs.asdict(pool_file(self._memory))
         details = CudaIpcDetails(**file, handle=self._handle, gpu=self.device.name)
         return Endpoint(transport=self.name, details=msgspec.to_builtins(details))

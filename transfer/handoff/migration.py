@@ -63,7 +63,6 @@ class R(Enum):
 
 
 RECEIVER_TABLE: dict[tuple[R, str], R] = {
-    (R.OPEN, "offer"): R.OPEN,
     (R.OPEN, "break"): R.BROKEN,
     (R.OPEN, "stop"): R.STOPPING,
     (R.BROKEN, "stop"): R.STOPPING,

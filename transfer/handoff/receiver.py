@@ -66,7 +66,7 @@ class KVReceiver:
         if receiving.state is not R.OPEN:
             return self._scrap(message, "offer: stopped")
         # 4. Other blocks than those that are still expected, one of them twice, or none.
-        taken = set(receiving.landed).union(*receiving.outstanding.values())
+        taken = receiving.landed.union(*receiving.outstanding.values())
         indices = [block.index for block in message.blocks]
         wanted = {index: block.tokens for index, block in receiving.expected.items() if index not in taken}
         if not indices or not all(wanted.pop(block.index, None) == block.tokens for block in message.blocks):

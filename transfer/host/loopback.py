@@ -117,7 +117,7 @@ class LoopbackTransport(HostPullTransport):
         self._held: dict[Ticket, _Held] = {}
         hub.pools[incarnation] = memory
 
-    def describe(self) -> Endpoint:
+    def describe(self, peer: Incarnation) -> Endpoint:
         return Endpoint(transport=self.name, details={"incarnation": self._incarnation})
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:

@@ -62,7 +62,7 @@ class PeerFile:
 def _map(file: PoolFileDetails, size: int) -> mmap.mmap:
     path = f"/proc/{file.pid}/fd/{file.fd}"
     try:
-        mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
     except OSError as error:
         raise TransferError(f"cannot open the peer's memory at {path}: {error}") from error
     try:

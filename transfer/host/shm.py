@@ -43,7 +43,7 @@ class ShmTransport(HostPullTransport):
         super().__init__()
         self._memory = memory
 
-    def describe(self) -> Endpoint:
+    def describe(self, peer: Incarnation) -> Endpoint:
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(pool_file(self._memory)))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:

@@ -51,8 +51,9 @@ class Meeting:
     def is_dialling(self) -> bool:
         return any(peer.dial is not None and not peer.is_met and not peer.lost for peer in self._peers.values())
 
-    def details(self, block_bytes: int, version: int, gpu: str) -> NcclDetails:
-        address = msgspec.structs.asdict(self._door.address(self._host, block_bytes))
+    def details(self, peer: Incarnation, block_bytes: int, version: int, gpu: str) -> NcclDetails:
+        """Return what `peer` alone is told. From any thread."""
+        address = msgspec.structs.asdict(self._door.address(self._host, block_bytes, peer))
         return NcclDetails(**address, version=version, gpu=gpu)
 
     def check(self, endpoint: Endpoint, received: BlockSlice, version: int) -> NcclDetails:

@@ -91,8 +91,8 @@ class NcclTransport:
         """The number of communicators now. From any thread."""
         return sum(peer.communicator is not None for peer in list(self._peers.values()))
 
-    def describe(self) -> Endpoint:
-        details = self._meeting.details(self._memory.block_bytes, self._version, self.device.name)
+    def describe(self, peer: Incarnation) -> Endpoint:
+        details = self._meeting.details(peer, self._memory.block_bytes, self._version, self.device.name)
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(details))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:

@@ -7,12 +7,16 @@ an operation that the other has queued behind another. The loss of the socket is
 
 import socket
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
+from engine.messages import guarded
 from transfer.transport import TransferError
 
 MAX_MESSAGE_BYTES = 4096
+TURN_BYTES = 65536
+"""A socket that is filled as fast as it is read does not keep the thread from the others."""
 _HEAD_BYTES = 4
 
 
@@ -100,7 +104,7 @@ Said = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_decode: Callable[[bytes], Said] = guarded(msgspec.msgpack.Decoder(Said).decode)
 
 
 class Wire:
@@ -134,15 +138,15 @@ class Wire:
                 self._out[0] = self._out[0][sent:]
 
     def read(self) -> list[Said]:
-        """Return what has come. Raises OSError when the connection is lost, TransferError for what is no message."""
-        while True:
-            try:
-                data = self.sock.recv(65536)
-            except BlockingIOError:
-                break
-            if not data:
-                raise ConnectionResetError("the peer closed the connection")
-            self._heard += data
+        """Return what has come, at most `TURN_BYTES` of it: the rest keeps the socket readable. Raises OSError when the
+        connection is lost, TransferError for what is no message."""
+        try:
+            data = self.sock.recv(TURN_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        self._heard += data
         found: list[Said] = []
         while len(self._heard) >= _HEAD_BYTES:
             end = _HEAD_BYTES + int.from_bytes(self._heard[:_HEAD_BYTES], "little")
@@ -151,7 +155,7 @@ class Wire:
             if len(self._heard) < end:
                 break
             try:
-                found.append(_decoder.decode(self._heard[_HEAD_BYTES:end]))
+                found.append(_decode(bytes(self._heard[_HEAD_BYTES:end])))
             except msgspec.MsgspecError as error:
                 raise TransferError(f"not a message of this protocol: {error}") from error
             del self._heard[:end]

@@ -54,6 +54,7 @@ class Struct:
         order: bool = False,
         kw_only: bool = False,
         dict: bool = False,
+        forbid_unknown_fields: bool = False,
     ) -> None:
         cls._frozen = cls._frozen if frozen is None else frozen
         cls._array_like |= array_like

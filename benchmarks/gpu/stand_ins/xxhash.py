@@ -32,3 +32,7 @@ def xxh3_128(data: Any = b"", seed: int = 0) -> _Digest:
 
 def xxh3_64_intdigest(data: Any, seed: int = 0) -> int:
     return xxh3_64(data, seed).intdigest()
+
+
+def xxh3_128_hexdigest(data: Any, seed: int = 0) -> str:
+    return xxh3_128(data, seed).hexdigest()

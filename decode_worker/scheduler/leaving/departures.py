@@ -1,6 +1,6 @@
 """Requests that a leaving decode worker has yielded: their KV is kept, and served, until nobody needs it. Pure.
 
-    RUNNING, READY --Yield--> departed --one more step--> complete: all rows are there, and the next token is drawn
+    RUNNING --Yield--> departed --one more step--> complete: all rows are there, and the next token is drawn
     departed --Release, cancel, deadline, router lost--> released --read by nobody--> gone, its blocks cached
     departed --router lost, and nobody has asked for it--> it runs here again, if its client may come back
 
@@ -64,7 +64,7 @@ class Departures:
         """Serve the rest of `request`: the step has computed its last row, and `token` follows."""
         departure = self._departures[request.record.request]
         departure.token = token
-        return [c for handoff in list(departure.serving) for c in self._serve(departure, handoff, now)]
+        return [c for handoff in departure.serving for c in self._serve(departure, handoff, now)]
 
     def release(self, name: RequestId, placement: int, now: float) -> None:
         """Let a departure go: nobody will ask for it again."""
@@ -108,7 +108,7 @@ class Departures:
         commands = self.source.offer(handoff, request.lease, request.known)
         if departure.token is None:
             return commands
-        cached_tokens = min(len(request.tokens) - 1, request.record.prompt_tokens)
+        cached_tokens = request.record.prompt_tokens
         run_s = now - departure.serving[handoff]
         return commands + self.source.finish(
             handoff, departure.token, queue_s=0.0, run_s=run_s, cached_tokens=cached_tokens

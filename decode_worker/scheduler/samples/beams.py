@@ -56,7 +56,7 @@ class Beams:
         params, record = request.record.beams, request.record
         assert params is not None
         search = BeamSearch(params, record.max_tokens, end_tokens(record, self._stop_ids))
-        first = _Hypothesis(list(request.tokens), request.lease)
+        first = _Hypothesis(request.tokens, request.lease)
         self._live[request] = _Live(search, [first])
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
@@ -65,7 +65,7 @@ class Beams:
         for one in self._live[request].hypotheses:
             short = self._kv.shortage(one.lease, len(one.tokens))
             if one.parent is not None:
-                short = max(0, short - one.known // self._kv.block_size)
+                short -= one.known // self._kv.block_size
             wants.append((one.lease, short))
         return wants
 

@@ -8,6 +8,8 @@ its parent out of its promise, or alone in the room of a parent that is gone; wh
 (`decode_worker.scheduler.preemption`).
 """
 
+from collections.abc import Sequence
+
 from decode_worker.scheduler.request import Request, RequestState
 from engine.kv.manager import KVCacheManager, Lease
 from engine.types import RequestRecord
@@ -40,9 +42,9 @@ class Forks:
         wanted = self._kv.blocks_for(room_tokens) - whole
         return self._kv.promise(record.namespace, wanted, spare)
 
-    def waiting(self, parent: Request) -> list[Request]:
+    def waiting(self, parent: Request) -> Sequence[Request]:
         """Return those that wait for the prompt of `parent`."""
-        return list(self._waiting.get(parent, ()))
+        return self._waiting.get(parent, ())
 
     def wait(self, fork: Request, parent: Request) -> None:
         """`fork` begins as soon as the prompt of `parent` is here."""
@@ -50,7 +52,7 @@ class Forks:
         self._waiting.setdefault(parent, []).append(fork)
 
     def leave(self, fork: Request) -> None:
-        """Forget a fork that ends, or is preempted, while it still waits."""
+        """Forget a request that ends, or is preempted: if it waits as a fork, nobody gives it blocks any more."""
         for parent, forks in list(self._waiting.items()):
             if fork in forks:
                 forks.remove(fork)

@@ -23,10 +23,9 @@ def draw_tokens(logits: Tensor, draws: Sequence[Row], config: KernelConfig) -> T
 
 def _rows(draws: Sequence[Row], device: torch.device) -> SamplingRows:
     params = [want.record.sampling for want in draws]
-    records = [want.record for want in draws]
+    seeds, indexes, positions = zip(*(want.draw_key for want in draws), strict=True)
     filters = [p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]
-    keys = [_signed(one.seed) for one in records], [one.sample_index for one in records]
-    counts = [p.top_k for p in params], *keys, [len(want.tokens) for want in draws]
+    counts = [p.top_k for p in params], [_signed(seed) for seed in seeds], indexes, positions
     floats = torch.tensor(filters, dtype=torch.float64).to(device)
     longs = torch.tensor(counts, dtype=torch.int64).to(device)
     return SamplingRows(

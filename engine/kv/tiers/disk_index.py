@@ -5,7 +5,7 @@ blocks that it holds. One that is being written counts with its full size; one t
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine.identity import IDENTITY_BYTES
@@ -35,6 +35,9 @@ class Segment:
     identities: tuple[bytes, ...] = ()
     pins: int = 0
 
+    def may_go(self, spared: Collection[bytes]) -> bool:
+        return bool(self.identities) and not self.pins and not any(ident in spared for ident in self.identities)
+
 
 class DiskIndex:
     """Mutable state, all of it: `_segments` in the order of their last use, `places`, `used_bytes`, `_next`."""
@@ -52,13 +55,15 @@ class DiskIndex:
     def has(self, segment: int) -> bool:
         return segment in self._segments
 
-    def reserve(self, nbytes: int, number: int | None = None) -> tuple[int | None, list[int], list[bytes]]:
+    def reserve(
+        self, nbytes: int, number: int | None = None, spared: Collection[bytes] = ()
+    ) -> tuple[int | None, list[int], list[bytes]]:
         """Room for a segment to be written: its number (None: there is none), which segments must go for it, and the
-        blocks in them. `number` is that of a segment found on disk, else a new one."""
+        blocks in them, none of which is `spared`. `number` is that of a segment found on disk, else a new one."""
         dropped: list[int] = []
         forgotten: list[bytes] = []
         while self.used_bytes + nbytes > self.limit_bytes:
-            oldest = next((n for n, one in self._segments.items() if not one.pins and one.identities), None)
+            oldest = next((n for n, one in self._segments.items() if one.may_go(spared)), None)
             if oldest is None:
                 return None, dropped, forgotten
             forgotten += self.remove(oldest)

@@ -1,26 +1,31 @@
 """The index of the host tier: which blocks lie in which slots. Pure.
 
     free slot --put--> idle, in the line --pin--> pinned --last unpin--> idle
-    idle --the first in line gives way to a newcomer--> forgotten
+    idle --the first in a line gives way to a newcomer--> forgotten
     pinned --spoil--> pinned until the last unpin, and then free: its content is not what it should be
 
-The line is least recently used first. A pinned slot is in nobody's way: it is being read, or kept for somebody.
+Each namespace has a line of its own, least recently used first; whose gives way: `engine.kv.shares`. A pinned slot is
+in nobody's way: it is being read, or kept for somebody.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import islice
 
+from engine.kv.shares import CacheShares
 from engine.kv.tiers.commands import TierSlot
 
 
 class HostIndex:
-    """Mutable state, all of it: `_free`, `_slots`, the line `_idle`, `_pins` and `_spoilt`."""
+    """Mutable state, all of it: `_free`, `_slots`, `_owners` (each block's namespace), `_idle` in order of last use,
+    the same by namespace in `shares`, `_pins` and `_spoilt`."""
 
     def __init__(self, slots: int) -> None:
         self.total = slots
         self._free = [TierSlot(index) for index in range(slots - 1, -1, -1)]
         self._slots: dict[bytes, TierSlot] = {}
+        self._owners: dict[bytes, bytes] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self.shares: CacheShares[bytes] = CacheShares(slots)
         self._pins: dict[bytes, int] = {}
         self._spoilt: set[bytes] = set()
 
@@ -42,26 +47,33 @@ class HostIndex:
     def slot(self, identity: bytes) -> TierSlot:
         return self._slots[identity]
 
-    def put(self, identity: bytes) -> tuple[TierSlot | None, bytes | None]:
+    def put(self, identity: bytes, namespace: bytes = b"") -> tuple[TierSlot | None, bytes | None]:
         """A slot for a block that has none (None: all are pinned), and who was forgotten for it. Last in line."""
+        if not self.room:
+            return None, None
         forgotten = None
-        if not self._free:
-            if not self._idle:
-                return None, None
-            forgotten, _ = self._idle.popitem(last=False)
+        self.shares.took(namespace, 1)
+        if self.shares.excess(namespace) or not self._free:
+            loser = namespace if self.shares.excess(namespace) else self.shares.loser(namespace)
+            forgotten = self.shares.pop(loser)
+            self.shares.gave(self._owners.pop(forgotten))
+            del self._idle[forgotten]
             self._free.append(self._slots.pop(forgotten))
         slot = self._slots[identity] = self._free.pop()
-        self._idle[identity] = None
+        self._owners[identity] = namespace
+        self._join(identity)
         return slot, forgotten
 
     def touch(self, identity: bytes) -> None:
         """The block was used: it is last in line again, if it stands there."""
         if identity in self._idle:
-            self._idle.move_to_end(identity)
+            self._join(identity)
 
     def pin(self, identity: bytes) -> TierSlot:
         """Take the block out of the line until it is unpinned as often."""
-        self._idle.pop(identity, None)
+        if identity in self._idle:
+            del self._idle[identity]
+            self.shares.occupy(self._owners[identity], identity)
         self._pins[identity] = self._pins.get(identity, 0) + 1
         return self._slots[identity]
 
@@ -75,10 +87,9 @@ class HostIndex:
         if identity in self._spoilt:
             self._spoilt.remove(identity)
             self._free.append(self._slots.pop(identity))
+            self.shares.gave(self._owners.pop(identity))
             return True
-        self._idle[identity] = None
-        if first:
-            self._idle.move_to_end(identity, last=False)
+        self._join(identity, first=first)
         return False
 
     def spoil(self, identity: bytes) -> None:
@@ -87,7 +98,7 @@ class HostIndex:
         self._spoilt.add(identity)
 
     def oldest(self, count: int) -> list[bytes]:
-        """Return at most `count` idle blocks, the first in line first."""
+        """Return at most `count` idle blocks, whoever's they are, the least recently used first."""
         return list(islice(self._idle, count))
 
     def check(self) -> None:
@@ -98,6 +109,14 @@ class HostIndex:
         assert self._idle.keys() | self._pins.keys() == self._slots.keys()
         assert all(count > 0 for count in self._pins.values())
         assert self._spoilt <= self._pins.keys()
+        assert self._owners.keys() == self._slots.keys()
+        self.shares.check(Counter(self._owners.values()))
+        assert {identity for _, line in self.shares.lines() for identity in line} == self._idle.keys()
+
+    def _join(self, identity: bytes, *, first: bool = False) -> None:
+        self._idle[identity] = None
+        self._idle.move_to_end(identity, last=not first)
+        self.shares.let_go(self._owners[identity], identity, first=first)
 
     def __repr__(self) -> str:
         return f"HostIndex({len(self)} of {self.total}, {len(self._pins)} pinned)"

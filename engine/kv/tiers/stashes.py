@@ -62,7 +62,7 @@ class Stashes:
         identities = tuple(node.identity for node in path)
         if not path:
             return None
-        stores = self._tiers.keep(identities, [node.block for node in path])
+        stores = self._tiers.keep(identities, [node.block for node in path], lease.namespace)
         if stores is None:
             return None
         held = self._kv.promise(lease.namespace, 0)

@@ -82,14 +82,19 @@ class Tiers:
         """Return the number of blocks in each tier; a block may be in both."""
         return {"host": len(self.host), "disk": 0 if self.disk is None else len(self.disk)}
 
+    @property
+    def disk_blocks(self) -> int:
+        """Return about how many blocks the disk tier can hold."""
+        return 0 if self.disk is None else self.disk.limit_bytes // self.block_bytes
+
     # down
 
-    def demote(self, ident: bytes, block: BlockId) -> bool:
+    def demote(self, ident: bytes, block: BlockId, namespace: bytes = b"") -> bool:
         """A device block is evicted: keep its content, if there is room. False: it is in no tier."""
         if ident in self.host:
             self.host.touch(ident)
             return True
-        slot = self._put(ident)
+        slot = self._put(ident, namespace)
         if slot is None:
             return self._is_on_disk(ident)
         # Until the shell has copied it, nobody else may have the slot.
@@ -99,7 +104,9 @@ class Tiers:
         self._spill_ahead()
         return True
 
-    def keep(self, identities: Sequence[bytes], blocks: Sequence[BlockId]) -> set[int] | None:
+    def keep(
+        self, identities: Sequence[bytes], blocks: Sequence[BlockId], namespace: bytes = b""
+    ) -> set[int] | None:
         """Pin these in host memory until `unkeep`, and copy down those that are not there from the device blocks, which
         must be held until all of the returned stores have ended. None where there is no room: nothing has changed."""
         here = [ident for ident in identities if ident in self.host]
@@ -110,7 +117,7 @@ class Tiers:
             self.unkeep(here)
             return None
         if new:
-            slots = [self._put(ident) for ident, _ in new]
+            slots = [self._put(ident, namespace) for ident, _ in new]
             self._numbers += 1
             idents, sources = zip(*new, strict=True)
             store = Store(self._numbers, idents, sources, tuple(slot for slot in slots if slot))
@@ -247,7 +254,8 @@ class Tiers:
         if len(unwritten) < self._segment_blocks:
             return
         nbytes = segment_bytes(len(unwritten), self.block_bytes)
-        segment, dropped, forgotten = self.disk.reserve(nbytes)
+        # What was written ahead makes no room for what is: on a disk with room for less they would take turns for ever.
+        segment, dropped, forgotten = self.disk.reserve(nbytes, spared=oldest)
         self._commands += [TierDrop(one) for one in dropped]
         self.counts.evicted["disk"] += len(forgotten)
         self._forget(forgotten)
@@ -267,9 +275,9 @@ class Tiers:
             self.counts.spilled_blocks += len(spill.identities)
             self._spill_ahead()
 
-    def _put(self, ident: bytes) -> TierSlot | None:
+    def _put(self, ident: bytes, namespace: bytes) -> TierSlot | None:
         """A pinned slot for a block that has none; None where all are pinned."""
-        slot, forgotten = self.host.put(ident)
+        slot, forgotten = self.host.put(ident, namespace)
         if forgotten is not None:
             self.counts.evicted["host"] += 1
             self._forget([forgotten])

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.messages import guarded
 from engine.model.codes import Codes, FloatArray
 from engine.model.config import ModelConfig, ModelError
 from engine.model.families import FAMILIES, Family, Source
@@ -61,10 +62,13 @@ def find_family(path: Path, field: Literal["hugging_face", "gguf"], called: str,
     return known[value]
 
 
+_read_object = guarded(msgspec.json.Decoder(dict[str, Any]).decode)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return _read_object(path.read_bytes())
     except OSError as error:
         raise ModelError(path, f"cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:

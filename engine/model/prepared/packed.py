@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError
+from engine.model.prepared.checked import make_once
 from engine.model.prepared.loading import map_weights, matrices
-from engine.model.prepared.pieces import Made, make_once, map_pieces
+from engine.model.prepared.pieces import Made, map_pieces
 from kernels.linear import PackError, from_bytes, linear, pack, to_bytes
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.model.codes import Codes
 from engine.model.config import ModelError
+from engine.model.prepared.checked import make_once
 from engine.model.prepared.codes_file import CodesFile
 from engine.model.prepared.loading import map_weights, matrices
-from engine.model.prepared.pieces import Made, make_once, map_pieces
+from engine.model.prepared.pieces import Made, map_pieces
 from kernels.panels import VERSION, Kind, Panels, pack_codes, pack_plain
 
 log = logging.getLogger(__name__)

@@ -2,18 +2,20 @@
 
     <stem>.bin, <stem>.json
 
-A prepared model's weights, its codes, and what is derived from them (packed weights, panels) are such files.
+A prepared model's weights, its codes, and what is derived from them (packed weights, panels) are such files. The index
+has a digest of every piece, as it was written (`engine.model.prepared.checked` holds them against the file).
 """
 
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from engine.model.config import ModelError, read_prepared
 
@@ -21,19 +23,27 @@ ALIGN_BYTES = 4096
 
 
 class PieceEntry(msgspec.Struct, frozen=True):
-    """`form` tells the reader of the bytes what they are: a dtype's name, or a description of its own."""
+    """`form` tells the reader of the bytes what they are: a dtype's name, or a description of its own. `digest` is
+    XXH3 of 128 bits over them."""
 
     offset_bytes: int
     size_bytes: int
     shape: tuple[int, ...]
     form: bytes
+    digest: str
 
 
 class PieceIndex(msgspec.Struct, frozen=True):
-    """`size_bytes` is that of the file; a file of another size was cut short."""
+    """`size_bytes` is that of the file; a file of another size was cut short. `digest` is over all else here."""
 
     size_bytes: int
     pieces: dict[str, PieceEntry]
+    digest: str = ""
+
+    def sealed(self) -> "PieceIndex":
+        """Return the same with its digest."""
+        said = msgspec.json.encode([self.size_bytes, self.pieces])
+        return msgspec.structs.replace(self, digest=xxhash.xxh3_128_hexdigest(said))
 
 
 class Made(NamedTuple):
@@ -59,12 +69,15 @@ def write_pieces(path: Path, pieces: Iterable[Made]) -> PieceIndex:
     with path.open("wb") as file:
         for made in pieces:
             start = offset = offset + file.write(b"\0" * (-offset % ALIGN_BYTES))
-            offset += sum(file.write(part) for part in made.raw)
-            entries[made.name] = PieceEntry(start, offset - start, made.shape, made.form)
+            digest = xxhash.xxh3_128()
+            for part in made.raw:
+                offset += file.write(part)
+                digest.update(part)
+            entries[made.name] = PieceEntry(start, offset - start, made.shape, made.form, digest.hexdigest())
         # A rename may reach the disk before the bytes do; zeros for weights would go unnoticed ever after.
         file.flush()
         os.fsync(file.fileno())
-    index = PieceIndex(offset, entries)
+    index = PieceIndex(offset, entries).sealed()
     path.with_suffix(".json").write_bytes(msgspec.json.encode(index))
     return index
 
@@ -72,6 +85,8 @@ def write_pieces(path: Path, pieces: Iterable[Made]) -> PieceIndex:
 def load_index(path: Path) -> PieceIndex:
     """Read the index of the file `path`, held against the file. Raises ModelError."""
     index = read_prepared(path.with_suffix(".json"), PieceIndex)
+    if index.sealed() != index:
+        raise ModelError(path.with_suffix(".json"), "holds other bytes than were written")
     if (size := path.stat().st_size if path.exists() else 0) != index.size_bytes:
         raise ModelError(path, f"has {size} bytes and should have {index.size_bytes}")
     return index
@@ -95,18 +110,3 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def make_once(path: Path, pieces: Callable[[], Iterable[Made]]) -> None:
-    """Write a file derived from the prepared model in whose folder it lies, unless it is there. Raises OSError."""
-    if path.exists():
-        return
-    with locked(path.parent.with_name(f"{path.parent.name}.lock")):
-        if path.exists():
-            return
-        partial = path.with_suffix(".partial")
-        try:
-            write_pieces(partial, pieces())
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ A digest is XXH3 of 128 bits over a whole file, header included: what `xxhsum -H
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from math import prod
@@ -19,6 +20,8 @@ from engine.model.prepared.pieces import load_index, locked
 
 SHARDS_FILE = "shards.json"
 CONTENTS_FILE = "contents.json"
+
+log = logging.getLogger(__name__)
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -128,8 +131,12 @@ def agree(model_dir: Path, index: ShardIndex, found: dict[str, str]) -> None:
     with locked(model_dir.with_name(f"{model_dir.name}.lock")):
         if not (known := contents(model_dir)):
             partial = model_dir / f"{CONTENTS_FILE}.{os.getpid()}"
-            partial.write_bytes(msgspec.json.encode(found))
-            partial.rename(model_dir / CONTENTS_FILE)
+            try:
+                partial.write_bytes(msgspec.json.encode(found))
+                partial.rename(model_dir / CONTENTS_FILE)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                log.warning("digests of the weights are not kept, so no later load is held against them: %s", error)
             return
     for shard in index.shards:
         was, now = known.get(shard.name), found[shard.name]

@@ -100,7 +100,7 @@ class SegmentFolder:
                 if count == 0:
                     return False
                 got += count
-        except (OSError, struct.error):
+        except (OSError, struct.error, OverflowError):  # the last: no file has room for so many blocks
             return False
         finally:
             os.close(file)

@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
+from access.client import ClientCredentials
 from cluster.cli import chat
 from cluster.cli.chat import Chat, run_chat
 from engine.messages import RequestStats
@@ -70,7 +71,7 @@ def arguments(**more: object) -> argparse.Namespace:
 @pytest.fixture
 def parrot(monkeypatch: pytest.MonkeyPatch) -> Parrot:
     one = Parrot()
-    monkeypatch.setattr(chat, "Client", lambda address: one)
+    monkeypatch.setattr(chat, "Client", lambda address, credentials: one)
     return one
 
 
@@ -88,7 +89,7 @@ def test_a_pipe_holds_a_conversation(
 ) -> None:
     """Guards a second turn that does not know of the first, and prompts or greetings in a script's output."""
     piped(monkeypatch, "hello\n\nagain\n/reset\nnew\n/exit\nnever said\n")
-    assert run_chat(arguments(system="be kind")) == 0
+    assert run_chat(arguments(system="be kind"), ClientCredentials()) == 0
     assert capsys.readouterr().out == "you said hello\nyou said again\nyou said new\n"
     first, second, third = (contents(call) for call in parrot.calls)
     assert first == [("system", "be kind"), ("user", "hello")]
@@ -100,7 +101,7 @@ def test_a_pipe_holds_a_conversation(
 def test_a_script_hears_of_failure(parrot: Parrot, monkeypatch: pytest.MonkeyPatch) -> None:
     piped(monkeypatch, "fail\nnever said\n")
     with pytest.raises(ApiError):
-        run_chat(arguments())
+        run_chat(arguments(), ClientCredentials())
     assert len(parrot.calls) == 1
 
 
@@ -124,7 +125,7 @@ def test_a_person_may_try_again(
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(Parrot, "models", lambda self: {"m": 1}, raising=False)
-    assert run_chat(arguments()) == 0
+    assert run_chat(arguments(), ClientCredentials()) == 0
     captured = capsys.readouterr()
     assert "UNAVAILABLE: no worker" in captured.err and "(interrupted)" in captured.err
     assert "/what is no command" in captured.err and "/reset" in captured.out

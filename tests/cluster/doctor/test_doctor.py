@@ -21,7 +21,11 @@ from cluster.doctor.host import examine, print_checks
 from cluster.resolve import Resolved, Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.config import EngineConfig, TierConfig
+from engine.model.prepared.cache import prepare
+from engine.model.prepared.loading import map_weights
+from engine.model.prepared.panels import panel_weights
 from router.config import RouterConfig
+from tests.engine.model.quantized import Kind, write_model
 from worker.config import PrefillConfig
 
 
@@ -43,6 +47,29 @@ def test_this_host_is_fit(tmp_path: Path) -> None:
     assert not [check for check in checks.values() if check.level == "fail"]
     assert {"memory", "memfd", "shared memory", "file limit", "wall clock", "ray", "gpu"} <= checks.keys()
     assert all(check.fix for check in checks.values() if check.level == "fail")
+
+
+def test_deep_reads_prepared_models(tmp_path: Path) -> None:
+    """Guards a host that fails for its disk: without a look at the bytes, everything about it is fine."""
+    mine = config(tmp_path)
+    assert examine_deep(mine)["prepared models"].level == "ok"
+    folder = prepare(write_model(tmp_path / "model.gguf", lambda name: Kind.Q4_K), tmp_path)
+    weights = map_weights(folder)
+    panel_weights(folder, weights)
+    name = f"prepared model {folder.name[:8]}"
+    check = examine_deep(mine)[name]
+    assert check.level == "ok" and "every digest agrees" in check.found
+    assert name not in found(mine), "it takes long"
+    for path in (*folder.glob("panels-*.bin"), folder / "weights.bin"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+        check = examine_deep(mine)[name]
+        assert check.level == "fail" and path.name in check.found and "holds other bytes" in check.found
+
+
+def examine_deep(config: ClusterConfig) -> dict[str, Check]:
+    return {check.name: check for check in examine(config, {}, deep=True)}
 
 
 def test_a_taken_port_is_found_and_its_flag_named(tmp_path: Path, free_port: int) -> None:

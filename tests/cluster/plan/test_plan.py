@@ -107,15 +107,17 @@ def test_a_gpu_is_planned_as_its_workers_would_have_it(
 ) -> None:
     """Guards against a plan in 32 bits, and in a CPU's small blocks, chunks and batches, for a card."""
     model = write_model(tmp_path / "model.gguf", lambda name: Kind[stored])
-    for memory in ("--gpu-memory", "--kv-memory"):
-        found = plan(capsys, "--model", model, memory, "1GiB")
+    # What its largest step takes, which is long to work out, is that of test_the_largest_step_of_a_gpu_is_planned.
+    card = ["--model", model, "--gpu-memory", "1GiB", "--workspace", "100MiB"]
+    for flags in (card, ["--model", model, "--kv-memory", "1GiB"]):
+        found = plan(capsys, *flags)
         assert (found["dtype"], found["kv_dtype"], found["sizes"]["block_size"]) == (dtype, dtype, 64)
-    asked = plan(capsys, "--model", model, "--gpu-memory", "1GiB", "--dtype", "float32")
+    asked = plan(capsys, *card, "--dtype", "float32")
     assert asked["weights_bytes"] == 2 * found["weights_bytes"]
     cpu = [f"--set={pool}.engine.device=cpu" for pool in ("prefill", "decode")]
-    assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *cpu)["sizes"]["block_size"] == 64
+    assert plan(capsys, *card, *cpu)["sizes"]["block_size"] == 64
     said = [f"--set={pool}.engine.dtype=float32" for pool in ("prefill", "decode")]
-    assert plan(capsys, "--model", model, "--gpu-memory", "1GiB", *said)["dtype"] == "float32"
+    assert plan(capsys, *card, *said)["dtype"] == "float32"
     if stored == "F32":
         assert plan(capsys, "--model", model)["sizes"]["block_size"] == 16, "the pools of this CPU"
 

@@ -1,5 +1,6 @@
 """Both launchers, with fakes hosted the way the real workers are: start, failure, stop, nothing left."""
 
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
-from cluster.processes.leftovers import descendants, running
+from cluster.processes.leftovers import SHARED_MEMORY, descendants, mapped_segments, running
 from cluster.processes.process_launcher import ProcessLauncher
 from cluster.processes.ray_child import RayChild
 from cluster.processes.ray_launcher import RayLauncher, imported_ray
@@ -45,6 +46,12 @@ CONFIG = ClusterConfig(
 
 def children() -> set[int]:
     return set(descendants())
+
+
+def orphaned() -> set[str]:
+    """Shared memory of nobody: other programs of this machine may come and go with theirs."""
+    everybody = {int(entry.name): "" for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return {SHARED_MEMORY + name for name in os.listdir(SHARED_MEMORY)} - mapped_segments(everybody)
 
 
 def gone(pid: int) -> bool:
@@ -95,7 +102,7 @@ class LentRay:
 def test_start_and_stop_leave_nothing(name: str) -> None:
     """Guards against orphans, against a router told of no workers, and against thread counts that
     are set too late or differ between the launchers."""
-    before, segments = children(), set(os.listdir("/dev/shm"))
+    before, segments = children(), orphaned()
     config = msgspec.structs.replace(
         CONFIG, prefill=PrefillConfig(engine=EngineConfig(threads=3)), prefill_workers=2
     )
@@ -115,7 +122,7 @@ def test_start_and_stop_leave_nothing(name: str) -> None:
     cluster.stop()
     assert all(gone(pid) for pid in pids)
     assert eventually(lambda: children() <= before, within_s=3.0), children() - before
-    assert set(os.listdir("/dev/shm")) == segments
+    assert eventually(lambda: orphaned() <= segments, within_s=3.0), orphaned() - segments
 
 
 def start_and_watch(cluster: Cluster) -> None:
@@ -156,6 +163,35 @@ def test_a_dead_engine_ends_the_cluster() -> None:
         pytest.raises(LaunchError, match="prefill-0: RuntimeError: block 7 is owned twice"),
     ):
         start_and_watch(cluster)
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [("SilentWorker", "ended with status 7"), ("NamelessWorker", f"killed by signal {signal.SIGRTMIN + 1:d}")],
+)
+def test_a_death_has_a_reason(worker: str, why: str) -> None:
+    """Guards against `decode-0: None`, of a process that was not reaped yet when its pipe ended, and against a signal
+    that ends its parent."""
+    broken = {**FAKES, "decode": f"tests.cluster.fakes:{worker}"}
+    with (
+        Cluster(CONFIG, ProcessLauncher(), broken, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=rf"^decode-0: {why}$"),
+    ):
+        cluster.start()
+
+
+def test_a_process_that_cannot_be_made_is_a_death_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the supervisor of a host that is out of processes or descriptors for a moment."""
+
+    def cannot(*rest: object, **more: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("cluster.processes.process_launcher.subprocess.Popen", cannot)
+    with (
+        Cluster(CONFIG, ProcessLauncher(), FAKES, model_dir="x") as cluster,
+        pytest.raises(LaunchError, match=r"^prefill-0: cannot be started: Resource temporarily unavailable$"),
+    ):
+        cluster.start()
 
 
 def test_a_port_in_use_is_told_plainly(free_port: int) -> None:

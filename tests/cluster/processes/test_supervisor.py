@@ -32,7 +32,7 @@ from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.leftovers import descendants
 from cluster.processes.slots import SlotState
 from cluster.processes.spec import ChildReady, Kind, Launcher, LaunchError
-from cluster.processes.supervisor import LEAVE_MARGIN_S, RestartConfig, Supervisor
+from cluster.processes.supervisor import LEAVE_MARGIN_S, NO_REASON, RestartConfig, Supervisor
 from engine.types import Incarnation
 from tests.cluster.processes.test_launchers import (
     CONFIG,
@@ -67,6 +67,15 @@ def names(commands: list[Command]) -> list[str]:
 def addresses(announce: Command) -> tuple[list[str], list[str]]:
     assert isinstance(announce, Announce)
     return [p.address for p in announce.prefill], [p.address for p in announce.decode]
+
+
+def test_every_death_has_a_reason() -> None:
+    """Guards `headrace status`, and the log's last line, against a cause that is empty."""
+    one = supervisor()
+    one.handle(ProcessEnded("prefill-0", ""), 10.0)
+    assert {slot.name: slot.why for slot in one.view()}["prefill-0"] == NO_REASON
+    (end,) = supervisor(msgspec.structs.replace(POLICY, limit=0)).handle(ProcessEnded("router", ""), 10.0)
+    assert end == EndCluster(f"router: {NO_REASON}")
 
 
 def test_a_death_is_told_before_the_replacement_exists() -> None:

@@ -96,6 +96,37 @@ def test_what_came_with_output_is_computed_again() -> None:
     bench.hear(1, Place(record=record, placement=3, prefill=PeerAddress("", ""), losses=1))
     bench.step()
     assert (bench.scheduler.batch.prefilled_tokens, bench.scheduler.batch.recomputed_tokens) == (0, 8)
+    bench.step(3)
+    assert bench.scheduler.batch.recomputed_tokens == 8, "its next tokens are new"
+
+
+def test_one_token_of_output_makes_a_prompt_a_recovered_one() -> None:
+    bench = Bench()
+    record = RequestRecord(request=R, tokens=[1, 2, 3, 4, 5, 6, 70], prompt_tokens=6, max_tokens=8, seed=1)
+    bench.hear(1, Place(record=record, placement=3, prefill=PeerAddress("", ""), losses=1))
+    bench.step()
+    assert (bench.scheduler.batch.prefilled_tokens, bench.scheduler.batch.recomputed_tokens) == (0, 7)
+
+
+def test_a_prompt_that_is_computed_here_from_the_start_falls_back_to_nobody() -> None:
+    bench = Handing()
+    bench.place(1)
+    bench.step()
+    assert bench.outcomes() == []
+
+
+def test_the_wait_for_the_first_token_is_told_apart() -> None:
+    """Guards the account: what the prefill worker says of its line and its run, and what the migration did not hide."""
+    bench = Handing()
+    handoff = bench.begin()
+    bench.now = 4.0
+    bench.do(
+        FromPeer(P, FirstToken(handoff=handoff, token=9, chunks=1, queue_s=1.0, run_s=2.5, cached_tokens=0))
+    )
+    bench.send(handoff)
+    (request,) = bench.scheduler._requests.values()
+    seconds = request.clock.seconds
+    assert (seconds["prefill_queue"], seconds["prefill_run"], seconds["migrate"]) == (1.0, 2.5, 0.5)
 
 
 def test_slots_that_hold_a_token() -> None:

@@ -1,7 +1,10 @@
 """What a step holds: rows, chunks, and who waits for either. Beam rows are tried in test_beams.py, what the rows
 compute in tests/integration/test_colocated_fake.py, and every order of events in tests/sim."""
 
-from tests.decode_worker.scheduler.bench import Fetching
+from decode_worker.scheduler.request import RequestState
+from engine.messages import Ended
+from engine.types import BeamParams
+from tests.decode_worker.scheduler.bench import POOL, Fetching
 
 
 def _prompt(number: int, length: int = 8) -> list[int]:
@@ -24,6 +27,8 @@ def test_a_step_has_rows_for_so_many_and_the_others_wait_in_their_order() -> Non
 def test_prompts_that_are_computed_here_share_a_budget_beside_the_running() -> None:
     """Guards inter-token latency: a long prompt computed at once would hold up who is decoding."""
     bench = Fetching(local_chunk_tokens=6)
+    batch = bench.scheduler.batch
+    assert (batch.generated_tokens, batch.prefilled_tokens, batch.recomputed_tokens) == (0, 0, 0)
     bench.place("a", _prompt(1, 4))
     bench.step()
     bench.place("b", _prompt(2, 20))
@@ -33,7 +38,7 @@ def test_prompts_that_are_computed_here_share_a_budget_beside_the_running() -> N
         assert plan is not None
         sizes.append({row.request: row.end - row.start for row in plan.rows})
     assert sizes == [{"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 6}, {"a": 1, "b": 2}]
-    assert bench.scheduler.batch.prefilled_tokens == 24
+    assert (batch.generated_tokens, batch.prefilled_tokens, batch.recomputed_tokens) == (6, 24, 0)
 
 
 def test_who_has_no_block_for_its_next_token_has_no_row() -> None:
@@ -49,3 +54,101 @@ def test_who_has_no_block_for_its_next_token_has_no_row() -> None:
     bench.scheduler.kv.release(lease)
     plan = bench.step()
     assert plan is not None and plan.rows[0].end == 13
+
+
+def test_a_prompt_without_a_share_of_the_step_has_no_row() -> None:
+    """Guards steps with rows of no tokens, and more of them than the step's memory was counted for."""
+    bench = Fetching(max_batch=1, local_chunk_tokens=4)
+    bench.place("a", _prompt(1, 4))
+    numbers = []
+    for _ in range(2):
+        plan = bench.step()
+        assert plan is not None and [row.request for row in plan.rows] == ["a"]
+        numbers.append(plan.number)
+    for number, name in enumerate("bc", 2):
+        bench.place(name, _prompt(number, 20))
+    plan = bench.step()
+    assert plan is not None and [row.request for row in plan.rows] == ["a", "b"], "one beside a full batch"
+    assert [*numbers, plan.number] == [1, 2, 3]
+    wide = Fetching(max_batch=8, local_chunk_tokens=4)
+    for number, name in enumerate("bc", 2):
+        wide.place(name, _prompt(number, 20))
+    plan = wide.step()
+    assert plan is not None and [(row.request, row.end - row.start) for row in plan.rows] == [("b", 4)]
+
+
+def test_a_search_takes_as_many_rows_as_it_is_wide() -> None:
+    """Guards the step's memory: two searches of two hypotheses are four rows, not two."""
+    bench = Fetching(max_batch=3)
+    beams = BeamParams(width=2, answers=1)
+    for number, name in enumerate("ab", 1):
+        assert bench.place(name, _prompt(number), beams=beams)
+    plan, _ = bench.scheduler.plan(1.0)
+    assert plan is not None
+    bench.scheduler.complete(plan, [1] * sum(row.draw for row in plan.rows), 1.0)
+    bench.scheduler.batch.fill(1.0)
+    batch = bench.scheduler.batch
+    assert [r.record.request for r in batch.running] == ["a"] and [r.record.request for r in batch.ready] == ["b"]
+    assert batch.generated_tokens == 0, "a search says nothing yet"
+    request = bench.request("a")
+    plan = batch.plan([])
+    assert plan is not None and plan.rows[0].candidates and batch.search(request, ((5, -0.1), (6, -0.2))) is None
+    assert batch.generated_tokens == 1
+
+
+def test_a_forks_copy_is_made_once_and_its_source_let_go() -> None:
+    """Guards the parent's block: it would stay held, and be copied over what the fork has written since."""
+    bench = Fetching()
+    assert bench.place("a", _prompt(1, 10), POOL) and bench.place("b", _prompt(1, 10), POOL, fork_of="a")
+    handoff = bench.asked().handoff
+    bench.land(handoff)
+    bench.name_token(handoff)
+    copied = []
+    for _ in range(3):
+        plan = bench.step()
+        assert plan is not None
+        copied.append(len(plan.copies))
+    assert copied == [1, 0, 0] and bench.request("b").lease.copies == []
+
+
+def test_the_time_of_a_request_goes_into_its_stages() -> None:
+    """Guards the account of the tokens' own time: from the first row in the batch to the end."""
+    bench = Fetching()
+    bench.place("a", _prompt(1), max_tokens=4)
+    for _ in range(4):
+        bench.step()
+    ended = bench.last(Ended)
+    assert isinstance(ended, Ended)
+    assert ended.stats.stages == {
+        "prefill_queue": 0.0, "prefill_run": 1.0, "migrate": 0.0, "decode_queue": 1.0, "decode_run": 2.0
+    }
+    assert bench.scheduler.batch.generated_tokens == 4
+
+
+def test_what_a_token_costs_here_is_measured_over_those_that_were_computed() -> None:
+    """Guards the price that decides between computing and loading: cached tokens cost nothing."""
+    bench = Fetching(local_chunk_tokens=4)
+    bench.place("a", _prompt(1, 12), max_tokens=1)
+    while bench.step() is not None:
+        pass
+    costs = bench.scheduler.swapping.costs
+    costs.here_s = 0.0
+    bench.place("b", [*_prompt(1, 4), *_prompt(5, 8)])
+    while bench.request("b").state is RequestState.LOCAL:
+        bench.step()
+    assert costs.here_s == 2.0 / 8, "two steps of a second, eight tokens"
+
+
+def test_a_searchs_prompt_is_known_but_for_its_last_token() -> None:
+    """Guards a shared block: each hypothesis computes the prompt's last row again, so its block must not be indexed."""
+    bench = Fetching()
+    bench.place("a", _prompt(1, 8), beams=BeamParams(width=2, answers=1))
+    plan, _ = bench.scheduler.plan(1.0)
+    assert plan is not None
+    bench.scheduler.complete(plan, [1], 1.0)
+    assert bench.request("a").state is RequestState.READY and bench.request("a").known == 7
+    assert bench.scheduler.kv.matched_tokens(b"", _prompt(1, 8), 8) == 4
+    plan, _ = bench.scheduler.plan(2.0)
+    assert plan is not None and plan.rows[0].candidates
+    bench.scheduler.complete(plan, [((5, -0.1), (6, -0.2), (7, -0.3), (8, -0.4))], 2.0)
+    assert bench.request("a").known == 7, "what its hypotheses have is their own"

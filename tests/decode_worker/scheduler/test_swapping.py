@@ -91,3 +91,32 @@ def test_the_cheaper_is_chosen_and_a_refused_swap_fades() -> None:
     while not costs.is_swap_cheaper(40, 10, 0.3, here=False):
         refused += 1
     assert refused == 34, "0.98 ** 35 of a second and 1.5 s are less than 2 s"
+
+
+def test_a_block_of_tokens_is_a_measurement() -> None:
+    costs = Handing().scheduler.swapping.costs
+    costs.fetched(3, 9.0)
+    assert costs.pool_s == 0.0
+    costs.fetched(4, 1.0)
+    costs.computed(3, 9.0)
+    assert (costs.pool_s, costs.here_s) == (0.25, 0.0)
+    costs.computed(4, 2.0)
+    assert costs.here_s == 0.5 and costs.predicted == {"recompute": 0.0, "swap": 0.0}, "nothing was predicted yet"
+
+
+def test_what_was_never_measured_is_free_and_what_was_measured_once_stands_for_both() -> None:
+    """Guards the choice on a worker that has computed here alone, or not at all."""
+    costs = KVCosts(block_size=4)
+    costs.stored(1, 0.5)
+    assert not costs.is_swap_cheaper(40, 10, 0.0, here=False) and costs.predicted["recompute"] == 0.0
+    costs.computed(10, 1.0)
+    assert costs.tokens_per_s(here=False) == 10.0
+    costs.is_swap_cheaper(40, 10, 0.0, here=False)
+    assert costs.predicted["recompute"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("tokens", "lost", "share"), [(1, 1, 1.0), (1, 0, 1 - NEWEST), (0, 0, 1 - NEWEST)])
+def test_the_share_that_is_lost_is_one_of_all_tokens(tokens: int, lost: int, share: float) -> None:
+    costs = KVCosts(block_size=4)
+    costs.resumed(tokens, lost)
+    assert costs.lost_share == pytest.approx(share)

@@ -68,6 +68,13 @@ def test_an_illegal_move_of_a_block_is_refused() -> None:
     pool.release(block, keep=False)
     with pytest.raises(ValueError, match="more often than it was held"):
         pool.release(block, keep=False)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="3 blocks wanted, 2 free"):
         pool.allocate(3)
+    assert pool.free == 2, "nothing was taken"
     assert pool.counts() == {"free": 2, "cached": 0, "active": 0, "reserved": 0, "quarantined": 0}
+
+
+def test_a_pool_has_a_block_at_least() -> None:
+    assert BlockPool(1).free == 1
+    with pytest.raises(ValueError, match="at least one block, not 0"):
+        BlockPool(0)

@@ -40,6 +40,8 @@ def test_a_copy_that_was_not_made_is_not_indexed() -> None:
     lease = kv.acquire(b"", other, match_limit=len(other) - 1, room_tokens=len(other))
     assert lease is not None and lease.copies
     kv.commit(lease, other[:17], tail=True)
+    kv.commit(lease, other)
+    assert kv.matched_tokens(b"", other, 37) == 17, "nor is what stands behind it"
     kv.release(lease)
     kv.check()
     assert kv.matched_tokens(b"", [*other[:17], 1, 2], 19) == 17, "the block it was to be copied from"
@@ -80,6 +82,7 @@ def test_promised_room_cannot_be_taken_by_others() -> None:
     with pytest.raises(ValueError, match="promised"):
         kv.extend(first, 16 * 7)
     kv.release(first)
+    assert first.promised == 0
     kv.check()
 
 
@@ -134,6 +137,7 @@ def test_forks_share_whole_blocks_and_copy_the_boundary() -> None:
     assert all(fork.blocks[:2] == parent.blocks[:2] for fork in forks)
     boundary = parent.blocks[2]
     assert [fork.copies for fork in forks] == [[(boundary, fork.blocks[2])] for fork in forks]
+    assert [fork.cached_tokens for fork in forks] == [9, 9, 9]
     kv.release(parent)
     assert kv.pool.state(boundary) is BlockState.ACTIVE, "the source of a copy to come was freed"
     for fork in forks:
@@ -220,4 +224,56 @@ def test_two_that_compute_the_same_keep_one_block_of_each() -> None:
     kv.check()
     kv.release(second)
     assert kv.available == 8
+    kv.check()
+
+
+def test_quarantine_shows_what_one_lease_alone_holds_and_keeps_it_held() -> None:
+    """Guards blocks that a peer may still read: they are nobody's until the lease is let go, and those of others go
+    on."""
+    kv = KVCacheManager(8, 4, "m")
+    prefix = [1, 1, 1, 1]
+    first = _run(kv, [*prefix, 2, 2, 2, 2])
+    second = _run(kv, [*prefix, 3, 3, 3, 3, 4])
+    kv.quarantine(second)
+    states = [kv.pool.state(block) for block in second.blocks]
+    assert states == [BlockState.ACTIVE, BlockState.QUARANTINED, BlockState.QUARANTINED]
+    assert kv.pool.state(first.blocks[1]) is BlockState.ACTIVE
+    assert kv.acquire(b"", [5] * 24, match_limit=0, room_tokens=24) is None, "four are free"
+    kv.release(second)
+    assert kv.pool.counts()["quarantined"] == 0
+    assert kv.acquire(b"", [5] * 24, match_limit=0, room_tokens=24) is not None
+    kv.check()
+
+
+def test_a_fork_without_room_for_its_boundary_block_changes_nothing() -> None:
+    """Guards blocks that a child would hold although it was refused."""
+    kv = KVCacheManager(16, 4, "m")
+    parent, child = _run(kv, list(range(10)), tail=False), kv.promise(b"", 0)
+    assert child is not None
+    with pytest.raises(ValueError, match="9 tokens cannot be forked"):
+        kv.fork(parent, child, 9)
+    assert not child.blocks and kv.pool.refs(parent.blocks[0]) == 1
+    kv.fork(parent, child, 8)
+    assert child.blocks == parent.blocks[:2]
+    kv.check()
+
+
+def test_room_for_what_is_to_land_is_reserved() -> None:
+    kv = KVCacheManager(8, 4, "m")
+    lease = kv.acquire(b"", [1, 2, 3], match_limit=2, room_tokens=3, grow_tokens=12, migrating=True)
+    assert lease is not None
+    kv.extend(lease, 12, migrating=True)
+    assert kv.pool.counts()["reserved"] == 3 and not lease.promised
+    kv.landed(lease)
+    assert kv.pool.counts()["active"] == 3
+
+
+def test_no_more_is_promised_than_there_is() -> None:
+    """Guards the deadlock of a batch that cannot grow: what one is promised, nobody else has."""
+    kv = KVCacheManager(4, 4, "m")
+    lease = kv.promise(b"", 1)
+    assert lease is not None
+    assert not kv.grow(lease, 4) and (lease.promised, kv.available) == (1, 3)
+    assert kv.grow(lease, 3) and (lease.promised, kv.available) == (4, 0)
+    assert not kv.grow(lease, 1)
     kv.check()

@@ -59,7 +59,7 @@ def test_a_longer_tail_pushes_the_shorter_one_out_first() -> None:
     _insert(cache, [7, 7, 7, 7], 0)
     _insert(cache, [1, 2], 1)
     _insert(cache, [1, 2, 3], 2)
-    assert [cache.evict().block for _ in range(3)] == [1, 0, 2]
+    assert [cache.evict(NAME).block for _ in range(3)] == [1, 0, 2]
 
 
 def test_the_least_recently_used_leaf_goes_first_and_a_held_one_never() -> None:
@@ -68,11 +68,11 @@ def test_the_least_recently_used_leaf_goes_first_and_a_held_one_never() -> None:
     _insert(cache, [3, 3, 3, 3], 2)
     cache.occupy(BlockId(2))
     assert cache.idle == 2
-    assert [cache.evict().block for _ in range(2)] == [1, 0]
+    assert [cache.evict(NAME).block for _ in range(2)] == [1, 0]
     with pytest.raises(KeyError):
-        cache.evict()
+        cache.evict(NAME)
     cache.let_go(BlockId(2))
-    cache.evict()
+    cache.evict(NAME)
     cache.check()
     assert cache.match(NAME, [3, 3, 3, 3], 4).nodes == [] and len(cache) == 0
 

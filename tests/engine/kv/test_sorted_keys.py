@@ -25,3 +25,11 @@ def test_neighbours_are_those_of_a_sorted_list() -> None:
         near = [k for k in model if k < wanted][-1:] + [k for k in model if k >= wanted][:1]
         assert keys.around(wanted) == near
     assert list(keys) == model and len(model) < 8 * PIECE_KEYS
+
+
+def test_neighbours_are_found_across_pieces() -> None:
+    """Guards the longest common beginning: it may be that of the last key of the piece before."""
+    keys = SortedKeys(b"%04d" % number for number in range(0, 4 * PIECE_KEYS, 2))
+    assert len(keys._pieces) > 1
+    for low in range(0, 4 * PIECE_KEYS - 2, 2):
+        assert keys.around(b"%04d" % (low + 1)) == [b"%04d" % low, b"%04d" % (low + 2)]

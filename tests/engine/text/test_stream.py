@@ -101,13 +101,17 @@ def test_special_and_unknown_ids_give_no_text(demo: TextModel) -> None:
 
 
 def test_demo_chat(demo: TextModel) -> None:
-    assert demo.render_chat([("user", "Hi"), ("assistant", "Yes?"), ("user", "{{ 1 }}")]) == (
+    """Guards the template: what it writes is tokenized as the text that it stands for, control tokens included."""
+    asked = demo.render_chat([("user", "Hi"), ("assistant", "Yes?"), ("user", "{{ 1 }}")])
+    assert demo.encode_chat_text(asked) == demo.encode(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n"
-        "<|im_start|>user\n{{ 1 }}<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\n{{ 1 }}<|im_end|>\n<|im_start|>assistant\n",
+        add_special=False,
     )
     asked = demo.render_chat([("system", "S"), ("user", "Hi")], add_generation_prompt=False)
-    assert asked == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert demo.encode_chat_text(asked) == demo.encode(expected, add_special=False)
     assert demo.encode_chat_text(asked)[:2] == [1, *demo.encode("system", add_special=False)]
 
 

@@ -1,5 +1,6 @@
 """Tokenizers built from GGUF metadata, against transformers and against a plain SentencePiece merge written here."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from engine.model.files.gguf_model import GGUFModel
 from engine.model.files.gguf_text import Vocabulary, text_files
 from engine.model.prepared.cache import find_demo_model
 from engine.text.bundle import TextModel
-from engine.text.files import TextFiles
+from engine.text.files import TextFiles, TextSettings
 from engine.types import FieldError
 
 WORDS = """
@@ -257,3 +258,15 @@ def test_unknown_vocabularies_are_named(change: dict[str, Any], message: str) ->
     """Guards against a tokenizer that silently splits another way than the model was trained with."""
     with pytest.raises(ModelError, match=message):
         text_files(vocabulary(**change))
+
+
+def test_a_tokenizer_on_which_the_library_panics_is_named(tmp_path: Path) -> None:
+    """Guards a process that starts: a panic is no Exception. The file is read, its copy is not."""
+    vocab = {"a": 2, "b": 1, "ab": 2}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
+    whole = {"version": "1.0", "added_tokens": [], "model": model}
+    settings = TextSettings(name="tiny", vocab_size=3, context_tokens=64)
+    TextFiles(json.dumps(whole), "{{ messages[0].content }}", settings).save(tmp_path)
+    Tokenizer.from_str(json.dumps(whole))
+    with pytest.raises(ModelError, match="not a tokenizer"):
+        TextModel.load(tmp_path)

@@ -9,9 +9,10 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import Loaded, TierLoad
 from engine.kv.tiers.cost import TierCost
 from engine.kv.tiers.tiers import Tiers
+from engine.messages import Stop
 from engine.types import Incarnation
-from tests.prefill_worker.scheduler.test_scheduler import S_PER_TOKEN, Bench
-from transfer.handoff.commands import ReaderUp
+from tests.prefill_worker.scheduler.test_scheduler import PEER, S_PER_TOKEN, Bench
+from transfer.handoff.commands import FromReader, ReaderUp
 
 
 def _computed(bench: Bench) -> int:
@@ -55,6 +56,42 @@ def test_what_is_less_than_a_block_is_not_waited_for() -> None:
         bench.start(f"r{n}", _prompt(9, 20, n))
     plan = bench.step()
     assert plan is not None and len(plan.rows) == 4
+
+
+@pytest.mark.parametrize(("length", "rows"), [(16, 2), (17, 1)])
+def test_a_block_is_waited_for_if_something_is_left_behind_it(length: int, rows: int) -> None:
+    """Guards both sides of the border: the last token is computed by each of them, whatever is cached."""
+    bench = Bench()
+    for n in (1, 2):
+        bench.start(f"r{n}", _prompt(length, 0, 1))
+    plan = bench.step()
+    assert plan is not None and len(plan.rows) == rows
+
+
+def test_the_same_tokens_behind_another_beginning_are_not_waited_for() -> None:
+    """Guards a prompt that would wait for blocks that are never its own."""
+    bench = Bench(chunk_tokens=64)
+    begins, middle = _prompt(0, 32, 1), _prompt(0, 40, 2)
+    bench.start("known", begins)
+    bench.run()
+    bench.start("other", [*_prompt(0, 32, 3), *middle])
+    bench.step()
+    bench.start("mine", [*begins, *middle])
+    plan = bench.step()
+    assert plan is not None and {row.request for row in plan.rows} == {"other", "mine"}
+
+
+def test_the_first_in_line_has_the_step_and_the_second_what_is_left() -> None:
+    """Guards the order of those that run, which changes as they wait: it is asked anew for each step."""
+    bench = Bench(chunk_tokens=64, fairness_tokens_per_s=0.0)
+    known = _prompt(0, 160, 1)
+    bench.start("known", known)
+    bench.run()
+    bench.start("early", _prompt(0, 40, 2))
+    bench.start("hit", [*known, *_prompt(0, 40, 3)])
+    plan = bench.step()
+    assert plan is not None
+    assert [(row.request, row.end - row.start) for row in plan.rows] == [("hit", 40), ("early", 24)]
 
 
 def test_another_tenants_prompt_is_not_waited_for() -> None:
@@ -142,7 +179,9 @@ def test_nobody_waits_longer_for_a_load_than_computing_would_have_taken() -> Non
     assert bench.step() is None and bench.loads
     bench.now = began + 0.9 * 176 * S_PER_TOKEN
     assert bench.step() is None, "it waits"
-    bench.now = began + 1.1 * 176 * S_PER_TOKEN
+    (job,) = bench.scheduler.line.waiting
+    assert job.held_until == pytest.approx(began + 176 * S_PER_TOKEN)
+    bench.now = job.held_until
     plan = bench.step()
     assert plan is not None and bench.pool["reserved"] == 11, "what the load may still write to is nobody else's"
     bench.run()
@@ -184,3 +223,103 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     while not cost.worthwhile([True], compute_s=1.0):
         refusals += 1
     assert 40 < refusals < 80
+
+
+def test_the_backlog_is_what_is_left_to_compute() -> None:
+    """Guards a router's queues: prompts that wait were reported in full, hot prefixes as often as they were asked."""
+    bench = Bench(chunk_tokens=64)
+    line = bench.scheduler.line
+    bench.start("first", _prompt(304, 20, 1))
+    assert line.backlog_tokens == 324
+    bench.start("second", _prompt(304, 30, 2))
+    assert line.backlog_tokens == 324 + 30, "the first one computes what they share"
+    bench.start("third", _prompt(100, 40, 3))
+    assert line.backlog_tokens == 324 + 30 + 44, "to the whole block"
+    bench.step()
+    assert line.backlog_tokens == 324 - 64 + 30 + 44
+    while bench.step() is not None:
+        pass
+    assert line.backlog_tokens == 0
+    bench.start("fourth", _prompt(304, 20, 4))
+    assert line.backlog_tokens == 20, "what is cached is not computed again"
+    line.check()
+
+
+def test_the_backlog_of_one_that_is_given_up() -> None:
+    """Guards the figure where the prompt that another one waited for will never be computed."""
+    bench = Bench(chunk_tokens=64)
+    line = bench.scheduler.line
+    first = bench.start("first", _prompt(304, 20, 1))
+    bench.step()
+    bench.start("second", _prompt(304, 30, 2))
+    bench.start("third", _prompt(304, 30, 2))
+    bench.tell(FromReader(PEER, Stop(first)))
+    assert line.backlog_tokens <= 2 * 30
+    bench.step()
+    assert line.backlog_tokens >= 304 - 64 - 64, "who takes its place is running, and counts in full"
+    line.check()
+
+
+def test_a_prompt_that_ends_with_its_last_block_has_the_one_before_fetched() -> None:
+    """Guards the first token, which is drawn from a computed row."""
+    bench = TieredBench()
+    bench.start("back", _prompt(160, 17, 1)[:176])
+    bench.step()
+    assert len(bench.loads[0].targets) == 10
+
+
+@pytest.mark.parametrize("comes", ["first", "last"])
+def test_the_first_in_line_are_fetched_for(comes: str) -> None:
+    """Guards the room that fetches take: it is for those that run next, not for those that wait longest to run."""
+    bench = TieredBench()
+    names = [f"r{number}" for number in range(4)]
+    for name in ["back", *names] if comes == "first" else [*names, "back"]:
+        bench.start(name, _prompt(160, 17, 1) if name == "back" else _prompt(0, 30, 3 + int(name[-1])))
+        bench.now += 0.01
+    bench.step()
+    assert bool(bench.loads) == (comes == "first")
+
+
+def test_who_waits_for_nothing_is_held_back_for_nothing() -> None:
+    bench = TieredBench()
+    bench.start("other", _prompt(0, 30, 3))
+    bench.scheduler.line._fetch([(job, 0) for job in bench.scheduler.line.waiting], bench.now)
+    (job,) = bench.scheduler.line.waiting
+    assert job.fetch is None and job.held_until is None
+
+
+def _evicted(bench: TieredBench) -> None:
+    kv = bench.scheduler.kv
+    lease = kv.acquire(b"", [], match_limit=0, room_tokens=16 * kv.available)
+    assert lease is not None
+    kv.release(lease)
+    bench.tiers.take_commands()
+
+
+@pytest.mark.parametrize(("waited", "loads"), [(0.5, 1), (1.0, 0)])
+def test_what_was_fetched_and_lost_again_is_fetched_again_in_time(waited: float, loads: int) -> None:
+    """Guards a prompt that is held back for what is gone, and loads for one that waits for nothing any more."""
+    bench = TieredBench()
+    began = bench.now
+    bench.start("back", _prompt(160, 17, 1))
+    assert bench.step() is None
+    bench.loaded()
+    _evicted(bench)
+    (job,) = bench.scheduler.line.waiting
+    assert job.held_until is not None
+    bench.now = began + waited * (job.held_until - began) if waited < 1 else job.held_until
+    bench.step()
+    assert len(bench.loads) == loads
+    assert bool(bench.scheduler.line.waiting) == bool(loads)
+
+
+def test_whose_fetch_is_over_is_not_held_back_though_others_came_before_it() -> None:
+    """Guards a prompt that nobody looks up any more: four hits came, and are the first in line."""
+    bench = TieredBench(fairness_tokens_per_s=0.0, chunk_tokens=1024)
+    bench.start("back", _prompt(160, 17, 1))
+    assert bench.step() is None
+    bench.loaded()
+    (job,) = bench.scheduler.line.waiting
+    assert job.fetch is not None and job.fetch.is_over
+    held = bench.scheduler.line._is_held(job, 176, bench.now)
+    assert not held

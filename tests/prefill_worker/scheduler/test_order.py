@@ -4,7 +4,9 @@ benchmarks/ablation.py."""
 
 import pytest
 
-from prefill_worker.scheduler.order import FIRST_SPEED, Order
+from engine.messages import Handoff
+from engine.types import Incarnation, RequestId, RequestRecord
+from prefill_worker.scheduler.order import FIRST_SPEED, Job, Order
 from tests.prefill_worker.scheduler.test_scheduler import Bench, _tokens
 
 CONTEXT_TOKENS = 8192
@@ -94,3 +96,37 @@ def test_a_second_of_waiting_is_worth_a_second_of_computing() -> None:
     order.ran(128, 0.0)
     assert order.fairness == pytest.approx(512.0, rel=1e-3)
     assert Order(0.0, CONTEXT_TOKENS).fairness == 0.0
+
+
+def _job(remaining: int) -> Job:
+    record = RequestRecord(request=RequestId("r"), tokens=[1] * 200, prompt_tokens=200, max_tokens=1, seed=0)
+    job = Job(Handoff(record.request, 1, 0, Incarnation(1), Incarnation(2)), record, 0.0, float("inf"))
+    job.computed = 200 - remaining
+    return job
+
+
+@pytest.mark.parametrize(
+    ("uncached_tokens", "others", "slips_in"),
+    [(50, (), True), (51, (), False), (1, (51,), True), (1, (50,), False), (1, (60, 49), False)],
+)
+def test_one_of_at_most_half_the_length_slips_in_at_a_time(
+    uncached_tokens: int, others: tuple[int, ...], slips_in: bool
+) -> None:
+    """The first in line has 100 tokens left: who has 50 is short enough, and who has 50 and runs is the one."""
+    first = _job(100)
+    assert Order.is_much_shorter(uncached_tokens, first, [first, *map(_job, others)]) == slips_in
+
+
+def test_a_step_of_one_token_is_measured_too() -> None:
+    order = Order(None, CONTEXT_TOKENS)
+    order.ran(1, 0.5)
+    assert order.speed == 2.0
+
+
+@pytest.mark.parametrize(("later_s", "in_time"), [(CONTEXT_TOKENS, True), (CONTEXT_TOKENS + 1, False)])
+def test_a_context_later_is_just_in_time(later_s: int, in_time: bool) -> None:
+    """At λ = 1, the context's tokens are as many seconds."""
+    order = Bench(fairness_tokens_per_s=1.0).scheduler.line.order
+    early, late = _job(100), _job(100)
+    late.arrived = early.arrived + later_s
+    assert order.is_in_time(late, [early]) == in_time

@@ -21,6 +21,7 @@ from transfer.handoff.commands import (
     Command,
     Emit,
     FromReader,
+    Leave,
     Posted,
     PostSend,
     ReaderDead,
@@ -291,3 +292,212 @@ def test_bad_records_are_refused_by_name() -> None:
         ("INVALID_ARGUMENT", "token_ids"),
     ]
     assert bench.scheduler.is_idle
+
+
+@pytest.mark.parametrize(("have", "code"), [(-1, "INTERNAL"), (0, ""), (127, ""), (128, "INTERNAL")])
+def test_what_just_fits_is_taken_and_what_the_reader_cannot_have_is_not(have: int, code: str) -> None:
+    """Guards the borders: the pool's last block, and the last token, whose row is never had."""
+    bench = Bench(blocks=8)
+    bench.start("r", _tokens(128, 1), have=have)
+    faults = [record.fault.code for record in bench.emitted if isinstance(record, PrefillFailed)]
+    assert faults == ([code] if code else [])
+    bench.run()
+    assert list(bench.first_at) == ([] if code else ["r"])
+
+
+def test_a_full_line_says_so() -> None:
+    bench = Bench(max_waiting=2)
+    for number in range(3):
+        bench.start(f"r{number}", _tokens(20, number))
+    (failed,) = bench.emitted
+    assert isinstance(failed, PrefillFailed) and failed.fault.code == "RESOURCE_EXHAUSTED"
+    assert failed.handoff.request == "r2" and bench.scheduler.waiting_requests == 2
+
+
+def test_a_worker_that_leaves_gives_up_what_it_has_not_begun_and_ends_the_rest() -> None:
+    """Guards both: a prompt half computed is not thrown away, and nobody waits for a worker that is to go."""
+    bench = Bench(chunk_tokens=32, fairness_tokens_per_s=1e6)
+    bench.start("begun", _tokens(200, 1))
+    bench.step()
+    waiting = bench.start("waits", _tokens(100, 2))
+    bench.tell(Leave(30.0))
+    bench.start("late", _tokens(20, 3))
+    faults = [(r.handoff.request, r.fault.code) for r in bench.emitted if isinstance(r, PrefillFailed)]
+    assert faults == [("waits", "UNAVAILABLE"), ("late", "UNAVAILABLE")]
+    bench.tell(FromReader(PEER, Stop(waiting)))
+    bench.run()
+    assert list(bench.first_at) == ["begun"] and bench.scheduler.is_idle
+
+
+def test_the_account_of_a_prompt_says_how_long_it_waited_and_what_it_found() -> None:
+    """Guards the stages that a client is shown: waiting, computing, and what was not computed because it was there."""
+    bench = Bench(chunk_tokens=64)
+    known = _tokens(64, 1)
+    bench.start("a", known)
+    bench.run()
+    bench.start("long", _tokens(128, 2))
+    bench.start("b", [*known, *_tokens(64, 3)])
+    began = bench.now
+    plans = []
+    while (plan := bench.step()) is not None:
+        plans.append(plan)
+    firsts = {one.handoff.request: one for one in bench.emitted if isinstance(one, FirstToken)}
+    assert firsts["a"].cached_tokens == 0 and firsts["b"].cached_tokens == 64
+    for name in ("long", "b"):
+        took_s = bench.first_at[name] - began
+        assert firsts[name].queue_s + firsts[name].run_s == pytest.approx(took_s)
+    assert firsts["b"].queue_s == 0.0 and firsts["b"].run_s == pytest.approx(64 * S_PER_TOKEN)
+    assert firsts["long"].queue_s == pytest.approx(64 * S_PER_TOKEN), "the hit went first"
+    assert bench.scheduler.hit_tokens == 64
+    assert [plan.number for plan in plans] == [2, 3, 4]
+    assert bench.scheduler.line.order.speed == pytest.approx(1 / S_PER_TOKEN)
+
+
+def test_cached_output_is_not_a_part_of_the_prompt() -> None:
+    """Guards the account of an answer that goes on here: its prompt has ten tokens, whatever was cached behind them."""
+    bench = Bench()
+    tokens = _tokens(64, 1)
+    bench.start("a", tokens)
+    bench.run()
+    handoff = Handoff(RequestId("b"), 1, 0, PEER, Incarnation(1))
+    record = RequestRecord(request=RequestId("b"), tokens=tokens, prompt_tokens=10, max_tokens=80, seed=1)
+    bench.tell(FromReader(PEER, StartPrefill(handoff=handoff, record=record, have_tokens=0)))
+    bench.run()
+    firsts = [one for one in bench.emitted if isinstance(one, FirstToken)]
+    assert [one.cached_tokens for one in firsts] == [0, 10] and bench.scheduler.hit_tokens == 10
+
+
+def test_a_deadline_is_over_when_it_is_reached() -> None:
+    bench = Bench(chunk_tokens=16)
+    bench.start("r", _tokens(100, 1), remaining_s=2.0)
+    bench.now = 1.9
+    assert bench.scheduler.tick(bench.now) == []
+    bench.now = 2.0
+    bench._do(bench.scheduler.tick(bench.now))
+    (failed,) = bench.emitted
+    assert isinstance(failed, PrefillFailed) and failed.fault.code == "DEADLINE_EXCEEDED"
+
+
+def test_slots_are_those_of_leases_and_live_where_something_is_computed() -> None:
+    """Guards utilization: a prompt that waits holds nothing yet."""
+    bench = Bench(chunk_tokens=32, fairness_tokens_per_s=1e6)
+    assert bench.scheduler.slots == (0, 0)
+    bench.start("r", _tokens(100, 1))
+    bench.step()
+    bench.start("waits", _tokens(60, 2))
+    assert bench.scheduler.slots == (32, 7 * 16)
+
+
+def test_a_quarantine_lasts_from_when_its_reader_was_first_lost() -> None:
+    """Guards the age that the ladder goes by: a reader that comes, claims its blocks and goes again keeps them all the
+    time."""
+    bench = Bench(chunk_tokens=256)
+    bench.land = False
+    kept = bench.start("kept", _tokens(60, 2))
+    bench.run()
+    bench.now = 10.0
+    bench.tell(ReaderLost(PEER))
+    bench.tell(ReaderUp(PEER, True, (kept,)))
+    bench.now = 20.0
+    bench.tell(ReaderLost(PEER))
+    bench.tell(ReaderDead(PEER))
+    assert bench.scheduler.source.take_quarantined() == [10.0]
+
+
+@pytest.mark.parametrize(("length", "fields"), [(8184, []), (8185, ["max_tokens"])])
+def test_what_just_fits_the_context_is_taken(length: int, fields: list[str]) -> None:
+    """Guards the border: the answer has eight tokens, the context 8192."""
+    bench = Bench(blocks=600)
+    bench.start("r", _tokens(length, 1))
+    assert [r.fault.field for r in bench.emitted if isinstance(r, PrefillFailed)] == fields
+
+
+def test_all_that_wait_are_given_up_when_the_worker_leaves() -> None:
+    bench = Bench(chunk_tokens=32, fairness_tokens_per_s=1e6)
+    bench.start("begun", _tokens(200, 1))
+    bench.step()
+    for number in range(4):
+        bench.start(f"r{number}", _tokens(100, 2 + number))
+    assert (bench.scheduler.running_requests, bench.scheduler.waiting_requests) == (1, 4)
+    bench.tell(Leave(30.0))
+    assert bench.scheduler.waiting_requests == 0 and len(bench.emitted) == 4
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_nothing_is_computed_for_a_reader_that_is_dead(steps: int) -> None:
+    """Guards a step with rows in blocks that were let go: the proof of death may come before the loss of its stream."""
+    bench = Bench(chunk_tokens=32)
+    bench.start("r", _tokens(100, 1))
+    for _ in range(steps):
+        bench.step()
+    bench.tell(ReaderDead(PEER))
+    assert bench.scheduler.is_idle and bench.step() is None
+
+
+def test_a_tenants_share_of_the_cache_comes_with_its_prompts() -> None:
+    """Guards a tenant whose cache others would flush: it has the most of all, and half of the blocks are its own."""
+    bench = Bench(blocks=8)
+    mine = _tokens(60, 1)
+    bench.start("mine", mine, namespace=b"t", cache_share=0.5)
+    bench.run()
+    for number in range(4):
+        bench.start(f"r{number}", _tokens(20, 2 + number), namespace=b"%d" % number)
+        bench.run()
+    assert bench.scheduler.kv.matched_tokens(b"t", mine, 60) == 60
+
+
+@pytest.mark.parametrize(("length", "slips_in"), [(50, True), (51, False)])
+def test_a_prompt_of_half_the_length_slips_in(length: int, slips_in: bool) -> None:
+    """The first in line has 100 tokens left when it comes."""
+    bench = Bench(chunk_tokens=64)
+    bench.start("long", _tokens(164, 1))
+    bench.step()
+    bench.start("short", _tokens(length, 2))
+    plan = bench.step()
+    assert plan is not None
+    assert ("short" in {row.request for row in plan.rows}) == slips_in
+
+
+def test_the_first_in_line_may_be_one_that_slipped_in() -> None:
+    """Guards the order among those that run: a hit goes before the long prompt beside which it slipped in, has the
+    step, and is the one that further prompts are compared with."""
+    bench = Bench(chunk_tokens=64, fairness_tokens_per_s=0.0)
+    known = _tokens(160, 1)
+    bench.start("known", known)
+    bench.run()
+    bench.start("long", _tokens(1000, 2))
+    bench.step()
+    bench.start("hit", [*known, *_tokens(200, 3)])
+    plan = bench.step()
+    assert plan is not None and [(row.request, row.end - row.start) for row in plan.rows] == [("hit", 64)]
+    bench.start("short", _tokens(60, 4))
+    bench.step()
+    assert {job.handoff.request for job in bench.scheduler.line.running} == {"long", "hit", "short"}
+
+
+@pytest.mark.parametrize("first", ["whole", "part"])
+def test_the_last_token_of_a_prompt_counts_as_not_cached(first: str) -> None:
+    """Guards the order: of a prompt that is cached to its end, 32 tokens are spared, as of one with more behind them.
+    The first to come goes first."""
+    bench = Bench(chunk_tokens=256, fairness_tokens_per_s=0.0)
+    known = _tokens(33, 1)
+    bench.start("known", known)
+    bench.run()
+    prompts = {"whole": known, "part": [*known[:32], *_tokens(60, 2)]}
+    for name in (first, *(other for other in prompts if other != first)):
+        bench.start(name, prompts[name])
+    plan = bench.step()
+    assert plan is not None and plan.rows[0].request == first
+
+
+def test_the_source_of_a_copy_is_let_go_when_it_is_made() -> None:
+    """Guards the cache: a block that is copied from once would be held as long as the prompt is read."""
+    bench = Bench()
+    known = _tokens(20, 1)
+    bench.start("known", known)
+    bench.run()
+    bench.land = False
+    bench.start("r", [*known, *_tokens(30, 2)])
+    plan = bench.step()
+    assert plan is not None and len(plan.copies) == 1
+    assert bench.scheduler.kv.pool.refs(plan.copies[0][0]) == 0

@@ -58,7 +58,7 @@ class Parts:
     def wait(self, name: str = "a", deadline_s: float | None = None, **record: object) -> Call:
         """A request that waits in the queue, which is not advanced."""
         call = self.table.open(request_record(name, **record), deadline_s)  # type: ignore[arg-type]
-        self.queue.join(call)
+        self.queue.enter(call, 1.0)
         return call
 
     def offer(self, name: str = "a", **record: object) -> Call:

@@ -72,3 +72,9 @@ def test_a_move_keeps_what_its_worker_has_told() -> None:
     call.moved(stats)
     assert (call.earlier, call.cached_tokens_bound) == (stats, 2)
     assert call.record.tokens == [*range(8), 5]
+
+
+def test_a_chain_is_computed_once() -> None:
+    """Guards placements of long prompts: every worker of a kind is asked for the same identities."""
+    call = Call(request_record(tokens=64), turn=1, deadline_s=None)
+    assert call.chain(("f", 16)) is call.chain(("f", 16))

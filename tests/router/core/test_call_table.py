@@ -6,8 +6,10 @@ import pytest
 
 from engine.messages import Place, Refused, Tokens
 from engine.types import RequestId, RequestRecord
+from router.core.call import State
 from router.core.events import Begin, Command, Lost, Submit
 from tests.router.bench import A, Bench, is_told
+from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
 
 PROMPT = 40
@@ -90,3 +92,14 @@ def test_a_worker_that_leaves_gets_no_further_sample(leaving: bool) -> None:
     bench.hear(load(active=4, leaving=leaving), home)
     ((worker, place),) = placed(submit(bench, 1))
     assert (worker != home, place.fork_of) == ((True, None) if leaving else (False, A))
+
+
+def test_hosts_are_the_first_sample_on_each_worker_by_their_index() -> None:
+    """Guards a sample that asks one worker twice, and one that would share with a request that is about to move."""
+    parts = Parts()
+    for index, decode in ((3, "d1"), (1, "d0"), (2, "d0"), (4, "d2"), (5, "d3")):
+        call = parts.table.open(request_record(f"s{index}", group="g", sample_index=index), None, State.RUNNING)
+        call.decode, call.yielding = decode, decode == "d2"
+    parts.table.open(request_record("other", group="h"), None, State.RUNNING).decode = "d9"
+    waits = parts.table.open(request_record("s0", group="g", sample_index=0), None)
+    assert [host.record.request for host in parts.table.hosts(waits)] == ["s1", "s3", "s5"]

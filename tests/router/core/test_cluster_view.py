@@ -50,10 +50,16 @@ def test_an_offer_loads_both_of_its_workers() -> None:
 
 
 def test_what_is_accepted_will_be_held() -> None:
-    """Guards against beliefs before a worker has said yes, and against those that it contradicts."""
+    """Guards a burst of one cold prompt, which follows the first one before its worker has said yes; what decode
+    workers are believed to hold, from their yes on alone; and what they contradict."""
     parts = cluster()
     call = parts.offer("a")
-    assert held(parts, "d0", "p0") == [0, 0]
+    assert held(parts, "d0", "p0") == [0, 2]
+    parts.view.refused(call)
+    assert held(parts, "d0", "p0") == [0, 0], "nobody will compute it"
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None
+    parts.view.offered(call, choice)
     accept(parts, call)
     assert held(parts, "d0", "p0") == [2, 2]
     longer = parts.offer("b", tokens=60)
@@ -100,6 +106,7 @@ def test_an_adopted_request_is_held_by_both(prefill: str, size: int) -> None:
     parts.view.adopted(call, home, prefill)
     assert (call.decode, call.decode_life, call.key) == ("d0", home.life, home.key)
     assert (call.prefill, call.prefill_life) == (prefill, reader.life)
+    assert (home.queue_tokens, home.used_blocks) == (0, 0), "its own reports count it"
     assert parts.index.match("d0", call.chain(("f", 16))) == 2
     assert parts.index.match(prefill, call.chain(("f", size))) == 2
     parts.table.check()
@@ -114,6 +121,10 @@ def test_an_end_extends_and_corrects() -> None:
     parts.index.insert("p0", [*call.chain(call.key), b"below"])
     parts.view.ended(call, RequestStats(prefill_cached_tokens=16))
     assert held(parts, "d0") == [4], "64 of 40 + 25 tokens were written"
+    turn = parts.wait("next", tokens=40)
+    turn.emitted += call.emitted
+    turn.rewrite()
+    assert parts.index.match("d0", turn.chain(call.key)) == 4, "under the names that the next turn asks for"
     assert parts.index.match("p0", [*call.chain(call.key), b"below"]) == 2, "what was not there has no children"
     del call.emitted[-1:]
     parts.index.add("d0", 64)
@@ -132,3 +143,19 @@ def test_the_check_finds_what_is_misfiled() -> None:
     parts.registry.released("d0", call.record.request)
     with pytest.raises(AssertionError, match="nowhere"):
         parts.view.check(parts.table.calls)
+
+
+def test_what_came_meanwhile_is_believed_where_a_worker_has_what_it_was_believed_to_have() -> None:
+    """Guards affinity of a chat: its longer turns on the same workers are not forgotten for a shorter one."""
+    parts = cluster()
+    call = parts.offer("a")
+    chain = [*call.chain(call.key), b"below"]
+    parts.index.insert("d0", chain)
+    accept(parts, call, cached_tokens=0)
+    assert parts.index.match("d0", chain) == 3
+    call.believed_prefill_tokens = 32
+    parts.index.insert("p0", chain)
+    parts.view.ended(call, RequestStats(prefill_cached_tokens=32))
+    assert parts.index.match("p0", chain) == 3
+    parts.view.ended(call, RequestStats(prefill_cached_tokens=31))
+    assert parts.index.match("p0", chain) == 2, "a token less: its second block was not there, hence nothing below it"

@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import Load, PeerAddress, Place, Tokens
 from engine.types import Incarnation
-from router.core.escalation import Verdict
+from router.core.escalation import AWAY_S, Verdict
 from router.core.events import (
     Command,
     Complete,
@@ -75,6 +75,8 @@ def test_a_silent_worker_that_the_router_does_not_reach_is_given_up() -> None:
     (verdict,) = court.router.condemned
     assert verdict == Verdict("d0", 11, "p0 and the router cannot reach it")  # type: ignore[arg-type]
     assert given_up(court.accuse(11)) == [], "said twice"
+    court.pass_s(HUNG_S + 1.0, ("p0", "d1"))
+    assert court.condemned() == ["d0"], "named twice"
 
 
 def test_who_reports_is_not_silent_and_who_does_not_is() -> None:
@@ -138,7 +140,7 @@ def test_a_worker_taken_away_is_forgotten() -> None:
     court.pass_s(HUNG_S, ("p0", "d1"))
     assert court.condemned() == ["d0"]
     court.do(Lost("d0", for_good=True))
-    assert not court.condemned()
+    assert court.router.condemned == ()
 
 
 def test_a_missing_worker_is_named_and_forgiven_when_it_is_back() -> None:
@@ -209,3 +211,55 @@ def test_a_severed_stream_is_told_once() -> None:
     court.pass_s(HUNG_S, ("p0", other))
     assert court.do(Lost(hung)) == []
     assert court.hear(load(), hung) == [], "a report that was under way"
+
+
+def test_a_router_that_slept_counts_from_when_it_woke() -> None:
+    """Guards a worker that was away for a moment when its router fell asleep."""
+    court = Court()
+    court.do(Lost("d0"))
+    court.pass_s(20.0, ("p0", "d1"))
+    court.now += 60.0
+    court.do(Tick())
+    court.pass_s(HUNG_S - 0.5, ("p0", "d1"))
+    assert not court.condemned()
+    court.pass_s(0.5, ("p0", "d1"))
+    assert court.condemned() == ["d0"]
+
+
+@pytest.mark.parametrize(("away_s", "names"), [(AWAY_S, ["d0"]), (AWAY_S + 0.01, [])])
+def test_a_router_that_looks_once_a_second_has_not_slept(away_s: float, names: list[str]) -> None:
+    court = Court()
+    court.do(Tick())
+    court.do(Lost("d0"))
+    court.now += away_s
+    assert given_up(court.accuse(11)) == names
+
+
+@pytest.mark.parametrize(("away_s", "names"), [(AWAY_S, ["d0"]), (AWAY_S + 0.01, [])])
+def test_what_it_has_not_heard_for_a_second_is_not_its_own_fault(away_s: float, names: list[str]) -> None:
+    """Guards the border: a look that comes a second after the last one judges, a later one waits."""
+    court = Court()
+    court.pass_s(HUNG_S - AWAY_S, ("p0", "d1"))
+    court.now += away_s
+    assert given_up(court.do(Tick())) == names
+
+
+def test_an_unknown_worker_is_judged_after_just_so_long() -> None:
+    court = Court()
+    court.do(WorkersNamed(("d0", "d1", "d2"), (("d2", Incarnation(13)),)))
+    court.do(Tick())
+    court.pass_s(ESCALATE_S)
+    assert given_up(court.accuse(13)) == ["d2"]
+
+
+def test_verdicts_that_were_read_do_not_change() -> None:
+    """Guards the thread that serves the supervisor: it reads them while the router goes on."""
+    court = Court()
+    court.pass_s(HUNG_S, ("p0", "d1"))
+    before = court.router.condemned
+    court.do(Lost("d1"))
+    assert given_up(court.accuse(12)) == ["d1"]
+    assert [verdict.name for verdict in before] == ["d0"] and court.condemned() == ["d0", "d1"]
+    between = court.router.condemned
+    court.pass_s(HUNG_S, ())
+    assert [verdict.name for verdict in between] == ["d0", "d1"]

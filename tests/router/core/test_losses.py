@@ -8,11 +8,12 @@ import pytest
 
 from engine.messages import RequestStats
 from engine.types import FinishReason, Incarnation
-from router.core.call import Call, State
+from router.core import losses
+from router.core.call import Call, Death, State
 from router.core.escalation import Verdict
 from router.core.events import Command, Complete, Condemn, DecodeLost, Fail, Poisonous
 from router.core.losses import poisonous
-from tests.router.core.parts import STOP_ID, Parts
+from tests.router.core.parts import STOP_ID, Parts, request_record
 
 D0 = ("d0", Incarnation(1))
 
@@ -38,7 +39,7 @@ def test_a_running_request_goes_on_behind_its_tokens() -> None:
     call = parts.run("a", 7, 8)
     assert lose(parts) == [DecodeLost(call.record.request, "d0", 2)]
     assert call.state is State.WAITING and call.record.tokens == [*range(40), 7, 8]
-    assert (call.losses, call.unheard, call.victims) == (1, 0, {D0})
+    assert (call.losses, call.unheard, list(call.victims)) == (1, 0, [D0])
     assert parts.registry.get("d0") is None and lose(parts) == [], "it is told twice"
 
 
@@ -47,7 +48,7 @@ def test_an_offer_that_was_lost_unheard_is_no_blame() -> None:
     parts = cluster()
     call = parts.offer("a")
     assert lose(parts) == []
-    assert (call.state, call.losses, call.unheard, call.victims) == (State.WAITING, 0, 1, set())
+    assert (call.state, call.losses, call.unheard, call.victims) == (State.WAITING, 0, 1, {})
 
 
 @pytest.mark.parametrize(("emitted", "reason"), [((7, STOP_ID), "stop"), ((7, 8, 9), "length")])
@@ -81,10 +82,13 @@ def test_a_second_victim_makes_it_poisonous() -> None:
     """Guards the pool, and names the lost workers to the operator before its client is told."""
     parts = cluster()
     call = parts.run("a", 7)
-    call.victims.add(("p9", Incarnation(4)))
+    call.victims["p9", Incarnation(4)] = Death(-2.5, "given up: silent", 1, 0)
+    call.emitted.clear()
     named, failed = lose(parts)
-    assert named == Poisonous(call.record.request, ["d0", "p9"]) == poisonous(call)
-    assert isinstance(failed, Fail) and "poisonous" in failed.fault.message
+    told = "p9 (given up: silent; after 0 tokens, alone), 2.5 s later d0 (its stream broke; after 0 tokens, alone)"
+    assert named == Poisonous(call.record.request, told) == poisonous(call)
+    assert isinstance(failed, Fail) and failed.fault.message.endswith(f"held this request: {told}")
+    assert failed.fault.message.startswith("refused as poisonous: 2 workers")
 
 
 def test_an_announced_end_costs_nothing() -> None:
@@ -93,7 +97,7 @@ def test_an_announced_end_costs_nothing() -> None:
     call = parts.run("a", 7)
     parts.report("d0", leaving=True)
     assert [type(command) for command in lose(parts)] == [DecodeLost]
-    assert (call.state, call.losses, call.victims) == (State.WAITING, 0, set())
+    assert (call.state, call.losses, call.victims) == (State.WAITING, 0, {})
 
 
 def test_a_life_that_is_back_is_no_victim() -> None:
@@ -112,7 +116,7 @@ def test_a_lost_prefill_worker_is_blamed_on_those_it_failed() -> None:
     assert life is not None
     struck.failed_prefills.add(life.life)
     assert lose(parts, "p0") == []
-    assert struck.victims == {life.life} and not spared.victims
+    assert list(struck.victims) == [life.life] and not spared.victims
     assert struck.state is State.RUNNING, "its decode worker asks for another one"
 
 
@@ -140,3 +144,52 @@ def test_whoever_is_given_up_is_lost_at_once() -> None:
     interrupted, condemned, other = parts.take()
     assert interrupted == DecodeLost(call.record.request, "d0", 1) and condemned == Condemn(verdict)
     assert isinstance(other, Condemn) and call.state is State.WAITING and parts.registry.get("d0") is None
+
+
+def test_a_lost_worker_held_what_ran_on_it_or_was_prefilled_by_it() -> None:
+    """Guards the record that spares a request of two losses: how many others the same worker took with it."""
+    parts = cluster()
+    for name in ("d1", "p1"):
+        parts.join(name)
+    here, there, offered = parts.run("a"), parts.run("b"), parts.offer("c")
+    lives = {worker.name: worker.life for worker in parts.registry}
+    for call, decode, prefill in ((here, "d0", "p0"), (there, "d1", "p1"), (offered, "d1", "p0")):
+        call.decode, call.decode_life, call.prefill, call.prefill_life = decode, lives[decode], prefill, lives[prefill]
+    third = parts.table.open(request_record("e"), None, State.RUNNING)
+    third.decode, third.decode_life, third.prefill, third.prefill_life = "d1", lives["d1"], "p0", lives["p0"]
+    third.emitted.append(7)
+    for state in (State.RUNNING, State.FINISHING, State.CLOSING, State.WAITING):
+        other = parts.table.open(request_record(f"f{state}"), None, state)
+        other.decode, other.decode_life, other.prefill, other.prefill_life = "d0", lives["d0"], "p0", lives["p0"]
+    here.failed_prefills.add(lives["p0"])
+    parts.losses.lost("p0", 0.0, parts.out)
+    assert here.victims[lives["p0"]].held_requests == 2, "all others have a token, or another worker, or do not run"
+    parts.losses.lost("d1", 0.0, parts.out)
+    assert there.victims[lives["d1"]].held_requests == 2
+
+
+def test_a_death_counts_the_request_that_it_is_told_of() -> None:
+    """Guards the operator's line: it had its token, and needed its prefill worker no more; and one lost before us."""
+    parts = cluster()
+    call = parts.run("a", 7)
+    life = parts.registry.get("p0")
+    assert life is not None
+    call.failed_prefills.add(life.life)
+    parts.losses.lost("p0", 1.0, parts.out)
+    assert call.victims[life.life] == Death(1.0, "its stream broke", 1, 1)
+    unknown = ("p9", Incarnation(9))
+    parts.losses.blame(call, unknown, 3.0)
+    assert call.victims[unknown] == Death(3.0, "it cannot be reached", 1, 1)
+
+
+def test_so_many_lost_lives_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory against a cluster whose workers come and go for years."""
+    monkeypatch.setattr(losses, "KEPT", 2)
+    parts = Parts()
+    call = parts.table.open(request_record("a"), None)
+    for number in range(3):
+        parts.join(f"d{number}")
+        parts.losses.lost(f"d{number}", float(number), parts.out)
+    for number in range(3):
+        parts.losses.blame(call, (f"d{number}", Incarnation(1)), 9.0)
+    assert [death.at_s for death in call.victims.values()] == [9.0, 1.0, 2.0]

@@ -1,12 +1,14 @@
 """Routing policies: the cost is the documented sum, and ties do not pile up on one worker. What the cost is made of,
-and who can be chosen at all, is tried in test_placement.py; how long a choice takes, in benchmarks/routing.py."""
+and who can be chosen at all, is tried in test_placement.py; how long a choice takes, in benchmarks/decision.py."""
 
 from collections import Counter
 from random import Random
 
+import msgspec
 import pytest
 
-from router.core.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost, make_policy
+from router.core.policies import POLICIES, make_policy
+from router.core.policy import Cost, DecodeView, Demand, LeastCost, PrefillView, cost
 
 DEMAND = Demand(prompt_tokens=100, prompt_blocks=7, blocks=10, most_blocks=10)
 
@@ -22,8 +24,17 @@ def decode(name: str = "d", cached: int = 0, used: int = 0, outstanding: int = 0
 def test_cost_is_the_sum_of_its_terms() -> None:
     """Guards the formula of the design, unit by unit."""
     priced = cost(DEMAND, prefill(cached=60, queue=30), decode(cached=2, used=32))
-    assert priced == Cost(0.3, 0.4, 0.01, 0.025)
+    assert priced == Cost(0.3, 0.4, 0.01, 0.025, 0.0)
     assert priced.total_s == pytest.approx(0.735)
+
+
+def test_the_time_that_others_lose_counts_too() -> None:
+    """Guards caches that lose each other's hits: an idle worker is sooner for this request, and dearer for all."""
+    idle = msgspec.structs.replace(prefill("idle"), delaying_tokens=50)
+    home = prefill("home", cached=50, queue=80)
+    assert cost(DEMAND, idle, decode()).others_s == pytest.approx(0.5)
+    choice = LeastCost(Random(0)).choose(DEMAND, [idle, home], [decode()])
+    assert choice is not None and choice.prefill.name == "home"
 
 
 def test_a_cached_prefix_is_traded_against_a_queue() -> None:
@@ -90,3 +101,57 @@ def test_least_cost_takes_the_pair_that_the_formula_says() -> None:
         assert choice is not None
         best_s = min(cost(DEMAND, p, d).total_s for p in prefills for d in decodes)
         assert choice.cost.total_s == pytest.approx(best_s, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_chooses_among_those_that_it_is_given(name: str) -> None:
+    policy = make_policy(name, 3)
+    assert policy.choose(DEMAND, [], [decode()]) is None
+    assert policy.choose(DEMAND, [prefill()], []) is None
+    for count in (1, 2, 5):
+        prefills, decodes = [prefill(f"p{n}") for n in range(count)], [decode(f"d{n}") for n in range(count)]
+        for _ in range(20):
+            choice = policy.choose(DEMAND, prefills, decodes)
+            assert choice is not None and choice.prefill in prefills and choice.decode in decodes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("affinity-threshold", ("holder", "free")),
+        ("prefill-tokens", ("short", "empty")),
+        ("least-loaded", ("free", "free")),
+        ("round-robin", ("free", "empty")),
+    ],
+)
+def test_the_simpler_policies_look_at_what_they_say(name: str, expected: tuple[str, str]) -> None:
+    """Guards the baselines that figures are compared with. Rounds go by name."""
+    prefills = [
+        prefill("holder", cached=31, queue=200, outstanding=60),
+        prefill("short", cached=0, queue=10, outstanding=5),
+        prefill("free", cached=0, queue=300),
+    ]
+    decodes = [decode("free", used=50), decode("empty", used=2, outstanding=3)]
+    choice = make_policy(name, 0).choose(DEMAND, prefills, decodes)
+    assert choice is not None and (choice.prefill.name, choice.decode.name) == expected
+
+
+@pytest.mark.parametrize(("cached", "ahead", "expected"), [(30, 1, "other"), (31, 64, "holder"), (31, 65, "other")])
+def test_the_threshold_gives_affinity_up(cached: int, ahead: int, expected: str) -> None:
+    """Guards the two ends of the classic rule: too short a prefix, and too much load."""
+    views = [prefill("holder", cached=cached, outstanding=ahead), prefill("other", outstanding=0)]
+    choice = make_policy("affinity-threshold", 0).choose(DEMAND, views, [decode()])
+    assert choice is not None
+    assert choice.prefill.name == expected
+
+
+def test_of_two_drawn_the_less_loaded_is_taken() -> None:
+    """Guards power-of-two against being least-loaded: the least loaded is drawn in two of four draws."""
+    policy = make_policy("power-of-two", 1)
+    views = [prefill(f"p{n}", outstanding=n) for n in range(4)]
+    drawn: Counter[str] = Counter()
+    for _ in range(400):
+        choice = policy.choose(DEMAND, views, [decode()])
+        assert choice is not None
+        drawn[choice.prefill.name] += 1
+    assert drawn["p3"] == 0 and 150 < drawn["p0"] < 250 and drawn["p1"] > drawn["p2"] > 0

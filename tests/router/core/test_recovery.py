@@ -13,7 +13,8 @@ from engine.messages import (
     Tokens,
     UsePrefill,
 )
-from engine.types import FinishReason, RequestId
+from engine.types import FinishReason, Incarnation, RequestId
+from router.core.call import Call, Death
 from router.core.events import (
     Begin,
     ClientLeft,
@@ -30,10 +31,11 @@ from router.core.events import (
     Tick,
 )
 from router.core.placement import LOCAL
-from router.core.recovery import MAX_UNHEARD, RetryBudget
+from router.core.recovery import MAX_UNHEARD, POISON_VICTIMS, RetryBudget, is_suspect, obituary
 from router.hub import Hub
 from router.status.observer import NullObserver
 from tests.router.bench import STOP_ID, A, B, Bench, ended, is_told
+from tests.router.core.parts import request_record
 from tests.router.fake_cluster import load
 
 C = RequestId("c")
@@ -72,8 +74,8 @@ def test_a_request_goes_on_behind_what_its_client_has(emitted: int) -> None:
     assert (record.seed, record.remaining_s, record.max_tokens) == (1, 5.0, 24)
     assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Ignored("early", 1)]
     assert bench.accept(A, 2, place.worker) == [Begin(A)]
-    tree = bench.router.index._trees[place.worker]
-    assert len(tree) == (40 + emitted) // 16, "history is not in what the new worker will hold"
+    held = bench.router.index.held_blocks(place.worker)
+    assert held == (40 + emitted) // 16, "history is not in what the new worker will hold"
     assert bench.hear(Tokens(A, 1, emitted, [6]), place.worker) == [Ignored("stale", 1)]
     assert bench.hear(Tokens(A, 2, emitted, [7]), place.worker) == [Deliver(A, [7])]
     last = ended(A, 2, FinishReason.STOP, output_tokens=emitted + 1, prefill_cached_tokens=40)
@@ -175,9 +177,87 @@ def test_two_lost_workers_are_poison() -> None:
     _, place = lose(bench, home)
     bench.accept(A, 2, place.worker)
     named, failed = bench.do(Lost(place.worker))
-    assert named == Poisonous(A, sorted((home, place.worker)))
+    assert isinstance(named, Poisonous) and named.deaths.index(home) < named.deaths.index(place.worker)
     assert isinstance(failed, Fail) and failed.fault.code == "UNAVAILABLE"
     assert "poisonous" in failed.fault.message and bench.router.open == 0
+
+
+def dead(at_s: float, held: int, emitted: int) -> Death:
+    return Death(at_s, "its stream broke", held, emitted)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "is_refused"),
+    [
+        ((), False),
+        ((dead(0, 1, 0),), False),
+        ((dead(0, 5, 3), dead(0.4, 4, 3)), False),
+        ((dead(0.4, 4, 3), dead(0, 5, 3)), False),
+        ((dead(0, 2, 3), dead(0.4, 2, 3)), False),
+        ((dead(0, 5, 3), dead(1, 4, 3)), False),
+        ((dead(0, 5, 3), dead(1.1, 4, 3)), True),
+        ((dead(0, 5, 3), dead(4, 4, 9)), False),
+        ((dead(0, 5, 3), dead(4, 4, 4)), False),
+        ((dead(0, 1, 3), dead(4, 1, 9)), False),
+        ((dead(0, 5, 3), dead(4, 4, 3)), True),
+        ((dead(0, 1, 0), dead(0.1, 1, 0)), True),
+        ((dead(0, 5, 0), dead(0.1, 1, 0)), True),
+        ((dead(0, 5, 3), dead(0.1, 5, 8), dead(9, 5, 30)), True),
+    ],
+    ids=[
+        "none", "one", "together", "any order", "with one other", "a second apart", "more than a second apart",
+        "further", "one token further", "alone, further", "apart", "alone", "once alone", "three",
+    ],
+)
+def test_a_request_is_suspected_by_its_own_record(deaths: tuple[Death, ...], is_refused: bool) -> None:
+    """Guards bystanders of two kills, and the pool against what kills: the two cases in which it is spared, and no
+    other."""
+    assert is_suspect(deaths) == is_refused
+
+
+@pytest.mark.parametrize(("pause_s", "is_refused"), [(0.5, False), (5.0, True)])
+def test_bystanders_of_two_kills_at_once_go_on(pause_s: float, is_refused: bool) -> None:
+    """Guards whoever has just been placed again, on a worker that is killed with the first. Long after the first, they
+    were the reason as far as anybody can see."""
+    bench = Bench()
+    for name in (A, B, C):
+        running(bench, 5, request=name)
+    bench.do(Lost("d0"))
+    for place in bench.join("d1", "decode", 2):
+        assert is_told(place, Place)
+        bench.accept(place.record.record.request, 2, "d1")
+    bench.now = pause_s
+    out = [type(command) for command in bench.do(Lost("d1"))]
+    assert out == [Poisonous, Fail] * 3 if is_refused else [DecodeLost] * 3
+    again = [c.record.record.request for c in bench.join("d2", "decode", 3) if is_told(c, Place)]
+    assert again == ([] if is_refused else [A, B, C])
+
+
+def test_what_kills_is_refused_and_takes_three_workers_at_most() -> None:
+    """Guards the pool: a request that kills whatever takes it, amid others that go on wherever they are put."""
+    bench = Bench(decodes=6)
+    lost: list[str] = []
+    places = {name: bench.submit(name)[0] for name in (A, B, C)}
+    where = {name: place.worker for name, place in places.items() if is_told(place, Place)}
+    placement = dict.fromkeys(where, 1)
+    refused: list[RequestId] = []
+    for name, worker in where.items():
+        bench.accept(name, 1, worker)
+    while A in where:
+        bench.now += 0.05
+        lost.append(where[A])
+        gone = [name for name, worker in where.items() if worker == lost[-1]]
+        out = bench.do(Lost(lost[-1]))
+        for name in gone:
+            del where[name]
+        refused += [c.request for c in out if isinstance(c, Poisonous)]
+        for command in out:
+            if is_told(command, Place):
+                record = command.record
+                where[record.record.request] = command.worker
+                placement[record.record.request] = record.placement
+                bench.accept(record.record.request, record.placement, command.worker)
+    assert A in refused and len(lost) <= POISON_VICTIMS
 
 
 def test_a_cut_stream_kills_nobody() -> None:
@@ -281,7 +361,7 @@ def test_a_new_life_of_a_lost_prefill_worker_may_be_asked() -> None:
     """Guards against a restart that helps nobody, and against beliefs in the cache of a dead process."""
     bench = Bench()
     running(bench)
-    assert bench.router.index._trees["p0"]
+    assert bench.router.index.held_blocks("p0")
     bench.join("p0", "prefill", 2)
     (answer,) = asked(bench, "d0", "p0")
     assert is_told(answer, UsePrefill)
@@ -303,7 +383,9 @@ def test_a_prompt_that_kills_prefill_workers_is_poison() -> None:
     assert is_told(answer, UsePrefill) and answer.record.prefill is not None
     bench.do(Lost(second))
     named, failed, cancel = asked(bench, "d0", answer.record.prefill.name)
-    assert named == Poisonous(A, sorted((first, second)))
+    assert isinstance(named, Poisonous) and named.deaths.index(first) < named.deaths.index(second)
+    assert isinstance(failed, Fail) and failed.outcome is FinishReason.ERROR
+    assert is_told(cancel, Cancel) and cancel.record.reason is FinishReason.CANCELLED
     assert isinstance(failed, Fail) and is_told(cancel, Cancel)
     bench.hear(ended(reason=FinishReason.CANCELLED))
     assert bench.router.open == 0
@@ -363,8 +445,23 @@ def test_a_poisonous_request_is_named_in_the_log(caplog: pytest.LogCaptureFixtur
     bench.accept(A, 2, {"d0": "d1", "d1": "d0"}[home])
     hub.lost({"d0": "d1", "d1": "d0"}[home])
     (line,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert (
-        line.getMessage() == "refused as poisonous: workers d0, d1 were lost while they held it"
+    other = {"d0": "d1", "d1": "d0"}[home]
+    assert line.getMessage() == (
+        "refused as poisonous: workers were lost while they held it: "
+        f"{home} (its stream broke; after 1 tokens, alone), "
+        f"0.0 s later {other} (its stream broke; after 1 tokens, alone)"
     )
     assert vars(line)["request"] == "a"
     assert not any("39" in r.getMessage() for r in caplog.records), "a prompt token was logged"
+
+
+def test_the_obituary_tells_who_was_there() -> None:
+    """Guards the operator, who must see whether a request was alone on the workers that it is refused for."""
+    call = Call(request_record(), 1, None)
+    for number, held in enumerate((1, 2, 3)):
+        call.victims[f"d{number}", Incarnation(1)] = dead(float(number), held, 4)
+    assert obituary(call) == (
+        "d0 (its stream broke; after 4 tokens, alone), "
+        "1.0 s later d1 (its stream broke; after 4 tokens, with 1 other), "
+        "1.0 s later d2 (its stream broke; after 4 tokens, with 2 others)"
+    )

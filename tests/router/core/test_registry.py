@@ -115,3 +115,13 @@ def test_other_arithmetic_of_the_same_model_is_noticed(model: str, arithmetic: s
     parts.join("d0")
     newcomer = msgspec.structs.replace(worker_info("d1", "decode", 1, fingerprint=model), arithmetic=arithmetic)
     assert [info.name for info in parts.registry.computing_otherwise(newcomer)] == (["d0"] if differs else [])
+
+
+def test_a_yes_to_what_is_not_there_any_more_changes_nothing() -> None:
+    """Guards the router: a worker's answer may cross with the end of its request."""
+    parts = Parts()
+    worker = parts.join("d0")
+    for name in ("d0", "d9"):
+        parts.registry.accepted(name, RequestId("gone"))
+        parts.registry.released(name, RequestId("gone"))
+    assert not worker.own

@@ -7,7 +7,7 @@ test_call_table.py, requests of an earlier router in leaving/test_adoption.py, a
 import pytest
 
 from engine.messages import Orphan, Place
-from engine.types import RequestId
+from engine.types import FinishReason, RequestId
 from router.core.call import State
 from router.core.events import Command, Fail, TellWorker
 from tests.router.bench import is_told
@@ -125,6 +125,7 @@ def test_a_head_too_large_for_all_is_refused() -> None:
     parts.queue.advance(0.0, parts.out)
     failed, told = parts.take()
     assert isinstance(failed, Fail) and failed.request == "a" and failed.fault.code == "OUT_OF_RANGE"
+    assert failed.outcome is FinishReason.REJECTED
     assert offered([told]) == ["b"] and list(parts.table.calls) == ["b"]
 
 
@@ -158,3 +159,34 @@ def test_the_check_finds_who_waits_outside() -> None:
     parts.table.open(request_record("a"), None)
     with pytest.raises(AssertionError, match="outside of the queue"):
         parts.queue.check()
+
+
+def test_a_tenant_pays_for_what_it_asked_for_while_anybody_waits() -> None:
+    """Guards the shares: what was served counts until nobody waits any more, those put aside among them."""
+    parts = Parts(settle_s=5.0)
+    assert [parts.wait(name).tag for name in "abc"] == [0.0, 64.0, 128.0], "40 tokens of prompt, 24 of answer"
+    parts.join("d0")
+    assert advance(parts) == ["a", "b", "c"]
+    assert parts.wait("d").tag == 0.0, "nobody waited"
+    advance(parts)
+    orphan = Orphan(record=request_record("o"), placement=3, prefill="", tokens=[], age_s=0.0)
+    parts.adoptions.adopt("d0", orphan, 0.0, parts.out)
+    parts.queue.rejoin(parts.table.calls[RequestId("o")])
+    assert advance(parts) == []
+    assert parts.wait("e").tag == 64.0, "one is put aside"
+
+
+def test_the_time_to_settle_begins_with_the_first_that_is_put_aside() -> None:
+    parts = Parts(settle_s=5.0)
+    assert advance(parts) == []
+    assert not parts.adoptions.is_settled(100.0) and parts.adoptions.is_settled(105.0)
+
+
+def test_a_tenant_that_comes_late_begins_where_the_others_are() -> None:
+    """Guards those who waited: a tenant saves nothing up by asking for nothing."""
+    parts = Parts()
+    for name in "abc":
+        parts.wait(name)
+    parts.join("d0", blocks=8)
+    assert advance(parts) == ["a", "b"]
+    assert parts.wait("late", namespace=b"t").tag == 64.0

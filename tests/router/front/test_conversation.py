@@ -1,8 +1,10 @@
 """Follow-up turns: exact ids where the text allows, plain tokenizing everywhere else."""
 
+import tracemalloc
+
 import pytest
 
-from router.front.conversation import Conversations
+from router.front.conversation import ENTRY_TOKENS, Conversations, TokenizedPrompt
 from tests.router.fake_cluster import END, ByteText
 
 ASKED = [("system", "be brief"), ("user", "one")]
@@ -13,9 +15,14 @@ class Ambiguous(ByteText):
     """Decodes 257 to `ab`, which tokenizing never chooses."""
 
 
-def remembered(emitted: list[int], answer: str, capacity: int = 1000) -> Conversations:
+def encoded(chats: Conversations, chat: list[tuple[str, str]], space: bytes = b"") -> list[int]:
+    _, known, rest = chats.begin(chat, space)
+    return known + Ambiguous().encode_chat_text(rest)
+
+
+def remembered(emitted: list[int], answer: str, capacity: int = 10_000) -> Conversations:
     chats = Conversations(Ambiguous(), capacity)
-    prompt = chats.encode(ASKED, b"")
+    prompt = TokenizedPrompt(Ambiguous().render_chat(ASKED), encoded(chats, ASKED))
     chats.remember(ASKED, b"", prompt, answer, emitted)
     return chats
 
@@ -24,10 +31,10 @@ def remembered(emitted: list[int], answer: str, capacity: int = 1000) -> Convers
 def test_next_turn_begins_with_the_ids_of_the_turn_before(emitted: list[int]) -> None:
     """Guards against re-tokenizing an answer the model spelled in its own way."""
     chats = remembered(emitted, "abc")
-    first = chats.encode(ASKED, b"").ids
+    first = encoded(chats, ASKED)
     chat = [*ASKED, ("assistant", "abc"), NEXT]
     rest = Ambiguous().encode_chat_text("<end>[user]two<end>[assistant]")
-    assert chats.encode(chat, b"").ids == [*first, 257, 99, *rest]
+    assert encoded(chats, chat) == [*first, 257, 99, *rest]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +52,36 @@ def test_other_chats_are_tokenized_from_their_text(
     """Guards against ids of a chat that was changed, or that belongs to somebody else."""
     text = Ambiguous()
     chats = remembered([257, 99, END], "abc")
-    assert chats.encode(chat, space).ids == text.encode_chat_text(text.render_chat(chat))
+    assert encoded(chats, chat, space) == text.encode_chat_text(text.render_chat(chat))
 
 
 def test_memory_is_bounded() -> None:
     """Guards against a router that grows with every chat it has seen."""
     chats = remembered([257, 99, END], "abc", capacity=10)
     assert repr(chats) == "Conversations(0 chats, 0 tokens)"
+
+
+def test_memory_is_known_from_the_number_of_tokens() -> None:
+    """Guards against a budget of tokens of which each took up to 70 bytes, and a short chat hundreds beside them: the
+    router grew by 2 MB with every thousand chats, up to some 70 MB."""
+    capacity = 40_000
+    chats = Conversations(ByteText(), capacity)
+
+    def ask(number: int) -> None:
+        chat = [("user", f"question {number}")]
+        prompt = TokenizedPrompt(ByteText().render_chat(chat), encoded(chats, chat))
+        chats.remember(chat, b"", prompt, "answer", [*b"answer", END])
+
+    ask(0)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1, 1000):
+            ask(number)
+        grown_bytes = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 300 < len(chats._known) < capacity / ENTRY_TOKENS, "it is full"
+    assert grown_bytes < 6 * capacity
+    last = [("user", "question 999"), ("assistant", "answer"), NEXT]
+    assert encoded(chats, last) == ByteText().encode_chat_text(ByteText().render_chat(last))

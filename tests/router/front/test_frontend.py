@@ -7,12 +7,13 @@ samples in test_samples.py, searches in test_beams.py, a router that comes back 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 import pytest
 
 from engine.messages import Fault, Orphan, RequestStats
-from engine.types import FinishReason, RequestId, RequestRecord
+from engine.types import FinishReason, RequestId, RequestRecord, SamplingParams
 from router.config import RouterConfig
 from router.core.events import Complete
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, GenerateEvent, Started
@@ -40,7 +41,7 @@ class FakeHub:
 
     def adopt_with(self, revive: Callable[[Orphan, float], Sink | None]) -> None: ...
 
-    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink) -> None:
+    def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink, weight: float = 1.0) -> None:
         self.records.append(record)
         self.deadlines_s.append(deadline_s)
         self.sinks[record.request] = sink
@@ -273,6 +274,34 @@ def test_an_orphan_is_kept_for_its_client() -> None:
     ids=["model", "sample", "context"],
 )
 def test_what_another_router_meant_otherwise_is_not_revived(odd: Orphan) -> None:
+    assert Bench().front.revive(odd, 0.0) is None
+
+
+BEYOND = {
+    "samples": {"samples": 10**8},
+    "stop strings": {"stop": ("x",) * 1000},
+    "chat": {"chat": (("user", "x" * (2 << 20)),)},
+    "max_tokens": {"max_tokens": 2**31 - 1},
+    "more tokens than it may": {"max_tokens": 2, "emitted": [1, 2, 3]},
+    "words that there are not": {"emitted": [10**9]},
+    "a prompt that is none": {"prompt_tokens": 0},
+    "a prompt beyond its tokens": {"prompt_tokens": 4},
+    "temperature": {"sampling": SamplingParams(temperature=1e9)},
+    "priority": {"priority": 10**9},
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_no_caller_may_ask_no_worker_may_hand_over(what: str) -> None:
+    """Guards the router's memory: a context that spoke of 10**8 samples took it from 101 to 864 MB."""
+    changes: dict[str, Any] = dict(BEYOND[what])
+    said = {name: changes.pop(name) for name in ("samples", "stop", "chat") if name in changes}
+    context = pack(Context(token="t", model="bytes", **{"samples": 2, **said}))
+    emitted = changes.pop("emitted", [])
+    record = msgspec.structs.replace(orphan().record, context=context)
+    assert Bench().front.revive(msgspec.structs.replace(orphan(), record=record), 0.0) is not None or said
+    record = msgspec.structs.replace(record, **changes)
+    odd = msgspec.structs.replace(orphan(), record=record, tokens=emitted)
     assert Bench().front.revive(odd, 0.0) is None
 
 

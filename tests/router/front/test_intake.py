@@ -7,7 +7,8 @@ import pytest
 
 from router.config import RouterConfig
 from router.front.api import ApiError, ChatMessage, GenerateCall
-from router.front.intake import Arrival, Intake, namespace
+from router.front.intake import Arrival, Intake
+from router.front.namespaces import CacheNamespaces
 from router.front.resume import unpack
 from tests.router.fake_cluster import ByteText
 
@@ -20,9 +21,9 @@ class Watched(ByteText):
     def __init__(self) -> None:
         self.threads: list[str] = []
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
         self.threads.append(threading.current_thread().name)
-        return super().encode(text, add_special=add_special)
+        return super().encode(text, add_special=add_special, is_literal=is_literal)
 
 
 def take(call: GenerateCall, model: ByteText | None = None) -> Arrival:
@@ -37,7 +38,7 @@ def test_a_chat_becomes_a_whole_record() -> None:
     rendered = ByteText().render_chat([("user", "hi")])
     assert record.tokens == arrival.prompt.ids == ByteText().encode_chat_text(rendered)
     assert (record.prompt_tokens, record.seed) == (len(record.tokens), 5)
-    assert record.namespace == namespace("t", "secret") != namespace("t", "another key")
+    assert record.namespace == CacheNamespaces("secret").of("t") != CacheNamespaces("another key").of("t")
     context = unpack(record.context)
     assert context is not None and context.token == arrival.token != ""
     assert (context.stop, context.chat) == (("x",), arrival.chat) == (("x",), (("user", "hi"),))

@@ -31,6 +31,7 @@ from router.status.journal import RouterJournal
 from router.status.observer import NullObserver
 from tests.router.cut_proxy import CutProxy
 from tests.router.fake_cluster import END, ByteDetokenizer, ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
 
 ANSWER = "wörld 🙂 ok, thé énd"
 
@@ -53,7 +54,7 @@ def cluster(runner: asyncio.Runner) -> Callable[..., None]:
 
 async def _with_cluster(body: Body, **config: object) -> None:
     settings = RouterConfig(grpc_port=0, http_port=-1, **config)  # type: ignore[arg-type]
-    app = RouterApp(settings, ByteText(), NullObserver())
+    app = RouterApp(settings, ByteText(), NullObserver(), SECRETS)
     workers = FakeWorkers()
     workers.answer = list(ANSWER.encode())
     workers.slow_s = 0.03

@@ -19,6 +19,7 @@ from tests.router.fake_cluster import END, ByteText, FakeWorkers, until
 from tests.router.http.test_resume import FORMS, complete, go_on, last_id, parts, post
 from tests.router.test_restart import ANSWER as TEXT
 from tests.router.test_restart import IDS, site
+from tests.secrets_of_tests import SECRETS
 
 ANSWER = "wörld 🙂 ok"
 Body = Callable[[RouterApp, str, CutProxy, FakeWorkers], Awaitable[None]]
@@ -27,7 +28,7 @@ Body = Callable[[RouterApp, str, CutProxy, FakeWorkers], Awaitable[None]]
 def with_router(body: Body, blocks: int = 4096, **config: object) -> None:
     async def run() -> None:
         settings = RouterConfig(grpc_port=0, http_port=0, **config)  # type: ignore[arg-type]
-        app = RouterApp(settings, ByteText(), NullObserver())
+        app = RouterApp(settings, ByteText(), NullObserver(), SECRETS)
         workers = FakeWorkers()
         workers.answer = list(ANSWER.encode())
         workers.slow_s = 0.01

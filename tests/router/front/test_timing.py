@@ -1,10 +1,12 @@
 """Where the time went: stages add up, and nothing is folded in."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
-from router.front.timing import Timeline
+from router.front.timing import WORKER_STAGES, Timeline
 
 
 def test_stages_and_unattributed_add_up() -> None:
@@ -99,3 +101,79 @@ def test_only_the_last_reservation_can_have_been_heard_late() -> None:
     stages = line.finished(FinishReason.LENGTH, stats, "", 5.0).stats.stages
     assert stages["reserve"] == 3.0
     assert sum(stages.values()) == pytest.approx(5.0)
+
+
+SECONDS = st.floats(0.0, 5.0)
+SHARES = st.lists(SECONDS, min_size=len(WORKER_STAGES), max_size=len(WORKER_STAGES))
+PLACEMENT = st.tuples(st.sampled_from(("moved", "lost")), SECONDS, SECONDS, SECONDS, SHARES, SECONDS)
+
+
+class History:
+    """What really happens to a request, each word of a worker heard late: never an account of more than there was."""
+
+    def __init__(self, line: Timeline, now: float) -> None:
+        self.line, self.now, self.stages = line, now, dict[str, float]()
+
+    def place(self, in_line_s: float, offer_s: float, heard_s: float) -> None:
+        """Offered after `in_line_s`, accepted `offer_s` later, which is heard `heard_s` after that."""
+        self.line.offered(self.now + in_line_s)
+        self.now += in_line_s + offer_s
+        self.line.accepted(self.now + heard_s)
+        self.heard_s = self.now + heard_s
+
+    def run(self, shares: list[float], late_s: float) -> float:
+        """Spend `shares` on the worker; the time at which its word about it is heard, never before that before it."""
+        self.stages = dict(zip(WORKER_STAGES, shares, strict=True))
+        self.now = max(self.heard_s, self.now + sum(shares) + late_s)
+        return self.now
+
+
+def closed(line: Timeline, stages: dict[str, float], ended_s: float, told_s: float) -> None:
+    line.ended_s = ended_s
+    end = line.finished(FinishReason.LENGTH, RequestStats(stages=stages), "", told_s)
+    assert min(end.stats.stages.values()) >= -1e-9, end.stats.stages
+    assert sum(end.stats.stages.values()) == pytest.approx(end.e2e_s)
+    assert end.ttft_s >= 0
+
+
+@given(SECONDS, st.lists(PLACEMENT, max_size=3), PLACEMENT, SECONDS)
+def test_no_history_of_placements_leaves_less_than_nothing(
+    admit_s: float,
+    earlier: list[tuple[str, float, float, float, list[float], float]],
+    last: tuple[str, float, float, float, list[float], float],
+    out_s: float,
+) -> None:
+    """Guards `unattributed` against a move: the first worker's acceptance, too, may have been heard late."""
+    line = Timeline(0.0)
+    line.submitted(admit_s)
+    history = History(line, admit_s)
+    for how, in_line_s, offer_s, heard_s, shares, late_s in earlier:
+        history.place(in_line_s, offer_s, heard_s)
+        now = history.run(shares, late_s)
+        if how == "moved":
+            line.moved(history.stages, now)
+        else:
+            line.interrupted(now)
+    _, in_line_s, offer_s, heard_s, shares, late_s = last
+    history.place(in_line_s, offer_s, heard_s)
+    ended_s = history.run(shares, late_s)
+    closed(line, history.stages, ended_s, ended_s + out_s)
+
+
+@given(SHARES, SHARES, SECONDS, SECONDS, st.booleans(), SECONDS)
+def test_an_adopted_request_is_no_younger_than_what_its_worker_accounts_for(
+    before: list[float], after: list[float], told_late_s: float, end_late_s: float, is_moved: bool, out_s: float
+) -> None:
+    """Guards `unattributed` against an age that was old when the new router heard it."""
+    age_s, heard_s = sum(before), 100.0
+    line = Timeline.adopted(age_s, 0, heard_s)
+    history = History(line, heard_s - told_late_s)
+    history.heard_s = heard_s
+    shares = [b + a for b, a in zip(before, after, strict=True)]
+    now = history.run(after, end_late_s)
+    stages = dict(zip(WORKER_STAGES, shares, strict=True))
+    if is_moved:
+        line.moved(stages, now)
+        history.place(1.0, 1.0, 1.0)
+        now, stages = history.run(after, end_late_s), history.stages
+    closed(line, stages, now, now + out_s)

@@ -45,6 +45,7 @@ FULL = GenerateCall(
     length_penalty=0.5,
     early_stopping=EarlyStopping.NEVER,
     resumable=True,
+    parse_control_tokens=True,
 )
 NOT_SENT = {"form", "traceparent"}
 """One belongs to HTTP alone, the other travels as metadata."""

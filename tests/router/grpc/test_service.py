@@ -19,6 +19,7 @@ from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCal
 from router.grpc.client import Client
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
+from tests.secrets_of_tests import SECRETS
 
 Body = Callable[[Client, FakeWorkers], Awaitable[None]]
 
@@ -40,7 +41,7 @@ def cluster(runner: asyncio.Runner) -> Callable[..., None]:
 
 async def _with_cluster(body: Body, **config: object) -> None:
     settings = RouterConfig(grpc_port=0, http_port=-1, **config)  # type: ignore[arg-type]
-    app = RouterApp(settings, ByteText(), NullObserver())
+    app = RouterApp(settings, ByteText(), NullObserver(), SECRETS)
     workers = FakeWorkers()
     try:
         addresses = await app.start()

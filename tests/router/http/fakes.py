@@ -12,6 +12,8 @@ import uvicorn
 
 from engine.messages import RequestStats
 from engine.types import FinishReason
+from router.app import LISTEN_BACKLOG
+from router.config import FrontLimits
 from router.front.api import (
     ApiError,
     Delta,
@@ -21,10 +23,13 @@ from router.front.api import (
     Position,
     Started,
 )
+from router.front.outlet import Outlet
 from router.front.resume import unknown_token
+from router.http.protocol import SharedFront
 from router.http.routes import build_app
 from router.roster import ScrapeTarget
 
+LIMITS = FrontLimits()
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -71,7 +76,7 @@ class FakeFrontend:
         self.open = 0
         self.yielded = 0
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(self, call: GenerateCall, outlet: Outlet | None = None) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append(call)
         self.open += 1
         try:
@@ -108,7 +113,8 @@ class FakeState:
     async def metrics_text(self) -> bytes:
         return b"headrace_requests_total 1.0\n"
 
-    def targets(self, router_address: str) -> list[ScrapeTarget]:
+    def targets(self, router_address: str, host: str) -> list[ScrapeTarget]:
+        assert host == "test", "the address at which this host was reached, whatever name the client used"
         return [ScrapeTarget([router_address], {"worker": "router"})]
 
 
@@ -142,18 +148,19 @@ def refusal(code: str, **more: object) -> ApiError:
 
 
 @contextmanager
-def serving(frontend: FakeFrontend) -> Iterator[int]:
+def serving(frontend: FakeFrontend, limits: FrontLimits = LIMITS, connections: int = 100) -> Iterator[int]:
     """The port of a server that runs in a thread of this process for the length of the block."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = build_app(frontend, FakeState())
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
-    )
+    app = build_app(frontend, FakeState(), limits.bodies_bytes)
+    settings = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+    SharedFront(limits, connections).install(settings)
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
     try:
         wait_for(lambda: server.started)
+        listener.listen(LISTEN_BACKLOG)
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True

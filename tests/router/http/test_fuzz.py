@@ -12,6 +12,7 @@ from engine.types import FieldError, RequestId, TooLongError
 from router.config import RouterConfig
 from router.front.api import ApiError, GenerateCall, GenerateEvent
 from router.front.intake import to_record
+from router.front.namespaces import CacheNamespaces
 from router.front.validate import UnknownModelError, check_call
 from router.http.openai import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.router.http.fakes import ANSWER, ask
@@ -29,12 +30,14 @@ class Model:
 class CheckingFrontend:
     """Applies the router's real checks, and sends the record through the wire's encoding."""
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(self, call: GenerateCall, outlet: object = None) -> AsyncGenerator[GenerateEvent, None]:
         model, config = Model(), RouterConfig()
         try:
             check_call(call, model, config)
             ids = call.prompt if call.prompt and isinstance(call.prompt[0], int) else [1, 2]
-            record = to_record(call, ids, model, config, request=RequestId("r"), seed=1)  # type: ignore[arg-type]
+            record = to_record(  # type: ignore[arg-type]
+                call, ids, model, config, request=RequestId("r"), seed=1, namespaces=CacheNamespaces("key")
+            )
         except UnknownModelError as error:
             raise ApiError("NOT_FOUND", str(error), error.field) from error
         except TooLongError as error:

@@ -153,6 +153,19 @@ def test_a_stream_that_nobody_can_resume_has_no_ids() -> None:
     assert writer.delta(Delta("a", (1,))).startswith(b"data: ")
 
 
+@settings(deadline=None)
+@given(st.text(), st.lists(st.integers(0, 2**31 - 1)).map(tuple), st.sampled_from(FORMS), st.integers(0, 1))
+def test_a_chunk_put_together_from_its_parts_is_the_one_written_whole(
+    text: str, ids: tuple[int, ...], how: HttpForm, sample: int
+) -> None:
+    """Guards the bytes of all chunks but the first, of which only text and ids are encoded: quotes, line ends."""
+    writer = StreamWriter(started(2), how)
+    writer.delta(Delta("a", (1,), sample))
+    parts = writer.delta(Delta(text, ids, sample))
+    whole = writer._event(writer._output(sample, text, ids, is_first=False))
+    assert parts == (whole if text or (how.return_token_ids and ids) else b"")
+
+
 a_position = st.tuples(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.integers(0, 9))
 
 

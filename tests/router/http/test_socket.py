@@ -1,13 +1,16 @@
 """The HTTP front behind a real server and real sockets: what happens when the client goes away."""
 
+import asyncio
 import json
 import socket
 import time
+from collections.abc import AsyncGenerator, Iterator
 
 import httpx
 import pytest
 
-from router.front.api import Delta
+from router.front.api import Delta, GenerateCall, GenerateEvent
+from router.front.outlet import Outlet
 from tests.router.http.fakes import FINISHED, STARTED, FakeFrontend, serving, wait_for
 
 FOREVER_S = 3600.0
@@ -83,6 +86,49 @@ def test_an_oversized_body_is_refused_before_it_has_been_sent() -> None:
         connection.sendall(head.encode())
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
         connection.close()
+
+
+class Pushing(FakeFrontend):
+    """Says `deltas` as fast as it can, through the outlet where that takes them."""
+
+    def __init__(self, deltas: list[Delta]) -> None:
+        super().__init__()
+        self.deltas = deltas
+        self.took = self.refused = 0
+
+    async def generate(self, call: GenerateCall, outlet: Outlet | None = None) -> AsyncGenerator[GenerateEvent, None]:
+        assert outlet is not None
+        deltas = self.deltas if call.max_tokens is None else self.deltas[: call.max_tokens]
+        yield STARTED
+        for delta in deltas:
+            if outlet.take is not None and outlet.take(delta):
+                self.took += 1
+            else:
+                self.refused += 1
+                yield delta
+            await asyncio.sleep(0)
+        yield FINISHED
+
+
+def said(lines: Iterator[str]) -> list[str]:
+    """The texts of a stream, event by event."""
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return [text for chunk in chunks for choice in chunk["choices"] if (text := choice["text"])]
+
+
+def test_a_client_that_does_not_read_gets_all_of_it_later_and_holds_nobody_up() -> None:
+    """Guards the two ways to one client: none of the events may be lost, or pass another, where one way is refused."""
+    frontend = Pushing([Delta(f"{at}{'x' * 65536}", (1,)) for at in range(300)])
+    with serving(frontend) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        body = {"prompt": "hi", "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as slow:
+            wait_for(lambda: frontend.refused > 1)
+            began = time.monotonic()
+            with client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2}) as other:
+                assert said(other.iter_lines()) == [delta.text for delta in frontend.deltas[:2]]
+            assert time.monotonic() - began < 1.0
+            assert said(slow.iter_lines()) == [delta.text for delta in frontend.deltas]
+    assert frontend.took > 1
 
 
 def test_others_are_served_while_one_waits() -> None:

@@ -5,6 +5,7 @@ tests/telemetry/test_tracing.py and tests/integration/test_tracing.py, the recor
 """
 
 import logging
+import tracemalloc
 
 import pytest
 
@@ -13,6 +14,7 @@ from engine.types import FinishReason, RequestId
 from router.core import events
 from router.status.journal import KEPT, RECENT_S, RequestSummary, RouterJournal
 from telemetry.flight import Flight
+from telemetry.labels import STAGES
 from telemetry.tracing import Span, unix_offset_s
 from tests.router.core.parts import request_record
 
@@ -76,7 +78,7 @@ def test_what_moved_and_where_the_time_went() -> None:
     journal.ended(summary(stages={"admit": 3.0}, stats=RequestStats(output_tokens=4)))
     journal.ended(summary(outcome=FinishReason.ERROR))
     recent = journal.recent(1.0)
-    assert recent.stages == {"admit": 2.0, "migrate": 2.0}
+    assert recent.stages == dict.fromkeys(STAGES, 0.0) | {"admit": 2.0, "migrate": 2.0}
     assert (recent.output_tokens, recent.migrated_requests) == (7, 1)
     assert (recent.migrated_blocks, recent.migrated_bytes, recent.migration_s) == (2, 10, 0.5)
 
@@ -91,6 +93,32 @@ def test_memory_is_bounded() -> None:
     for n, is_forgotten in (9, True), (10 + 1, False):
         journal.command(events.Deliver(RequestId(f"r{n}"), [1]), 0.0)
         assert bool(journal.recorder.find(f"r{n}")) == is_forgotten
+
+
+def test_an_ending_is_kept_as_a_few_numbers_and_for_a_minute() -> None:
+    """Guards against a router that grew by some 2 KB with each of its first thousands of requests: every gap between
+    two tokens was kept, and all that the worker had reported."""
+    journal, tokens = RouterJournal(), 100
+
+    def end(at_s: float) -> None:
+        stages = {name: at_s + place for place, name in enumerate(STAGES)}
+        stats = RequestStats(output_tokens=tokens, stages=dict(stages), prefill_worker="p0" * tokens)
+        journal.ended(summary(at_s=at_s, gaps_s=[at_s + n for n in range(tokens)], stages=stages, stats=stats))
+
+    for n in range(300):  # the recorder is full from here on
+        end(float(n) / 1000)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for n in range(1000):
+            end(1.0 + n / 1000)
+        grown_bytes = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert journal.recent(2.0).outcomes == {"length": 1300}
+    assert grown_bytes / 1000 < 800, "per request"
+    end(3.0 + RECENT_S)
+    assert len(journal._endings) == 1, "the others tell of more than a minute ago"
 
 
 def test_a_flight_tells_the_story_of_a_request() -> None:

@@ -25,6 +25,7 @@ from transfer.handoff.commands import (
     Fenced,
     OutgoingBlock,
     Received,
+    Rows,
     Settled,
 )
 from transfer.handoff.conversion import landed_tokens, rows_by_block
@@ -321,3 +322,15 @@ def test_a_row_that_is_expected_twice_raises() -> None:
         KVReceiver().expect(H, {0: block, 1: block})
     KVReceiver().expect(H, {0: block, 1: ExpectedBlock(rows[1], b"j" * 16, 4)})
 
+
+def test_rows_are_cut_where_either_side_cuts_its_blocks() -> None:
+    """The picture of `transfer.handoff.conversion`: 40 tokens in blocks of 16, of which a block of 24 is here."""
+    here = [BlockId(7), BlockId(9)]
+    assert rows_by_block(40, 24, 16, 24, here) == {
+        1: (Rows(8, BlockId(9), 0, 8),),
+        2: (Rows(0, BlockId(9), 8, 8),),
+    }
+    assert rows_by_block(20, 0, 16, 12, here) == {
+        0: (Rows(0, BlockId(7), 0, 12), Rows(12, BlockId(9), 0, 4)),
+        1: (Rows(0, BlockId(9), 4, 4),),
+    }

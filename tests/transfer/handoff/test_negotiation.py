@@ -11,6 +11,7 @@ from engine.messages import Hello, WorkerInfo
 from engine.types import Incarnation
 from transfer.handoff.negotiation import (
     AS_STORED,
+    WP64,
     Agreement,
     NegotiationError,
     check_whole,
@@ -50,6 +51,7 @@ def test_both_come_to_the_same_result() -> None:
         ({"fingerprint": "a"}, {"fingerprint": "b"}, "its model fingerprint is b, this worker's is a"),
         ({"digest": "xxh3-64"}, {"digest": "wp64"}, "its digest is wp64, this worker's is xxh3-64"),
         ({"digest": "crc"}, {"digest": "crc"}, "there is no digest 'crc'"),
+        ({"wire": "zstd"}, {"wire": "zstd"}, "there is no form 'zstd' to travel in"),
         ({}, {"digest_share": 1.5}, "1.5 is no share"),
         ({}, {"digest_share": float("nan")}, "nan is no share"),
     ],
@@ -89,6 +91,8 @@ def test_what_travels_is_the_senders_block_of_the_common_heads() -> None:
     assert held_heads(form, sender) == slice(0, 2) and held_heads(form, receiver) == slice(1, 3)
     with pytest.raises(ValueError, match="does not fit into"):
         held_heads(sender, receiver)
+    with pytest.raises(ValueError, match="does not fit into"):
+        held_heads(receiver, sender)
 
 
 def test_one_sender_must_have_all_heads() -> None:
@@ -104,3 +108,35 @@ def test_only_a_wire_carries_fewer_bytes() -> None:
     narrow = Agreement(layout, wire="int8")
     assert narrow_bytes(layout, narrow, "tcp") == 4 * 2 * 2 * 4 * (8 + 4)
     assert narrow_bytes(layout, narrow, "shm") == narrow_bytes(layout, Agreement(layout, wire=AS_STORED), "tcp") == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mine", "theirs", "agreed"),
+    [
+        ("float32", "int8", "int8", "int8"),
+        ("float32", "int8", AS_STORED, AS_STORED),
+        ("float32", AS_STORED, "int8", AS_STORED),
+        ("int8", "fp8", "fp8", AS_STORED),
+    ],
+)
+def test_blocks_are_narrowed_where_both_ask_for_it_and_store_more(
+    dtype: str, mine: str, theirs: str, agreed: str
+) -> None:
+    """Guards rows that one side narrows and the other takes for values, and 8 bits that are rounded twice."""
+    layout = _layout(dtype=dtype)
+    assert negotiate(_hello(layout, wire=mine), _hello(layout, wire=theirs)).wire == agreed
+
+
+def test_digests_may_be_left_out_by_both() -> None:
+    hello = _hello(_layout(), digest_share=0.0)
+    assert negotiate(hello, hello).digest_share == 0.0
+
+
+def test_words_of_64_bits_are_asked_for_in_every_form_that_travels() -> None:
+    """Guards a digest that fails at the first block, long after the hellos."""
+    fits = _hello(_layout(), digest=WP64)
+    assert negotiate(fits, fits).digest == WP64
+    for layout, wire in ((_layout(head_dim=1, block_size=1), AS_STORED), (_layout(head_dim=4), "int8")):
+        hello = _hello(layout, digest=WP64, wire=wire)
+        with pytest.raises(NegotiationError, match="have no wp64 digest"):
+            negotiate(hello, hello)

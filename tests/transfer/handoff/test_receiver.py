@@ -7,7 +7,18 @@ import pytest
 from engine.messages import Handoff, Landed, Offer, Stop
 from engine.types import Incarnation, RequestId
 from tests.transfer.handoff.records import DECODE, PREFILL, H, expected, offer
-from transfer.handoff.commands import Arrived, Broken, CancelRecv, Disconnect, Emit, Fenced, PostRecv, PostScrap
+from transfer.handoff.commands import (
+    Arrived,
+    Broken,
+    CancelRecv,
+    Disconnect,
+    Emit,
+    ExpectedBlock,
+    Fenced,
+    PostRecv,
+    PostScrap,
+)
+from transfer.handoff.migration import HandoffError
 from transfer.handoff.receiver import KVReceiver
 
 
@@ -56,6 +67,7 @@ def test_a_duplicate_offer_posts_nothing() -> None:
     assert receiver.offer(offer(0, 0)) == []
     receiver.received(H, 0, "")
     assert receiver.offer(offer(0, 0)) == []
+    assert receiver.dropped == {"offer: duplicate": 2}
 
 
 @pytest.mark.parametrize(
@@ -123,3 +135,34 @@ def test_a_chunk_that_is_right_after_one_that_broke_lands_without_an_arrival() -
     receiver.peer_lost(PREFILL)
     assert receiver.received(H, 0, "") == [Emit(PREFILL, Landed(H, 0))]
     assert receiver.stop(H) == [Emit(PREFILL, Stop(H)), Fenced(H, (0,))]
+
+
+def test_a_block_that_lands_nowhere_is_not_expected() -> None:
+    """Guards bytes that are fetched and thrown away."""
+    with pytest.raises(HandoffError, match="at least one"):
+        KVReceiver().expect(H, {**expected(0), 1: ExpectedBlock((), b"i" * 16, 4)})
+
+
+def test_what_is_expected_is_what_was_named_then() -> None:
+    """Guards the mapping of a caller that goes on using it."""
+    receiver, blocks = KVReceiver(), expected(0)
+    receiver.expect(H, blocks)
+    blocks.clear()
+    (post,) = receiver.offer(offer(0, 0))
+    assert isinstance(post, PostRecv)
+
+
+def test_what_has_landed_is_named_in_order() -> None:
+    receiver = KVReceiver()
+    receiver.expect(H, expected(1, 2, 8))
+    receiver.offer(offer(0, 8))
+    receiver.offer(offer(1, 1))
+    for seq in (0, 1):
+        receiver.received(H, seq, "")
+    assert receiver.stop(H) == [Emit(PREFILL, Stop(H)), Fenced(H, (1, 8))]
+
+
+def test_a_receive_of_an_unknown_handoff_raises() -> None:
+    """Guards a transfer thread that writes behind the fence: what it reports must be outstanding."""
+    with pytest.raises(HandoffError, match="no receive is outstanding"):
+        KVReceiver().received(H, 0, "")

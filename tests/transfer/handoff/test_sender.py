@@ -1,12 +1,15 @@
 """When a sender may reuse its source blocks, one message at a time. Both sides together are in test_migration.py and,
 in any order, in test_migration_machine.py, whoever holds the blocks in test_source.py, every fault in tests/sim."""
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.messages import Handoff, Landed, Stop
 from engine.types import Incarnation
 from tests.transfer.handoff.records import DECODE, OTHER, PREFILL, H, block, offer, sender_with
-from transfer.handoff.commands import Broken, CancelSend, Disconnect, Emit, Settled
+from transfer.handoff.commands import Broken, CancelSend, Command, Disconnect, Emit, PostSend, Settled
+from transfer.handoff.migration import HandoffError
 from transfer.handoff.sender import KVSender
 
 
@@ -126,3 +129,98 @@ def test_what_a_reader_says_it_does_not_read_is_named() -> None:
     assert sender.unclaimed(DECODE, [H]) == []
     assert sender.unsettled == [H, elsewhere] and sender.is_open(H)
     sender.check()
+
+
+def test_what_is_sent_is_what_was_offered_then() -> None:
+    """Guards the list of a caller that goes on using it."""
+    sender, blocks = KVSender(), [block(0)]
+    sender.open(H, reads_remotely=True)
+    (post,) = sender.offer(H, blocks)
+    blocks.clear()
+    assert isinstance(post, PostSend) and post.blocks == (block(0),)
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [lambda s: s.close(H), lambda s: s.peer_lost(DECODE), lambda s: s.peer_dead(DECODE)],
+    ids=["close", "lost", "dead"],
+)
+def test_a_receiver_that_has_stopped_stays_stopped(heard: Callable[[KVSender], list[Command]]) -> None:
+    """Guards a quarantine without an end: it said that it reads no more, whatever else is heard of it."""
+    sender = sender_with(0, sent=False)
+    assert sender.stop(Stop(H)) == []
+    heard(sender)
+    assert sender.quarantined == [] and sender.stop(Stop(H)) == []
+    assert sender.sent(H, 0, "") == [Settled(H)]
+
+
+def test_a_closed_handoff_of_a_dead_receiver_is_settled() -> None:
+    sender = sender_with(0)
+    sender.close(H)
+    assert sender.peer_dead(DECODE) == [Disconnect(DECODE), Settled(H)]
+
+
+def test_a_lost_receiver_stays_lost_when_its_handoff_is_closed() -> None:
+    """Guards blocks that are offered to nobody, and a quarantine that is not seen."""
+    sender = sender_with(0)
+    sender.peer_lost(DECODE)
+    assert sender.close(H) == [] and sender.quarantined == [H] and not sender.is_open(H)
+
+
+def test_the_loss_of_one_reader_is_not_that_of_another() -> None:
+    """Guards blocks that are unpinned under a living reader because another one died."""
+    sender = sender_with(0)
+    assert sender.peer_lost(Incarnation(9)) == [Disconnect(Incarnation(9))]
+    assert sender.peer_dead(Incarnation(9)) == [Disconnect(Incarnation(9))]
+    assert sender.is_open(H) and sender.quarantined == []
+
+
+def test_a_chunk_posted_after_the_loss_was_never_offered() -> None:
+    """Guards a quarantine for what its reader never heard of."""
+    sender = KVSender()
+    sender.open(H, reads_remotely=True)
+    sender.offer(H, [block(0)])
+    sender.peer_lost(DECODE)
+    assert sender.posted(H, 0, [1000]) == []
+    assert sender.sent(H, 0, "") == [Settled(H)]
+
+
+def test_a_pushed_chunk_whose_send_failed_is_read_by_nobody() -> None:
+    """Guards blocks kept for a `Landed` that cannot come: on a wire the bytes end with the send."""
+    sender = sender_with(0, reads_remotely=False, sent=False)
+    (broken,) = sender.sent(H, 0, "the wire is cut")
+    assert isinstance(broken, Broken)
+    assert sender.close(H) == [Settled(H)]
+
+
+def test_only_the_sends_that_still_run_are_withdrawn() -> None:
+    sender = sender_with(0, reads_remotely=False)
+    sender.offer(H, [block(1)])
+    assert sender.stop(Stop(H)) == [CancelSend(H, 1)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda s: s.posted(H, 0, [1000]),
+        lambda s: s.posted(H, 1, [1, 2]),
+        lambda s: s.posted(H, 2, [1000]),
+        lambda s: s.posted(H, -1, [1000]),
+        lambda s: s.sent(H, 1, ""),
+    ],
+    ids=["posted twice", "a digest too many", "no such chunk", "none before the first", "sent, but never posted"],
+)
+def test_what_the_transfer_thread_cannot_have_done_raises(wrong: Callable[[KVSender], list[Command]]) -> None:
+    """Guards blocks that are unpinned, or offered with another's digest, on a wrong answer of the transfer thread."""
+    sender = sender_with(0, sent=False)
+    sender.offer(H, [block(1)])
+    with pytest.raises(HandoffError):
+        wrong(sender)
+
+
+def test_a_closed_handoff_is_offered_nothing() -> None:
+    """Guards blocks behind the first token's count of chunks: its reader would never ask for them."""
+    sender = sender_with(0)
+    sender.close(H)
+    with pytest.raises(HandoffError, match="offer while closed"):
+        sender.offer(H, [block(1)])

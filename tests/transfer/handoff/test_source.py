@@ -1,5 +1,7 @@
 """The serving side of handoffs, for a holder that keeps notes. Both schedulers' tests and the simulator try it too."""
 
+import pytest
+
 from engine.kv.manager import KVCacheManager, Lease
 from engine.messages import FirstToken, Handoff, Offer, PrefillFailed, StartPrefill, Stop
 from engine.types import Incarnation, RequestId, RequestRecord, SamplingParams
@@ -150,3 +152,43 @@ def test_a_quarantine_that_ended_counts_no_more() -> None:
     notes.quarantine(READER)
     assert notes.source.silent(5.0, 6.0) == []
     assert notes.source.silent(5.0, 11.0) == [READER]
+
+
+def test_what_fails_before_anything_was_offered_is_settled_at_once() -> None:
+    """Guards a lease that is kept for a reader that was told that nothing comes."""
+    notes = Notes()
+    notes.ask()
+    (said,) = notes.source.fail(H, "INTERNAL", "no room")
+    assert isinstance(said, Emit) and isinstance(said.record, PrefillFailed)
+    assert notes.heard == ["start", "unwanted", "settled"] and notes.source.items == []
+
+
+def test_nothing_more_is_computed_for_a_reader_that_stops() -> None:
+    notes = Notes()
+    notes.ask()
+    assert notes.source.handle(FromReader(READER, Stop(H)), 0.0) == []
+    assert notes.heard == ["start", "unwanted", "settled"]
+    assert notes.source.handle(FromReader(READER, Stop(H)), 0.0) == [], "a second one is dropped"
+
+
+def test_the_loss_of_one_reader_changes_nothing_for_another() -> None:
+    """Guards prompts that are dropped although their reader lives."""
+    notes, other = Notes(), Incarnation(8)
+    notes.ask()
+    notes.offer(5)
+    notes.quarantine(other)
+    assert notes.heard == ["start", "start", "unwanted", "reader lost"]
+    assert notes.offer(10) == [1, 2]
+
+
+def test_a_lost_reader_says_hello_before_it_is_served_again() -> None:
+    """Guards blocks freed by how a reader read before: the hello says whether it reads our memory itself."""
+    notes = Notes()
+    notes.source.handle(ReaderLost(READER), 0.0)
+    with pytest.raises(KeyError):
+        notes.ask()
+    notes.source.handle(ReaderUp(READER, False), 1.0)
+    notes.ask()
+    notes.offer(10)
+    notes.source.handle(ReaderLost(READER), 2.0)
+    assert notes.source.handle(Sent(H, 0, "cut", 0.0), 2.0) == [] and notes.heard[-1] == "settled"

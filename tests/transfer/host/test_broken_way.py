@@ -69,7 +69,7 @@ def begin_anew(pair: Pair, handoff: Handoff) -> None:
 
 def mislead(pair: Pair, deaf: socket.socket) -> None:
     """The decode worker dials `deaf`, which lets it in and says nothing."""
-    details = {**pair.prefill.transport.describe().details, "port": deaf.getsockname()[1]}
+    details = {**pair.prefill.transport.describe(DECODE).details, "port": deaf.getsockname()[1]}
     hole = Endpoint(transport="tcp", details=details)
     pair.decode.mover.submit(Connect(PREFILL, hole, Agreement(LAYOUT)))
 
@@ -130,7 +130,7 @@ def test_slow_is_not_silent() -> None:
     """Guards against a limit on the whole transfer: bytes that keep coming, however slowly, are waited for."""
     with opened() as pair, socket.create_server(("", 0)) as slow:
         transport = TcpTransport(pair.decode.pool, DECODE, "127.0.0.1", STALL_S)
-        details = {**transport.describe().details, "port": slow.getsockname()[1]}
+        details = {**transport.describe(PREFILL).details, "port": slow.getsockname()[1]}
         transport.connect(PREFILL, Endpoint(transport="tcp", details=details), *[whole(LAYOUT)] * 2)
         move = Move(H, 0, remote=((BlockId(0), 0),))
         ticket = transport.recv(PREFILL, move, Into(pair.decode.pool, [BLOCKS - 1]))

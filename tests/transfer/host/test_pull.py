@@ -44,7 +44,7 @@ class Landed:
 class Pulls(HostPullTransport):
     name = "pulls"
 
-    def describe(self) -> Endpoint:
+    def describe(self, peer: Incarnation) -> Endpoint:
         return Endpoint(transport=self.name)
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None: ...

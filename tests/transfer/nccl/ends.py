@@ -40,7 +40,7 @@ class End:
 
     def meet(self, other: "End") -> None:
         every = whole(self.pool.layout)
-        self.transport.connect(other.me, other.transport.describe(), every, every)
+        self.transport.connect(other.me, other.transport.describe(self.me), every, every)
 
     def fill(self, block: int, byte: int) -> None:
         put(self.pool, block, bytes([byte]) * self.pool.block_bytes)

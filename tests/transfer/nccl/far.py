@@ -102,7 +102,7 @@ def is_lost_when_it_ends_in(rig: Rig, verb: str, skip: int, pattern: Pattern) ->
     rig.peers.append(victim)
     rig.connect(victim.me, Endpoint(transport="nccl", details=victim.details))
     every = whole(rig.layout)
-    victim.connect(RECEIVER, dict(rig.transport.describe().details), (every, every))
+    victim.connect(RECEIVER, dict(rig.transport.describe(victim.me).details), (every, every))
     ticket = rig.recv(victim, "r", 0, [(0, 0)], [3])
     if verb == "send":
         victim.fill({0: 1})

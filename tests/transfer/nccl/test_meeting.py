@@ -35,7 +35,7 @@ class Worker:
         peer.lost = why
 
     def begin(self, other: "Worker") -> NcclPeer:
-        details = other.meeting.details(LAYOUT.block_bytes, 1, "gpu")
+        details = other.meeting.details(self.me, LAYOUT.block_bytes, 1, "gpu")
         peer = self.peers[other.me] = self.meeting.begin(other.me, details, EVERY, EVERY)
         return peer
 
@@ -83,7 +83,7 @@ def test_who_is_never_met_is_given_up() -> None:
 
 def test_another_version_is_refused_before_anybody_dials() -> None:
     one, two = Worker(1), Worker(2)
-    details = two.meeting.details(LAYOUT.block_bytes, 22809, "gpu")
+    details = two.meeting.details(one.me, LAYOUT.block_bytes, 22809, "gpu")
     endpoint = Endpoint(transport="nccl", details=msgspec.structs.asdict(details))
     assert one.meeting.check(endpoint, EVERY, 22809).gpu == "gpu"
     with pytest.raises(TransferError, match="they must be equal"):

@@ -239,7 +239,7 @@ def test_chunks_that_do_not_match_break_the_pair(ends: Ends) -> None:
 def test_who_cannot_be_a_pair_is_told_why(ends: Ends) -> None:
     one, two = ends.end(1), ends.end(5, msgspec.structs.replace(QUICK, share_gpu="no"))
     every = whole(LAYOUT)
-    found = dict(one.transport.describe().details)
+    found = dict(one.transport.describe(two.me).details)
     with pytest.raises(TransferError, match="one GPU"):
         two.meet(one)
     endpoint = Endpoint(transport="nccl", details={**found, "gpu": "another", "version": 23007})
@@ -253,7 +253,7 @@ def test_who_cannot_be_a_pair_is_told_why(ends: Ends) -> None:
 def test_nobody_listens(ends: Ends) -> None:
     """Guards against a leader that dials for ever."""
     one, two = ends.end(1), ends.end(5)
-    endpoint = two.transport.describe()
+    endpoint = two.transport.describe(one.me)
     one.transport.connect(two.me, endpoint, whole(LAYOUT), whole(LAYOUT))
     two.close()
     ends.all.remove(two)

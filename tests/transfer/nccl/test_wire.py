@@ -4,9 +4,10 @@ are lost in test_processes.py."""
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from transfer.nccl.wire import MAX_MESSAGE_BYTES, Go, Gone, Ready, Welcome, Wire
+from transfer.nccl.wire import MAX_MESSAGE_BYTES, TURN_BYTES, Go, Gone, Ready, Welcome, Wire
 from transfer.transport import TransferError
 
 
@@ -69,3 +70,17 @@ def test_the_end_of_the_socket_is_told(ends: tuple[socket.socket, socket.socket]
     ends[0].close()
     with pytest.raises(ConnectionResetError):
         Wire(ends[1]).read()
+
+
+def test_a_peer_that_never_stops_talking_has_one_turn(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Guards the transfer thread, and its memory, against a socket that is filled as fast as it is read."""
+    one = msgspec.msgpack.encode(Ready(True, 1, 0))
+    message = len(one).to_bytes(4, "little") + one
+    count = 2 * TURN_BYTES // len(message)
+    assert ends[0].send(message * count) == count * len(message), "the socket does not hold so much"
+    listener = Wire(ends[1])
+    heard = listener.read()
+    assert 0 < len(heard) < count, "it reads on while there is something"
+    while len(heard) < count:
+        heard += listener.read()
+    assert heard == [Ready(True, 1, 0)] * count

@@ -1,5 +1,5 @@
-"""Lets the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the right token, and
-nobody else; the other dials."""
+"""Lets the ends of `tcp` and `nccl` find each other: one listens and lets in who greets with the token that it was
+told alone, and nobody else; the other dials."""
 
 import contextlib
 import errno
@@ -31,7 +31,8 @@ Target = tuple[int, tuple[str, int]]
 
 
 class DoorAddress(msgspec.Struct, frozen=True):
-    """The address at which a worker listens, and the token of those that it lets in. Its blocks have `block_bytes`."""
+    """The address at which a worker listens, and the token by which it lets one peer in. Its blocks have `block_bytes`.
+    """
 
     host: str
     port: int
@@ -138,7 +139,8 @@ class Door:
         admit: Callable[[Incarnation, socket.socket], bool],
     ) -> None:
         self._listener = listener
-        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._port = int(listener.getsockname()[1])
+        self._key = secrets.token_bytes(TOKEN_BYTES)
         self._incarnation = incarnation
         self._reactor = reactor
         self._stall_s = stall_s
@@ -147,9 +149,13 @@ class Door:
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         reactor.watch(listener, self._accept)
 
-    def address(self, host: str, block_bytes: int) -> DoorAddress:
-        """Return what a peer is told of this door."""
-        return DoorAddress(host, self._listener.getsockname()[1], self._token.hex(), block_bytes)
+    def address(self, host: str, block_bytes: int, peer: Incarnation) -> DoorAddress:
+        """Return what `peer` is told of this door, and nobody else. From any thread."""
+        return DoorAddress(host, self._port, self._token_of(peer).hex(), block_bytes)
+
+    def _token_of(self, peer: Incarnation) -> bytes:
+        """Return the token by which this peer alone is let in. Nobody can make it of another's."""
+        return hmac.digest(self._key, peer.to_bytes(8, "little"), "sha256")
 
     def close(self) -> None:
         for stranger in list(self._strangers):
@@ -207,7 +213,7 @@ class Door:
 
     def _is_welcome(self, heard: bytearray, sock: socket.socket) -> bool:
         magic, token, dialer, wanted = _GREETING.unpack(heard)
-        rightly = hmac.compare_digest(token, self._token)
+        rightly = hmac.compare_digest(token, self._token_of(Incarnation(dialer)))
         if not rightly or magic != MAGIC or wanted != self._incarnation:
             return False
         return self._admit(Incarnation(dialer), sock)

@@ -1,9 +1,10 @@
 """KV blocks over TCP, between any two hosts.
 
 Every worker listens; the one that receives dials the one that sends, when its first receive is posted, and proves with
-the token of the sender's endpoint that it was told the address (the token travels on the control channel; the bytes
-themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is assumed). One connection carries
-one direction, chunks in the order in which both ends post them. Sockets are non-blocking and driven inside `poll`.
+the token of the sender's endpoint that it is the one to whom it was told (on the control channel, whose ends have
+proven who they are; the bytes themselves are neither encrypted nor authenticated: a trusted network, or a tunnel, is
+assumed). One connection carries one direction, chunks in the order in which both ends post them. Sockets are
+non-blocking and driven inside `poll`.
 
 A connection that breaks, or on which nothing comes for `stall_s` although something is due, fails all that is
 outstanding on it. The receiver dials again only after a new `connect`, which both ends need: what one of them sent on
@@ -68,8 +69,8 @@ class TcpTransport:
         self._completions = CompletionQueue(self._reactor.ring)
         self._door = Door(listener, incarnation, self._reactor, stall_s, self._admit)
 
-    def describe(self) -> Endpoint:
-        address = self._door.address(self._host, self._memory.block_bytes)
+    def describe(self, peer: Incarnation) -> Endpoint:
+        address = self._door.address(self._host, self._memory.block_bytes, peer)
         return Endpoint(transport=self.name, details=msgspec.structs.asdict(address))
 
     def connect(self, peer: Incarnation, endpoint: Endpoint, sent: BlockSlice, received: BlockSlice) -> None:

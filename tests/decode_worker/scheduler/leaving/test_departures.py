@@ -7,6 +7,7 @@ import pytest
 from decode_worker.scheduler.events import Command, FromPeer, FromRouter, PeerUp, RouterLost, Tell
 from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
+from engine.kv.tiers.tiers import Tiers
 from engine.messages import (
     Accepted,
     Cancel,
@@ -55,10 +56,10 @@ LINK = 4
 class Bench:
     """A scheduler of 4-token blocks; every step draws the next of 1, 2, 3 …; sends end at once, landings are told."""
 
-    def __init__(self, blocks: int = 32, **config: int) -> None:
+    def __init__(self, blocks: int = 32, tiers: Tiers | None = None, **config: int) -> None:
         self.scheduler = DecodeScheduler(
             config=DecodeConfig(**config),  # type: ignore[arg-type]
-            kv=KVCacheManager(blocks, 4, "m"),
+            kv=KVCacheManager(blocks, 4, "m", tiers),
             receiver=KVReceiver(),
             name="decode-0",
             incarnation=ME,
@@ -345,3 +346,131 @@ def test_only_a_leaving_worker_yields() -> None:
     bench.router(Yield(A, 1))
     bench.step()
     assert not bench.of(Yielded) and bench.scheduler.running_requests == 1
+
+
+def test_a_departure_is_computed_once_and_kept_while_nobody_lets_it_go() -> None:
+    """Guards steps that draw a second token, and blocks that are gone because time passes, or another router leaves."""
+    bench = Bench()
+    depart(bench)
+    assert bench.step() is None
+    bench.tell(RouterLost(LINK + 5))
+    bench.now += 1_000.0
+    assert bench.step() is None and not bench.scheduler.is_idle
+
+
+def test_a_departure_lasts_to_its_deadline_and_no_longer() -> None:
+    bench = Bench()
+    bench.running(remaining_s=30.0)
+    bench.tell(Leave(300.0))
+    bench.router(Yield(A, 1))
+    bench.step()
+    bench.now = 28.0
+    bench.step()
+    assert not bench.scheduler.is_idle
+    bench.step()
+    assert bench.now == 30.0 and bench.scheduler.is_idle
+    assert bench.scheduler.departures.source.quarantined_since == [], "nobody read it"
+
+
+def test_what_is_told_with_the_next_token_is_true() -> None:
+    """Guards the next account of the request: how long its reader waited, and how much of the prompt was here."""
+    bench = Bench()
+    whole = bench.running(tokens=1)
+    assert len(whole) == len(PROMPT) + 1
+    bench.tell(ReaderUp(READER, True))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None
+    bench.ask(whole)
+    bench.now += 2.0
+    bench._do(bench.scheduler.complete(plan, [77], bench.now))
+    (first,) = bench.of(FirstToken)
+    assert isinstance(first, FirstToken)
+    assert (first.queue_s, first.run_s, first.cached_tokens) == (0.0, 2.0, len(PROMPT))
+
+
+@pytest.mark.parametrize("have", [0, 12])
+def test_a_reader_may_have_all_but_the_last_token(have: int) -> None:
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    bench.ask(whole, have=have)
+    assert bench.of(FirstToken) and not bench.of(PrefillFailed)
+
+
+def test_a_reader_of_another_tenant_or_with_less_than_nothing_gets_nothing() -> None:
+    """Guards another namespace's KV, which the same tokens would name."""
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    bench.ask(whole, have=-1)
+    record = RequestRecord(
+        request=A, tokens=whole, prompt_tokens=len(PROMPT), max_tokens=12, seed=0, namespace=b"other"
+    )
+    bench.tell(FromReader(READER, StartPrefill(handoff=Handoff(A, 2, 1, READER, ME), record=record, have_tokens=0)))
+    assert len(bench.of(PrefillFailed)) == 2 and not bench.of(Offer)
+
+
+@pytest.mark.parametrize("first", ["released", "lost"])
+def test_blocks_are_in_quarantine_from_when_only_lost_readers_keep_them(first: str) -> None:
+    """Guards the age of a quarantine, and a reader that is served from blocks which are never written again."""
+    bench = Bench()
+    whole = depart(bench)
+    bench.tell(ReaderUp(READER, True))
+    bench.ask(whole)
+    bench.now = 50.0
+    events = [lambda: bench.router(Release(A, 1)), lambda: bench.tell(ReaderLost(READER))]
+    for event in events if first == "released" else reversed(events):
+        assert "quarantined" not in bench.pool
+        event()
+        bench.now += 10.0
+    assert bench.pool["quarantined"] == 4
+    bench.router(Cancel(A, 1, FinishReason.CANCELLED))
+    other = Incarnation(8)
+    bench.tell(ReaderUp(other, True))
+    bench.tell(
+        FromReader(
+            other,
+            StartPrefill(
+                handoff=Handoff(A, 2, 1, other, ME),
+                record=RequestRecord(request=A, tokens=whole, prompt_tokens=len(PROMPT), max_tokens=12, seed=0),
+                have_tokens=0,
+            ),
+        )
+    )
+    assert bench.of(PrefillFailed)
+    bench.tell(ReaderDead(READER))
+    assert bench.scheduler.departures.source.quarantined_since == [60.0]
+    assert bench.pool == {"free": 28, "cached": 4}
+
+
+def test_a_router_that_dies_before_the_last_row_is_computed() -> None:
+    """Guards an answer with a token that nobody drew: the request runs on here, from where it was."""
+    bench = Bench()
+    bench.running(context=b"resumable")
+    bench.tell(Leave(300.0))
+    bench.router(Yield(A, 1))
+    plan, commands = bench.scheduler.plan(bench.now)
+    bench._do(commands)
+    assert plan is not None and bench.of(Yielded)
+    bench.tell(RouterLost(LINK))
+    (request,) = bench.scheduler._requests.values()
+    assert request.tokens == [*PROMPT, 1, 2, 3]
+    bench._do(bench.scheduler.complete(plan, [77], bench.now))
+    assert request.tokens == [*PROMPT, 1, 2, 3, 77]
+
+
+def test_a_reader_that_is_lost_before_the_last_row_is_offered_no_more() -> None:
+    """Guards the worker: to offer blocks to a lost reader is a mistake of its own, which ends it."""
+    bench = Bench()
+    whole = bench.running()
+    bench.tell(ReaderUp(READER, True))
+    bench.tell(Leave(30.0))
+    bench.router(Yield(A, 1))
+    plan, _ = bench.scheduler.plan(bench.now)
+    assert plan is not None
+    bench.ask(whole)
+    bench.tell(ReaderLost(READER))
+    bench._do(bench.scheduler.complete(plan, [77], bench.now))
+    assert len(bench.of(Offer)) == 1 and not bench.of(FirstToken)

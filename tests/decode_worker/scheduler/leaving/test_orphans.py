@@ -367,3 +367,107 @@ def test_prefill_workers_and_reprs_do_not_see_the_context() -> None:
     assert request.record.context == SECRET
     assert repr(request.record) == "RequestRecord(r: 6 prompt tokens, 0 emitted, at most 8)"
     assert "token'" not in repr(request) and "b'the" not in repr(request)
+
+
+def test_a_stream_that_was_no_router_leaves_nothing_to_anybody() -> None:
+    """Guards the promise that orphans are told once: whoever connects and goes, says nothing of them."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    assert bench.lose(99) == []
+
+
+def test_what_belongs_to_other_streams_stays() -> None:
+    """Guards requests of a router that lives, when another one is lost."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.hear(2, RouterHello(B))
+    for link, name, context in ((1, "a", b""), (1, "b", SECRET), (2, "c", b"")):
+        bench.place(link, RequestId(name), context)
+    told_of = bench.lose(1)
+    assert [record.record.request for _, record in told_of if isinstance(record, Orphan)] == ["b"]
+    assert set(bench.scheduler._requests) == {"b", "c"}
+    assert bench.scheduler._requests[RequestId("c")].link == 2
+
+
+def test_an_orphan_is_told_with_the_time_that_is_left() -> None:
+    """Guards a deadline that begins anew with each router, or is gone with the first."""
+    for remaining_s, left_s in ((None, None), (30.0, 26.0)):
+        bench = Bench()
+        bench.hear(1, RouterHello(A))
+        bench.place(1, remaining_s=remaining_s)
+        bench.lose(1)
+        bench.now = 4.0
+        (first, last) = bench.hear(2, RouterHello(B))
+        orphan = first[1]
+        assert isinstance(orphan, Orphan) and isinstance(last[1], OrphansTold)
+        assert (orphan.remaining_s, orphan.age_s, orphan.losses) == (left_s, 4.0, 2)
+
+
+def test_what_has_ended_is_remembered_for_so_long_and_by_its_size() -> None:
+    """Guards an answer that the next router asks for, and memory: what is forgotten is counted no more."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.place(1)
+    bench.step(8)
+    kept = bench.scheduler.endings.orphans
+    assert len(kept) == 1 and kept._bytes == orphans.TOKEN_BYTES * 14 + len(SECRET)
+    bench.now = KEEP_S - 0.5
+    bench.scheduler.tick(bench.now)
+    assert len(kept) == 1
+    bench.now = KEEP_S
+    bench.scheduler.tick(bench.now)
+    assert len(kept) == 0 and kept._bytes == 0
+
+
+def test_nothing_is_remembered_where_nobody_is_waited_for() -> None:
+    kept = orphans.Orphans(0.0)
+    bench = Bench()
+    bench.place(1)
+    request = bench.scheduler._requests[R]
+    ended = next(record for _, record in bench.step(8) if isinstance(record, Ended))
+    kept.remember(request, ended, [1], 0.0)
+    assert len(kept) == 0 and not kept.is_untold
+
+
+def test_a_router_that_takes_its_own_requests_back_hands_nothing_on() -> None:
+    """Guards the limit of handovers: a router that only connects again is the same one."""
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.place(1)
+    kept, request = bench.scheduler.endings.orphans, bench.scheduler._requests[R]
+    kept.joined(2, A)
+    assert kept.adopt(request, 2) and (request.link, request.owner.handovers) == (2, 0)
+    kept.joined(3, B)
+    assert kept.adopt(request, 3) and (request.owner.router, request.owner.handovers) == (B, 1)
+
+
+def test_what_runs_on_a_stream_whose_end_is_not_heard_of_is_told_on_the_next() -> None:
+    """Guards a request that was handed to a router which came back on another stream: it talks on over the old one."""
+    bench = Bench()
+    running(bench)
+    bench.lose(1)
+    bench.hear(2, RouterHello(B))
+    (link, orphan), last = bench.hear(3, RouterHello(B))
+    assert link == 3 and isinstance(orphan, Orphan) and last == (3, OrphansTold())
+    assert bench.step() == [(3, Tokens(R, 3, 3, [103]))]
+    assert bench.lose(2) == [(3, OrphansTold())]
+
+
+def test_what_one_router_was_told_of_is_not_told_to_another() -> None:
+    """Guards an answer that two routers would have: the one that took it over is there still."""
+    bench = Bench()
+    running(bench, 4)
+    bench.step(4)
+    bench.lose(1)
+    said = bench.hear(2, RouterHello(B))
+    assert [type(record) for _, record in said] == [Orphan, Ended, OrphansTold]
+    assert bench.hear(3, RouterHello(C)) == []
+
+
+def test_memory_of_ended_requests_is_full_at_its_limit_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphans, "MAX_REMEMBERED_BYTES", orphans.TOKEN_BYTES * 14 + len(SECRET))
+    bench = Bench()
+    bench.hear(1, RouterHello(A))
+    bench.place(1)
+    bench.step(8)
+    assert len(bench.scheduler.endings.orphans) == 1

@@ -19,7 +19,7 @@ def _search() -> tuple[Fetching, Beams, Request]:
     assert plan is not None
     bench.scheduler.complete(plan, [1], 0.0)
     beams = bench.scheduler.batch.beams
-    bench.scheduler.batch.fill(0, 0.0)
+    bench.scheduler.batch.fill(0.0)
     return bench, beams, request
 
 
@@ -34,7 +34,7 @@ def test_two_from_one_parent_share_its_blocks_and_the_second_copies_the_boundary
     first, second = list(beams.rows(request))
     assert (first.tokens[-1], second.tokens[-1]) == (50, 60)
     assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
-    assert beams.copies(request) == [(first.blocks[1], second.blocks[1])]
+    assert beams.copies(request) == [(first.blocks[1], second.blocks[1])] and beams.forked == 1
     bench.scheduler.check()
 
 

@@ -1,10 +1,14 @@
 """Samples of one prompt: who waits for whom, what is promised, and who takes the place of a parent that is gone. With a
 device in tests/integration/test_samples_fake.py, and with every fault in tests/sim."""
 
+import msgspec
+import pytest
+
+from decode_worker.scheduler.events import PeerDown
 from decode_worker.scheduler.request import RequestState
-from engine.messages import Cancel
+from engine.messages import Cancel, NeedPrefill, Place, UsePrefill
 from engine.types import FinishReason, RequestId
-from tests.decode_worker.scheduler.bench import POOL, Fetching
+from tests.decode_worker.scheduler.bench import HERE, POOL, Fetching, P, record_of
 
 PROMPT = list(range(10))
 
@@ -45,6 +49,111 @@ def test_the_first_that_waits_takes_the_place_of_a_parent_that_is_gone() -> None
     heir = bench.request("b")
     assert heir.state is RequestState.HANDOFF and bench.asked().handoff.request == "b"
     assert [r.record.request for r in forks.waiting(heir)] == ["c"] and forks.inherited == 1
+    assert heir.lease.blocks and bench.request("c").state is RequestState.FORKING
+    bench.router(Cancel(RequestId("b"), 1, FinishReason.CANCELLED))
+    bench.router(Cancel(RequestId("c"), 1, FinishReason.CANCELLED))
+    assert bench.pool == {"free": 32}, "nobody is left, and nothing is held"
+
+
+def test_a_prompt_of_one_token_is_inherited_like_any() -> None:
+    """Guards a fork that would be given the head of a lease whose blocks have not landed: it shares no token at all."""
+    bench = Fetching()
+    assert bench.place("a", [5], POOL) and bench.place("b", [5], POOL, fork_of="a")
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert bench.scheduler.prefills.forks.inherited == 1
+    assert bench.request("b").state is RequestState.HANDOFF and bench.asked().handoff.request == "b"
+
+
+def test_an_heir_has_no_more_of_its_prompt_cached_than_there_is() -> None:
+    """Guards the account of a sample that goes on here with output of its own, which an older answer has too."""
+    bench = Fetching()
+    assert bench.place("z", PROMPT[:6], HERE, max_tokens=6)
+    while bench.step() is not None:
+        pass
+    assert bench.place("a", PROMPT[:6], POOL)
+    record = msgspec.structs.replace(record_of("b", [*PROMPT[:6], 1, 2, 3, 4]), prompt_tokens=6)
+    bench.router(Place(record=record, placement=1, prefill=POOL, fork_of=RequestId("a")))
+    heir = bench.request("b")
+    assert heir.state is RequestState.FORKING
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert (heir.have_blocks, heir.origin.decode_cached_tokens) == (2, 6)
+
+
+def test_a_sample_whose_parents_prompt_is_here_begins_at_once() -> None:
+    """Guards a fork that would wait for a prompt that has long been there."""
+    bench = Fetching()
+    assert bench.place("a", PROMPT, HERE, max_tokens=20)
+    bench.step()
+    for state, name in ((RequestState.READY, "b"), (RequestState.RUNNING, "c")):
+        assert bench.request("a").state is state
+        assert bench.place(name, PROMPT, POOL, fork_of="a", max_tokens=20)
+        fork = bench.request(name)
+        assert fork.state is RequestState.LOCAL and fork.known == 9
+        bench.step()
+    assert bench.request("c").origin.prefilled_by == "decode-0", "its last token was computed here"
+
+
+def test_an_heir_begins_with_what_is_cached_by_then() -> None:
+    """Guards the account, and blocks that would be fetched though they are here: an older answer has the prompt's."""
+    bench = Fetching(local_chunk_tokens=4)
+    assert bench.place("a", PROMPT, POOL) and bench.place("b", PROMPT, POOL, fork_of="a")
+    assert bench.place("z", [*PROMPT[:8], 99, 98], HERE, max_tokens=1)
+    while "z" in bench.scheduler._requests:
+        bench.step()
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    heir = bench.request("b")
+    assert (heir.have_blocks, heir.origin.decode_cached_tokens) == (2, 8)
+    assert bench.asked().have_tokens == 8 and heir.prefill.asked_tokens == 2
+
+
+def test_an_heir_without_room_stands_in_line_with_those_that_wait_for_it() -> None:
+    """Guards a fork whose promise is less than a whole prompt's room: others took the parent's before it."""
+    bench = Fetching(10, growth_tokens=4, preemption="recompute")
+    bench.place("a", PROMPT, POOL)
+    for name in "bc":
+        assert bench.place(name, PROMPT, POOL, fork_of="a")
+    parent, kv = bench.request("a"), bench.scheduler.kv
+    taken: list[object] = []
+    release = kv.release
+
+    def taking(lease: object) -> None:
+        release(lease)  # type: ignore[arg-type]
+        if not taken and lease is parent.lease:
+            taken.append(kv.promise(b"", kv.available))
+
+    kv.release = taking  # type: ignore[method-assign, assignment]
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert taken
+    assert [r.record.request for r in bench.scheduler.preemption.line] == ["b", "c"]
+    assert dict(bench.scheduler.preemption.preempted) == {"forking": 2}
+    assert not bench.scheduler.prefills.forks.waiting(bench.request("b"))
+
+
+def test_forks_of_a_parent_that_ends_with_its_prompt_share_before_it_is_gone() -> None:
+    """Guards a prompt that would be computed again: its parent's only token was the last."""
+    bench = Fetching()
+    assert bench.place("a", PROMPT, POOL, max_tokens=1) and bench.place("b", PROMPT, POOL, fork_of="a", max_tokens=1)
+    handoff = bench.asked().handoff
+    bench.name_token(handoff)
+    assert "a" not in bench.scheduler._requests
+    bench.land(handoff)
+    fork = bench.request("b")
+    assert fork.state is RequestState.LOCAL and fork.known == 9
+    assert bench.scheduler.prefills.forks.inherited == 0
+
+
+def test_forks_wait_with_a_parent_that_is_prefilled_elsewhere_or_here() -> None:
+    """Guards both ways on of a parent whose worker is lost: its forks begin when its prompt is here, however."""
+    bench = _three()
+    bench.tell(PeerDown(POOL, P, "gone"))
+    assert bench.of(NeedPrefill)
+    bench.router(UsePrefill(RequestId("a"), 1, None))
+    assert bench.request("a").state is RequestState.LOCAL
+    assert all(bench.request(name).state is RequestState.FORKING for name in "bc")
+    bench.step()
+    assert all(bench.request(name).state is RequestState.LOCAL for name in "bc")
+    assert bench.request("b").origin.prefill_cached_tokens == 9
+    assert bench.request("b").have_blocks == 2
 
 
 def test_who_cannot_share_is_a_request_like_any() -> None:
@@ -55,6 +164,53 @@ def test_who_cannot_share_is_a_request_like_any() -> None:
         ("b", PROMPT, {"namespace": b"other"}),
         ("c", [*PROMPT[:9], 77], {}),
         ("d", PROMPT, {"max_tokens": 9}),
+        ("e", PROMPT[:8], {}),
     ):
         assert bench.place(name, prompt, POOL, fork_of="a", **more)
         assert bench.request(name).state is RequestState.HANDOFF
+
+
+def test_a_fork_waits_for_its_own_parent() -> None:
+    """Guards two prompts that are waited for at the same time."""
+    bench = _three()
+    other = list(range(50, 60))
+    assert bench.place("x", other, POOL) and bench.place("y", other, POOL, fork_of="x")
+    waiting = bench.scheduler.prefills.forks.waiting
+    assert [r.record.request for r in waiting(bench.request("x"))] == ["y"]
+    assert [r.record.request for r in waiting(bench.request("a"))] == ["b", "c"]
+
+
+@pytest.mark.parametrize(("chunk", "recovered", "shared"), [(8, False, 0), (9, False, 1), (9, True, 0), (10, True, 2)])
+def test_forks_of_a_parent_that_is_cut_short_share_what_is_computed_if_it_is_all(
+    chunk: int, recovered: bool, shared: int
+) -> None:
+    """Guards wrong tokens: a fork that shares a row which nobody has computed. Of ten prompt tokens a new sample shares
+    nine, one that goes on with output of its own all ten."""
+    bench = Fetching(local_chunk_tokens=chunk)
+    assert bench.place("a", PROMPT, HERE) and bench.place("b", PROMPT, HERE, fork_of="a")
+    if recovered:
+        record = msgspec.structs.replace(record_of("c", [*PROMPT, 70, 71]), prompt_tokens=10)
+        bench.router(Place(record=record, placement=1, prefill=HERE, fork_of=RequestId("a")))
+        assert bench.request("c").state is RequestState.FORKING
+    bench.step()
+    parent = bench.request("a")
+    if chunk == 10:
+        assert bench.request("c").origin.prefill_cached_tokens == 0, "its prompt was prefilled before"
+    else:
+        assert parent.known == chunk
+        bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    forks = bench.scheduler.prefills.forks
+    assert (forks.forked, forks.inherited) == (shared, int(not shared))
+
+
+def test_a_row_that_is_still_to_be_computed_is_not_indexed_for_a_fork() -> None:
+    """Guards wrong tokens: the parent's newest token fills a block, and its row comes with the next step."""
+    bench = Fetching()
+    prompt = list(range(11))
+    assert bench.place("a", prompt, HERE)
+    bench.step()
+    parent = bench.request("a")
+    assert len(parent.tokens) == 12 and parent.known == 11
+    assert bench.place("b", prompt, HERE, fork_of="a")
+    assert bench.request("b").state is RequestState.LOCAL
+    assert bench.scheduler.kv.matched_tokens(b"", parent.tokens, 12) == 8

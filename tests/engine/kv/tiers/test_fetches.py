@@ -109,3 +109,21 @@ def test_without_room_nothing_is_held() -> None:
     assert busy is not None and rig.fetches.wanted(b"", PROMPT, 9, FAST) is None
     assert rig.tiers.host.room == 16 and rig.kv.pool.counts() == before and not rig.tiers.take_commands()
     rig.check()
+
+
+def test_a_fetch_goes_on_behind_the_last_block_that_is_there() -> None:
+    """Guards identities, which chain: the third block is found by the name of the second."""
+    prompt = [*PROMPT[:8], 3, 3, 3, 3, 4]
+    rig = Rig(prompt[:12])
+    lease = rig.kv.acquire(b"", prompt[:8], match_limit=0, room_tokens=8)
+    assert lease is not None
+    rig.kv.commit(lease, prompt[:8])
+    fetch = rig.fetches.wanted(b"", prompt, 12, FAST)
+    assert fetch is not None and fetch.cached_tokens == 8 and len(rig.load().targets) == 1
+    rig.check()
+
+
+def test_a_block_costs_what_its_tokens_cost() -> None:
+    rig = Rig(PROMPT[:8])
+    rig.tiers.cost.measured(1, 1.1, 0, 0.0)
+    assert rig.fetches.wanted(b"", PROMPT, 9, tokens_per_s=SIZE) is None, "a block is computed in a second"

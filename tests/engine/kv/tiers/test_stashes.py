@@ -38,3 +38,10 @@ def test_host_memory_that_is_full_stays_as_it_was() -> None:
     assert stashes.put(longer, 2 * SIZE) is not None
     kv.check()
     stashes.check()
+
+
+def test_less_than_a_block_is_no_stash() -> None:
+    tiers = Tiers(4, 1000)
+    kv = KVCacheManager(8, SIZE, "m", tiers)
+    stashes = Stashes(kv, tiers)
+    assert stashes.put(_computed(kv, [1, 2, 3, 4, 5]), SIZE - 1) is None and not stashes.kept

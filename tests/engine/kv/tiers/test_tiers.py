@@ -90,9 +90,18 @@ def test_a_block_is_on_disk_only_when_it_was_written() -> None:
 def test_a_full_disk_drops_the_oldest_segment() -> None:
     tiers = _tiers(segments=1)
     tiers.handle(Spilled(_spilling(tiers).segment))
-    told = tiers.take_commands()
+    told = _demote(tiers, IDENTS[3:5])[2:]
     assert told == [TierDrop(0), Spill(1, (IDENTS[1],), (TierSlot(1),))]
-    assert tiers.counts.evicted["disk"] == 1 and tiers.take_forgotten() == [], "the host has it still"
+    assert tiers.counts.evicted["disk"] == 1 and tiers.take_forgotten() == [IDENTS[0]]
+
+
+def test_a_disk_with_room_for_less_than_is_written_ahead_comes_to_rest() -> None:
+    """Guards a disk that is written without end: two of the oldest blocks, and one place, which each takes from the
+    other. The same when all other segments are pinned."""
+    tiers = _tiers(segments=1)
+    tiers.handle(Spilled(_spilling(tiers).segment))
+    _demote(tiers, IDENTS[3:4])
+    assert tiers.take_commands() == [] and tiers.blocks == {"host": 4, "disk": 1}
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -199,3 +208,36 @@ def test_an_earlier_lifes_segments_are_taken_over_as_far_as_they_fit() -> None:
 def test_a_disk_tier_needs_a_host_tier() -> None:
     with pytest.raises(ValueError, match="at least four blocks"):
         _tiers(host_blocks=3, segments=1)
+
+
+def test_a_segment_that_is_read_outlives_what_would_take_its_room() -> None:
+    """Guards a load from disk: its file must not be removed for another segment before the load has ended, and must
+    give way after it."""
+    tiers = _tiers(segments=2)
+    size = segment_bytes(1, BYTES)
+    tiers.adopt([(0, size, IDENTS[8:9]), (1, size, IDENTS[9:10])])
+    load = _loading(tiers, IDENTS[8:10])
+    assert load.places == (OnDisk(0, 0), OnDisk(1, 0))
+    told = _demote(tiers, IDENTS[:3])
+    assert not [one for one in told if isinstance(one, (Spill, TierDrop))], "there is no room but theirs"
+    assert IDENTS[8] in tiers and IDENTS[9] in tiers
+    tiers.handle(Loaded(load.number, 2, 0.0, 0.1))
+    told = _demote(tiers, IDENTS[3:4])
+    assert [one for one in told if isinstance(one, TierDrop)] == [TierDrop(0)]
+    assert tiers.take_forgotten() == [IDENTS[8]] and tiers.counts.evicted["disk"] == 1
+    tiers.check()
+
+
+def test_a_segment_that_was_read_is_used_more_recently_than_the_others() -> None:
+    """Guards the order in which segments go, and pins: one more than was asked for would keep its file for ever."""
+    tiers = _tiers(segments=2)
+    size = segment_bytes(1, BYTES)
+    tiers.adopt([(0, size, IDENTS[8:9]), (1, size, IDENTS[9:10])])
+    places = tiers.pin(IDENTS[8:9])
+    tiers.unpin(places, IDENTS[8:9])
+    told = _demote(tiers, IDENTS[:3])
+    assert [one for one in told if isinstance(one, TierDrop)] == [TierDrop(1)]
+    (spill,) = [one for one in told if isinstance(one, Spill)]
+    tiers.handle(Spilled(spill.segment))
+    told = tiers.take_commands() + _demote(tiers, IDENTS[3:4])
+    assert [one for one in told if isinstance(one, TierDrop)] == [TierDrop(0)]

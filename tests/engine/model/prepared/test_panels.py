@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.model.prepared import checked as checked_module
 from engine.model.prepared import panels as panels_module
-from engine.model.prepared import pieces as pieces_module
 from engine.model.prepared.cache import prepare
 from engine.model.prepared.loading import map_weights
 from engine.model.prepared.panels import panel_weights
@@ -81,7 +81,7 @@ def test_they_are_made_once_and_mapped(folder: Path, monkeypatch: pytest.MonkeyP
         written.append(path)
         return write_pieces(path, pieces)
 
-    monkeypatch.setattr(pieces_module, "write_pieces", counting)
+    monkeypatch.setattr(checked_module, "write_pieces", counting)
     weights = map_weights(folder)
     found: list[dict[str, Panels]] = []
     workers = [
@@ -105,7 +105,8 @@ def test_they_are_made_once_and_mapped(folder: Path, monkeypatch: pytest.MonkeyP
 def test_spoiled_files_are_not_used(
     folder: Path, harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards wrong answers after a full disk, or with files copied from another model's folder."""
+    """Guards wrong answers after a full disk, or with files copied from another model's folder. What is no sound file
+    is made again."""
     weights = map_weights(folder)
     panel_weights(folder, weights)
     (file,) = folder.glob("panels-*.bin")
@@ -119,8 +120,26 @@ def test_spoiled_files_are_not_used(
             spoiled = (other / file.name).with_suffix(suffix)
             file.with_suffix(suffix).write_bytes(spoiled.read_bytes())
     panels = panel_weights(folder, weights)
-    assert "of its own" in caplog.text
+    assert ("it is made again" if harm == "cut" else "of its own") in caplog.text
     assert check(panels, weights).keys() == MATRICES
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".json"])
+def test_a_flipped_bit_and_a_missing_file_are_made_again(folder: Path, suffix: str) -> None:
+    """Guards answers that were empty: one bit of the codes in the file was another, and nobody looked."""
+    weights = map_weights(folder)
+    panel_weights(folder, weights)
+    (path,) = folder.glob("panels-*.bin")
+    whole, file = path.read_bytes(), path.with_suffix(suffix)
+    for place in (100, file.stat().st_size // 2, file.stat().st_size - 100):
+        raw = bytearray(file.read_bytes())
+        raw[place] ^= 1
+        file.write_bytes(raw)
+        assert check(panel_weights(folder, weights), weights).keys() == MATRICES
+        assert path.read_bytes() == whole
+    file.unlink()
+    assert check(panel_weights(folder, weights), weights).keys() == MATRICES
+    assert path.read_bytes() == whole
 
 
 def test_a_folder_that_cannot_be_written(

@@ -2,6 +2,7 @@
 real connections they are tried in tests/router/test_restart.py, with a router that is killed in
 tests/chaos/test_chaos_router.py, what workers keep of them in tests/decode_worker/scheduler/leaving/test_orphans.py."""
 
+import msgspec
 import pytest
 
 from engine.messages import (
@@ -13,6 +14,7 @@ from engine.messages import (
     Place,
     Tokens,
     UsePrefill,
+    Yield,
 )
 from engine.types import FinishReason, RequestId, RequestRecord
 from router.core.call_table import CallTable
@@ -252,7 +254,7 @@ def test_when_a_router_has_settled() -> None:
     one.told("d1")
     assert one.is_settled(104.9)
     one.named(["d0", "d1", "d2"])
-    assert one.is_settled(105.0), "a worker that comes later unsettles it"
+    assert one.is_settled(104.9), "a worker that comes later unsettles it"
     late = adoptions()
     late.named(["d0"])
     assert not late.is_settled(0.0) and late.is_settled(5.0)
@@ -276,3 +278,51 @@ def test_the_last_words_of_a_worker_that_was_given_up_are_dropped() -> None:
     bench.do(Lost("d0"))
     assert bench.hear(orphan(5, 6), "d0") == [Ignored("stale", 2)]
     assert bench.router.open == 0
+
+
+def test_its_next_placement_is_above_all_that_two_reports_and_this_router_know() -> None:
+    """Guards two placements of one name: the lower report's, the higher one's, and those of routers before this one."""
+    bench = Bench(decodes=3, life=1_000)
+    bench.hear(orphan(5, placement=3), "d0")
+    bench.hear(orphan(5, placement=4), "d1")
+    bench.now = 5.0
+    for name in ("d2", "p0"):
+        bench.hear(load(), name)
+    *_, place = bench.do(Lost("d1"))
+    assert is_told(place, Place) and place.record.placement == 1_001
+
+
+@pytest.mark.parametrize(("history", "cached_tokens"), [(0, 16), (1, 0)])
+def test_the_prompt_of_one_that_had_lost_a_worker_was_never_cached(history: int, cached_tokens: int) -> None:
+    """Guards bills: whoever computed its prompt before the restart, it was this request that paid for it."""
+    bench = Bench()
+    bench.hear(orphan(5, history=history))
+    (done,) = bench.hear(ended(placement=3, output_tokens=1, prefill_cached_tokens=16))
+    assert isinstance(done, Complete) and done.stats.prefill_cached_tokens == cached_tokens
+
+
+def test_what_was_adopted_moves_when_no_higher_placement_can_be_told_of() -> None:
+    """Guards against a move of a placement that another worker's report then displaces."""
+    bench = Bench(decodes=2)
+    bench.hear(orphan(5, 6), "d0")
+    leaving = msgspec.structs.replace(load(), leaving=True)
+    assert bench.hear(leaving, "d0") == []
+    bench.now = 4.9
+    assert bench.hear(leaving, "d0") == []
+    bench.now = 5.0
+    assert bench.hear(leaving, "d0") == [TellWorker("d0", Yield(A, 3))]
+
+
+def test_the_same_placement_is_taken_once() -> None:
+    """Guards a request that two workers would run: the first that reported it goes on."""
+    bench = Bench(decodes=2)
+    bench.hear(orphan(5), "d0")
+    assert bench.hear(orphan(5), "d1") == [cancel("d1", 3)]
+    assert bench.hear(Tokens(A, 3, 1, [6]), "d0") == [Deliver(A, [6])]
+
+
+def test_a_request_of_ones_own_that_is_closed_was_not_adopted() -> None:
+    """Guards memory, and the name: the router has placed it itself, and would take it for an earlier one's."""
+    one = adoptions()
+    one.close(A)
+    assert not one.knows(A)

@@ -18,6 +18,7 @@ from engine.messages import (
     Yielded,
 )
 from engine.types import FinishReason, RequestId
+from router.core.call import Call, State
 from router.core.events import (
     Begin,
     ClientLeft,
@@ -29,7 +30,9 @@ from router.core.events import (
     StopFound,
     TellWorker,
 )
+from router.core.leaving.moves import due_moves
 from tests.router.bench import A, B, Bench, ended, is_told
+from tests.router.core.parts import Parts, request_record
 from tests.router.core.test_recovery import running
 from tests.router.fake_cluster import load
 
@@ -236,3 +239,91 @@ def test_a_yield_before_the_acceptance_is_not_believed() -> None:
     bench.submit(A)
     assert bench.hear(yielded()) == [Ignored("early", 0)]
     assert bench.hear(Accepted(A, 1, 0)) == [Begin(A)]
+
+
+class Leaving(Parts):
+    """A decode worker that leaves, `d0`, and another of eight blocks. Every request needs four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("d0", "d1"):
+            self.join(name, blocks=8)
+        self.report("d0", leaving=True)
+        self.report("d1", blocks=8)
+
+    def call(self, name: str, state: State = State.RUNNING, emitted: int = 1) -> Call:
+        call = self.table.open(request_record(name), None, state)
+        call.emitted += range(emitted)
+        if state is not State.WAITING:
+            call.decode = "d0"
+        return call
+
+    def due(self, at_once: int = 8) -> list[str]:
+        leaving = [worker for worker in self.registry if worker.leaving]
+        due = due_moves(self.table.calls.values(), leaving, self.placer, at_once, 0.0)
+        return [call.record.request for call in due]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_who_waits_and_is_older_is_placed_first(older: bool) -> None:
+    """Guards a request that leaves its worker to stand in line behind another one."""
+    parts = Leaving()
+    for name in ("waits", "runs") if older else ("runs", "waits"):
+        parts.call(name, State.WAITING if name == "waits" else State.RUNNING)
+    assert parts.due() == ([] if older else ["runs"])
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.RUNNING])
+def test_room_that_others_are_about_to_take_is_no_room(state: State) -> None:
+    """Guards requests that move at the same time to where there is room for all but one of them."""
+    parts = Leaving()
+    parts.call("first")
+    assert parts.due() == ["first"]
+    for name in ("second", "third"):
+        parts.call(name, state).yielding = state is State.RUNNING
+    assert parts.due() == []
+
+
+@pytest.mark.parametrize(("emitted", "due"), [(0, []), (1, ["a"]), (22, ["a"]), (23, [])])
+def test_who_has_a_token_and_more_than_one_to_come_moves(emitted: int, due: list[str]) -> None:
+    parts = Leaving()
+    parts.call("a", emitted=emitted)
+    assert parts.due() == due
+
+
+@pytest.mark.parametrize(("at_once", "due"), [(1, ["a"]), (2, ["a", "b"]), (3, ["a", "b"])])
+def test_so_many_move_at_a_time_as_there_is_room_for(at_once: int, due: list[str]) -> None:
+    parts = Leaving()
+    for name in "abc":
+        parts.call(name)
+    assert parts.due(at_once) == due
+
+
+@pytest.mark.parametrize("state", [State.OFFERED, State.FINISHING, State.CLOSING])
+def test_only_who_runs_moves(state: State) -> None:
+    """Guards an order that its worker could not follow: it has not taken the request yet, or is about to end it."""
+    parts = Leaving()
+    parts.call("a", state)
+    assert parts.due() == []
+
+
+def test_a_token_moves_nobody_unless_it_ends_a_move() -> None:
+    """Guards the loop that every token passes: who leaves is looked at with the reports."""
+    bench = Bench(decodes=2)
+    bench.submit(A)
+    home = bench.router._calls[A].decode
+    bench.accept(worker=home)
+    assert leave(bench, home) == []
+    assert bench.hear(Tokens(A, 1, 0, [7]), home) == [Deliver(A, [7])]
+    assert leave(bench, home) == [TellWorker(home, Yield(A, 1))]
+
+
+def test_what_moves_off_one_worker_does_not_hold_up_another() -> None:
+    parts = Leaving()
+    parts.join("d2", blocks=8)
+    parts.report("d2", leaving=True)
+    parts.report("d1", blocks=64)
+    parts.join("d3", blocks=64)
+    parts.call("first").yielding = True
+    parts.call("second").decode = "d2"
+    assert parts.due(at_once=1) == ["second"]

@@ -1,0 +1,166 @@
+"""The server's side of TLS, from files that may change at any time: the next handshake has what they hold then.
+
+A pair that does not fit together, as while one of two files was already written, replaces nothing, and the log says so.
+TLS 1.3 alone and no session tickets: a ticket would let a client in without showing its certificate again.
+"""
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from access.config import AccessConfig, AccessError
+
+log = logging.getLogger(__name__)
+
+
+class PemFiles(msgspec.Struct, frozen=True):
+    """What the files held when they were last good. `client_ca` is empty where clients need no certificate."""
+
+    chain: bytes
+    key: bytes
+    client_ca: bytes
+
+    def __repr__(self) -> str:
+        return f"PemFiles({len(self.chain)} bytes of certificates)"
+
+
+class ServerCertificates:
+    """Any thread may use it.
+
+    Mutable state, under a lock: what the files looked like when they were read, what they held, and the contexts made
+    of it.
+    """
+
+    def __init__(self, config: AccessConfig) -> None:
+        """Raises AccessError for files that cannot be used."""
+        self._config = config
+        self._lock = threading.Lock()
+        self._seen: tuple[object, ...] = ()
+        self._told: tuple[object, ...] = ()
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+        self._pem = self._load()
+
+    @property
+    def needs_client(self) -> bool:
+        return bool(self._config.client_ca_file)
+
+    def pem(self) -> PemFiles:
+        """Return what the files hold now, or held when they were last good."""
+        with self._lock:
+            seen = self._look()
+            if seen != self._seen and seen != self._told:
+                try:
+                    self._pem = self._load()
+                except AccessError as error:
+                    log.error("%s; the certificates before it stay in force", error)
+                    if not isinstance(error.__cause__, OSError):  # else it may be read in a moment
+                        self._told = seen
+                else:
+                    log.warning("the certificate %s was read again", self._config.cert_file)
+                    self._contexts.clear()
+            return self._pem
+
+    def context(self, *, lets_in: bool = False) -> ssl.SSLContext:
+        """Return a context for a listening socket, good for as long as that. Where clients need certificates, `lets_in`
+        takes those in that show none: who listens must refuse them. A wrong certificate is refused here in any case."""
+        outer = self._make(lets_in)
+
+        def latest(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            self.pem()
+            with self._lock:
+                if lets_in not in self._contexts:
+                    self._contexts[lets_in] = self._make(lets_in)
+                connection.context = self._contexts[lets_in]
+
+        # OpenSSL calls it in every handshake, also for a client that names no server.
+        outer.sni_callback = latest
+        return outer
+
+    def _load(self) -> PemFiles:
+        """Read the files, and check that they fit together. Raises AccessError."""
+        seen = self._look()
+        config = self._config
+        pem = PemFiles(
+            _read("access.cert_file", config.cert_file),
+            _read("access.key_file", config.key_file),
+            _read("access.client_ca_file", config.client_ca_file) if config.client_ca_file else b"",
+        )
+        self._make(False)
+        if self._look() != seen:
+            raise AccessError("access.cert_file: the files changed while they were read")
+        self._seen = seen
+        return pem
+
+    def _make(self, lets_in: bool) -> ssl.SSLContext:
+        """Raises AccessError."""
+        config = self._config
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
+        try:
+            context.load_cert_chain(_path(config.cert_file), _path(config.key_file), password=_no_password)
+        except (OSError, ValueError) as error:
+            raise AccessError(f"access.cert_file, access.key_file: {_reason(error)}") from error
+        if config.client_ca_file:
+            context.verify_mode = ssl.CERT_OPTIONAL if lets_in else ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(_path(config.client_ca_file))
+            except (OSError, ValueError) as error:
+                raise AccessError(f"access.client_ca_file: {_reason(error)}") from error
+        return context
+
+    def _look(self) -> tuple[object, ...]:
+        files = (self._config.cert_file, self._config.key_file, self._config.client_ca_file)
+        return tuple(_state(_path(file)) for file in files if file)
+
+
+def names_in(certificate: Mapping[str, Any] | None) -> list[str] | None:
+    """Return the names in a verified certificate as `getpeercert` gives it, the subject's alternative ones first; None
+    where the client has shown none."""
+    if not certificate:
+        return None
+    names = [str(value) for _, value in certificate.get("subjectAltName", ())]
+    subject = certificate.get("subject", ())
+    return names + [str(value) for part in subject for kind, value in part if kind == "commonName"]
+
+
+def names_of_peer(properties: Mapping[str, Sequence[bytes]]) -> list[str] | None:
+    """Do the same for gRPC's `auth_context`."""
+    if not properties.get("x509_pem_cert"):
+        return None
+    found = [*properties.get("x509_subject_alternative_name", ()), *properties.get("x509_common_name", ())]
+    return [name.decode("utf-8", "replace") for name in found]
+
+
+def _path(file: str) -> Path:
+    return Path(file).expanduser()
+
+
+def _read(setting: str, file: str) -> bytes:
+    try:
+        return _path(file).read_bytes()
+    except OSError as error:
+        raise AccessError(f"{setting}: {file}: {error.strerror}") from error
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _no_password() -> str:
+    # Without this OpenSSL would ask at the terminal.
+    raise ValueError("the private key is encrypted; give it without a password")
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)

@@ -1,0 +1,451 @@
+"""Measures the router's data path alone: CPU per token, added latency and memory per stream, over gRPC and HTTP.
+
+A real router (`RouterServer`, its fronts, core and links) in a process of its own stands between scripted workers and
+real clients, in processes of their own too. The workers have no model: they serve the real streams (`worker.rpc`, the
+handshake, `engine.messages`), accept every request, and at each step send one frame with the next token of each of
+their requests and their load, as a worker's engine does. Token i reads as " %04x" in a byte-level vocabulary, and a
+worker sends as i the time of the step in 0.1 ms, so a client reads from the text itself how old a token is; clients
+check that no text is missing. CPU is what the kernel has counted for the router's process between two moments, so that
+it does not matter who else uses the cores. `tokens a message` says how many tokens the router joined for a client.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import queue
+import re
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from benchmarks import figures, output
+from engine.handshake import Keyring, Party
+from engine.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    Finish,
+    Load,
+    PeerAddress,
+    Place,
+    Record,
+    RequestStats,
+    Tokens,
+    WorkerInfo,
+    decode_router_frame,
+    frames,
+)
+from engine.text.detokenize import Detokenizer, DetokenizerFactory
+from engine.types import FinishReason, Incarnation
+from router.config import FrontLimits, RouterConfig
+from router.dispatch import ATTACH
+from router.server import RouterServer
+from worker.rpc import RpcLoop, Send, ServedStream
+
+SECRETS = Keyring((b"the front benchmark keeps no secrets",))
+VOCABULARY = 1 << 16
+TICK_S = 1e-4
+"""The unit of a token's time; it comes round after 6.5 s."""
+BLOCKS = 1 << 22
+CONTEXT_TOKENS = 1 << 22
+SETTLE_S = 1.5
+CHARACTERS = 5
+"""The length of a token's text."""
+TEXT = re.compile(rb'"text":"([^"]*)"')
+TIMED, TOKENS, MESSAGES, OPEN = range(4)
+"""The words that a client shares with its parent: whether it shall note ages, and counts."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class HexText:
+    """The text side of a model whose token i reads as " %04x"."""
+
+    name = "hex"
+    vocab_size = VOCABULARY + 1
+    context_tokens = CONTEXT_TOKENS
+    stop_ids = frozenset({VOCABULARY})
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer, decoders, models
+
+        tokenizer = Tokenizer(models.BPE({f"Ġ{i:04x}": i for i in range(VOCABULARY)}, []))
+        tokenizer.decoder = decoders.ByteLevel()
+        self._detokenizers = DetokenizerFactory(tokenizer)
+
+    def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
+        return [int(part, 16) for part in text.split()]
+
+    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, is_literal: bool = True) -> str:
+        return " ".join(content for _, content in messages)
+
+    def encode_chat_text(self, rendered: str) -> list[int]:
+        return self.encode(rendered, add_special=False)
+
+    def detokenizer(self) -> Detokenizer:
+        return self._detokenizers.make()
+
+
+def _ticks() -> int:
+    return int(time.monotonic() / TICK_S) % VOCABULARY
+
+
+# ---- the router
+
+
+def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]]) -> None:
+    """Serve until the pipe closes; its first word is the two addresses."""
+    limits = FrontLimits(connections=16_384, connections_per_address=16_384)
+    config = RouterConfig(
+        grpc_port=0, http_port=0, limits=limits, max_waiting=16_384, default_max_tokens=CONTEXT_TOKENS // 2
+    )
+    server = RouterServer(config, "", SECRETS, text=HexText())
+    addresses = server.start()
+    server.set_workers(workers["prefill"], workers["decode"])
+    while not server.ready():
+        time.sleep(0.02)
+    pipe.send((addresses.grpc, addresses.http))
+    _wait_closed(pipe)
+    os._exit(0)
+
+
+# ---- scripted workers
+
+
+class ScriptedWorker:
+    """One worker. Its rpc loop's thread puts what routers say into `_said`; the one thread that calls `step` does all
+    else. Mutable state: the next index and the placement of every request, and the router's stream."""
+
+    def __init__(self, name: str, role: Any, number: int) -> None:
+        self._me = Party(role, name, Incarnation(number))
+        self._rpc = RpcLoop(name, self._me, SECRETS)
+        self._said: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._send: Send | None = None
+        self._next: dict[Any, tuple[int, int]] = {}
+        self._steps = 0
+        served = ServedStream(frozenset({"router"}), self._accept)
+        self.address = PeerAddress(name, f"127.0.0.1:{self._rpc.start('127.0.0.1', 0, {ATTACH[role]: served})}")
+
+    @property
+    def unread_bytes(self) -> int:
+        return 0
+
+    def frame(self, data: bytes) -> None:
+        for record in decode_router_frame(data):
+            self._said.put(record)
+
+    def closed(self, why: str) -> None:
+        self._send = None
+
+    def _accept(self, send: Send, router: Party) -> "ScriptedWorker":
+        info = WorkerInfo(
+            name=self._me.name, role=self._me.role, incarnation=self._me.incarnation, address=self.address.address,
+            model="hex", fingerprint="f", block_size=16, blocks=BLOCKS, context_tokens=CONTEXT_TOKENS,
+            pid=os.getpid(), host="here", growth_tokens=16,
+        )  # fmt: skip
+        for data in frames([info]):
+            send(data)
+        self._send = send
+        return self
+
+    def step(self) -> None:
+        """Answer what was said, and send the next token of every request, in one frame."""
+        records: list[Record] = []
+        while not self._said.empty():
+            record = self._said.get_nowait()
+            if isinstance(record, Place):
+                self._next[record.record.request] = (record.placement, 0)
+                records.append(Accepted(record.record.request, record.placement, 0))
+            elif isinstance(record, Cancel | Finish) and record.request in self._next:
+                del self._next[record.request]
+                why = record.reason if isinstance(record, Cancel) else FinishReason.STOP
+                end = Ended(request=record.request, placement=record.placement, reason=why, stats=RequestStats())
+                records.append(end)
+        token = _ticks()
+        for request, (placement, index) in self._next.items():
+            records.append(Tokens(request, placement, index, [token]))
+            self._next[request] = (placement, index + 1)
+        self._steps += 1
+        records.append(
+            Load(
+                step=self._steps, free_blocks=BLOCKS, cached_blocks=0, active_blocks=0, reserved_blocks=0,
+                quarantined_blocks=0, running_requests=len(self._next), s_per_token=1e-4,
+            )
+        )
+        if self._send is not None:
+            for data in frames(records):
+                self._send(data)
+
+
+def serve_workers(pipe: Connection, count: int) -> None:
+    """Step `count` decode workers at the rate that the pipe last named, and a prefill worker four times a second."""
+    decode = [ScriptedWorker(f"decode-{i}", "decode", 100 + i) for i in range(count)]
+    prefill = ScriptedWorker("prefill-0", "prefill", 99)
+    pipe.send({"prefill": [prefill.address], "decode": [worker.address for worker in decode]})
+    rate = 20.0
+    begin_s = time.monotonic()
+    due = [(begin_s + i / count / rate, worker) for i, worker in enumerate(decode)]
+    beat_s = begin_s
+    while True:
+        due.sort(key=lambda one: one[0])
+        at_s, worker = due[0]
+        if pipe.poll(max(0.0, at_s - time.monotonic())):
+            rate = pipe.recv()
+            now = time.monotonic()
+            due = [(now + i / count / rate, worker) for i, (_, worker) in enumerate(due)]
+            continue
+        worker.step()
+        # A step is never made up for: a worker that is late is later from then on.
+        due[0] = (max(at_s + 1 / rate, time.monotonic()), worker)
+        if time.monotonic() > beat_s:
+            beat_s += 0.25
+            prefill.step()
+
+
+# ---- clients
+
+
+class ClientCounts:
+    """What one client process has received; all but the ages and times is in `shared`, which its parent reads."""
+
+    def __init__(self, shared: Any) -> None:
+        self.shared = shared
+        self.ages: list[int] = []
+        self.first_s: list[float] = []
+
+    def opened(self, asked_s: float) -> None:
+        self.shared[OPEN] += 1
+        self.first_s.append(time.monotonic() - asked_s)
+
+    def took(self, text: str) -> None:
+        count, rest = divmod(len(text), CHARACTERS)
+        assert not rest, f"text is missing: {text!r}"
+        self.shared[TOKENS] += count
+        self.shared[MESSAGES] += 1
+        if self.shared[TIMED]:
+            now = _ticks()
+            self.ages += [(now - int(text[at + 1 : at + 5], 16)) % VOCABULARY for at in range(0, len(text), CHARACTERS)]
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+async def read_grpc(address: str, tally: ClientCounts) -> None:
+    """One call on a connection of its own. The few frames of HTTP/2 that it takes are written out here: gRPC's own
+    client costs more CPU a message than its server, and with it this would measure the clients."""
+    from protos import headrace_pb2 as pb
+
+    host, _, port = address.rpartition(":")
+    asked_s, is_first = time.monotonic(), True
+    reader, writer = await asyncio.open_connection(host, int(port))
+    named = {
+        ":method": "POST", ":scheme": "http", ":path": "/headrace.v1.Headrace/Generate", ":authority": address,
+        "content-type": "application/grpc", "te": "trailers",
+    }  # fmt: skip
+    head = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in named.items())
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])).SerializeToString()
+    window = (1 << 30).to_bytes(4, "big")
+    writer.write(
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"\0\4" + window) + _frame(8, 0, 0, window)
+        + _frame(1, 4, 1, head) + _frame(0, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message)
+    )  # fmt: skip
+    data, body = b"", b""
+    while came := await reader.read(65536):
+        data += came
+        at = 0
+        while len(data) - at >= 9 and len(data) - at >= (end := 9 + int.from_bytes(data[at : at + 3], "big")):
+            kind, flags, payload = data[at + 3], data[at + 4], data[at + 9 : at + end]
+            at += end
+            if kind == 0:
+                body += payload
+            elif kind in (3, 7) or (kind == 1 and flags & 1):
+                raise RuntimeError(f"the call has ended, frame {kind}: {payload!r}")
+            elif kind in (4, 6) and not flags & 1:
+                writer.write(_frame(kind, 1, 0, payload if kind == 6 else b""))
+        data = data[at:]
+        while len(body) >= 5 and len(body) >= (end := 5 + int.from_bytes(body[1:5], "big")):
+            text, body = pb.GenerateResponse.FromString(body[5:end]).delta.text, body[end:]
+            if text:
+                if is_first:
+                    tally.opened(asked_s)
+                    is_first = False
+                tally.took(text)
+
+
+async def read_sse(address: str, tally: ClientCounts) -> None:
+    host, _, port = address.rpartition(":")
+    asked_s, is_first = time.monotonic(), True
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = msgspec.json.encode({"prompt": [1, 2, 3], "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise RuntimeError(status.decode())
+    left = b""
+    while data := await reader.read(65536):
+        *events, left = (left + data).split(b"\n\n")
+        for event in events:
+            if (found := TEXT.search(event)) is not None:
+                if is_first:
+                    tally.opened(asked_s)
+                    is_first = False
+                tally.took(found[1].decode())
+
+
+READERS: dict[str, Callable[[str, ClientCounts], Any]] = {"grpc": read_grpc, "sse": read_sse}
+
+
+def serve_client(pipe: Connection, shared: Any, front: str, address: str, streams: int, pause_s: float) -> None:
+    """Open `streams` streams, `pause_s` apart; answer the closing pipe's one word with ages and first tokens."""
+
+    async def main() -> None:
+        tally = ClientCounts(shared)
+        tasks = []
+        for _ in range(streams):
+            tasks.append(asyncio.create_task(READERS[front](address, tally)))
+            await asyncio.sleep(pause_s)
+        while not pipe.poll():
+            await asyncio.sleep(0.02)
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("a stream has ended")
+        pipe.send((tally.ages, tally.first_s))
+
+    asyncio.run(_ending(main(), pipe))
+
+
+async def _ending(work: Any, pipe: Connection) -> None:
+    try:
+        await work
+    except Exception as error:
+        pipe.send(error)
+        raise
+    os._exit(0)
+
+
+# ---- the measurement
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, user and system, all threads."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _wait_closed(pipe: Connection) -> None:
+    with suppress(EOFError):
+        pipe.recv()
+
+
+def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def measure(
+    front: str, workers: int, streams: int, rate: int, seconds: float, clients: int, together: bool
+) -> dict[str, Any]:
+    """Return the line of one router with `streams` open streams, each of `rate` tokens a second."""
+    fleet, to_fleet = _start(serve_workers, workers)
+    router, to_router = _start(serve_router, to_fleet.recv())
+    address = dict(zip(("grpc", "sse"), to_router.recv(), strict=True))[front]
+    to_fleet.send(min(20.0, 2000.0 / streams))
+    time.sleep(0.5)
+    empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
+    shares = [streams // clients + (i < streams % clients) for i in range(clients)]
+    shared = [SPAWN.Array("Q", 4, lock=False) for _ in shares]
+    readers = [
+        _start(serve_client, words, front, address, share, 0.0 if together else 2e-3)
+        for words, share in zip(shared, shares, strict=True)
+    ]
+
+    def count(word: int) -> int:
+        """Sum up one word of all clients. Raises RuntimeError where one has failed."""
+        for _, pipe in readers:
+            if pipe.poll():
+                raise RuntimeError("a client has failed") from pipe.recv()
+        return int(sum(words[word] for words in shared))
+
+    while count(OPEN) < streams:
+        time.sleep(0.02)
+    open_cpu_s, stream_bytes = cpu_s(router.pid) - began_cpu_s, (rss_bytes(router.pid) - empty_bytes) / streams
+    to_fleet.send(float(rate))
+    time.sleep(SETTLE_S)
+    tokens, messages, began_s, router_s = count(TOKENS), count(MESSAGES), time.monotonic(), cpu_s(router.pid)
+    time.sleep(seconds)
+    tokens, messages = count(TOKENS) - tokens, count(MESSAGES) - messages
+    took_s, router_s = time.monotonic() - began_s, cpu_s(router.pid) - router_s
+    # Ages are read in a second of their own, as it costs the clients time.
+    for words in shared:
+        words[TIMED] = 1
+    time.sleep(1.0)
+    ages: list[int] = []
+    first_s: list[float] = []
+    for _, pipe in readers:
+        pipe.send("tell")
+        told = pipe.recv()
+        ages += told[0]
+        first_s += told[1]
+    ages.sort()
+    first_s.sort()
+    for process in (*(process for process, _ in readers), router, fleet):
+        process.kill()
+        process.join()
+    return {
+        "front": front,
+        "streams": streams,
+        "asked/s": rate * streams,
+        "tokens/s": round(tokens / took_s),
+        "CPU %": router_s / took_s * 100,
+        "µs a token": router_s / max(tokens, 1) * 1e6,
+        "a core, tokens/s": round(tokens / max(router_s, 1e-3)),
+        "a message, tokens": tokens / max(messages, 1),
+        "late p50, ms": _ms(ages, 0.5),
+        "late p99, ms": _ms(ages, 0.99),
+        "TTFT p99, ms": first_s[int(0.99 * (len(first_s) - 1))] * 1e3,
+        "open, CPU ms": open_cpu_s / streams * 1e3,
+        "KiB a stream": stream_bytes / 1024,
+    }
+
+
+def _ms(ages: list[int], share: float) -> float:
+    return ages[int(share * (len(ages) - 1))] * TICK_S * 1e3 if ages else float("nan")
+
+
+def main() -> None:
+    parser = output.parser(__doc__)
+    parser.add_argument("--fronts", default="grpc,sse", help="grpc, sse, or both")
+    parser.add_argument("--streams", default="128", help="open streams, one after the other: 128,1024")
+    parser.add_argument("--rates", default="25,100,400", help="tokens a second of each stream")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--together", action="store_true", help="all streams arrive at once")
+    options = parser.parse_args()
+    lines = [
+        measure(front, options.workers, streams, rate, options.seconds, options.clients, options.together)
+        for front in options.fronts.split(",")
+        for streams in figures.numbers(options.streams)
+        for rate in figures.numbers(options.rates)
+    ]
+    output.tell(options, "front", {"the router's data path": lines})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Compares routing policies on one trace after another, in simulated time: `python -m benchmarks.routing`.
+
+The real router core and the real order of prefill, over exact least-recently-used caches of the real kind, serve open
+and per-session closed arrivals (`benchmarks.routing.cluster`, `benchmarks.routing.workloads`). A load of 0.8 spaces the
+sessions so that a cluster with the hits of one cache as large as all prefill workers' together would be busy for 0.8 of
+the time. Hits are counted where prompts are computed, and compared with that cache's (`of LRU`); times to first token
+(TTFT) in simulated seconds, and those of the best policy in the same place (`of best`).
+
+    python -m benchmarks.routing --trace mooncake.jsonl.xz --workload hot --workload chat --seeds 1,2,3
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks import output, traces
+from benchmarks.routing import bounds
+from benchmarks.routing.cluster import ClusterShape, RoutingOutcome, SimulatedCluster
+from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
+from router.core.policies import POLICIES, make_policy
+
+MADE = "made"
+"""The workload that `benchmarks.traces` makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingCase:
+    """One run. `source` is a workload's name or a trace's path."""
+
+    source: str
+    requests: int
+    seed: int
+    load: float
+    policy: str
+    shape: ClusterShape
+
+
+def workload(source: str, requests: int, seed: int) -> Workload:
+    """Return the sessions of a case. Raises OSError for a trace that cannot be read."""
+    if source in GENERATED:
+        return GENERATED[source](requests, seed)
+    if source == MADE:
+        return of_trace(traces.make(traces.TraceShape(rows=requests), seed))
+    return of_trace(traces.read(Path(source))[:requests])
+
+
+def bound(sessions: Workload, shape: ClusterShape) -> float:
+    """Return the share of prompt tokens that one cache as large as all prefill workers' together finds."""
+    return bounds.lru(in_order(sessions), shape.prefill * shape.prefill_blocks)
+
+
+def at_load(sessions: Workload, load: float, shape: ClusterShape) -> Workload:
+    """Return the sessions so far apart that prefill would be busy for `load` of the time with the hits of `bound`."""
+    tokens = sum(turn.prompt_tokens for session in sessions for turn in session.turns)
+    work_s = tokens * (1 - bound(sessions, shape)) * shape.speeds.prefill_token_s
+    return stretched(sessions, work_s / load / (shape.prefill - 1 + 1 / shape.slow))
+
+
+def run(case: RoutingCase) -> RoutingOutcome:
+    """Serve a case's sessions; deterministic."""
+    sessions = at_load(workload(case.source, case.requests, case.seed), case.load, case.shape)
+    return SimulatedCluster(case.shape, make_policy(case.policy, case.seed)).run(sessions)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def gap_ms(outcome: RoutingOutcome, share: float) -> int:
+    """Return the milliseconds between tokens that `share` of them do not exceed."""
+    left = share * sum(outcome.gaps.values())
+    for gap in sorted(outcome.gaps):
+        left -= outcome.gaps[gap]
+        if left <= 0:
+            return gap
+    return 0
+
+
+def lines(cases: Sequence[RoutingCase], outcomes: Iterable[RoutingOutcome]) -> list[output.Line]:
+    """Return one line a case. `of best` compares it with the policies of the same place, seed and load."""
+    done = list(zip(cases, outcomes, strict=True))
+    best: dict[tuple[str, int, float], float] = {}
+    bound_of: dict[tuple[str, int], float] = {}
+    for case, outcome in done:
+        place = (case.source, case.seed, case.load)
+        best[place] = min(best.get(place, float("inf")), fmean(outcome.ttft_s))
+        if (case.source, case.seed) not in bound_of:
+            bound_of[case.source, case.seed] = bound(workload(case.source, case.requests, case.seed), case.shape)
+    told: list[output.Line] = []
+    for case, outcome in done:
+        hits, most = outcome.hit_tokens / outcome.prompt_tokens, bound_of[case.source, case.seed]
+        mean_s = fmean(outcome.ttft_s)
+        told.append(
+            {
+                "workload": Path(case.source).name.partition(".")[0],
+                "seed": case.seed,
+                "load": case.load,
+                "policy": case.policy,
+                "hits": hits,
+                "of LRU": hits / most if most else 1.0,
+                "TTFT mean s": mean_s,
+                "of best": mean_s / best[case.source, case.seed, case.load],
+                "p50 s": percentile(outcome.ttft_s, 0.5),
+                "p99 s": percentile(outcome.ttft_s, 0.99),
+                "ITL p99 ms": gap_ms(outcome, 0.99),
+                "busy": outcome.busy_s / outcome.span_s / case.shape.prefill,
+                "failed": outcome.failed,
+            }
+        )
+    return told
+
+
+def limits(sources: Sequence[str], seeds: Sequence[int], requests: int, shape: ClusterShape) -> list[output.Line]:
+    """Return what caches without any routing would find, a line for each workload and seed."""
+    told: list[output.Line] = []
+    for source in sources:
+        for seed in seeds:
+            turns = list(in_order(workload(source, requests, seed)))
+            blocks = shape.prefill * shape.prefill_blocks
+            told.append(
+                {
+                    "workload": Path(source).name.partition(".")[0],
+                    "seed": seed,
+                    "requests": len(turns),
+                    "tokens a prompt": fmean(turn.prompt_tokens for turn in turns),
+                    "infinite": bounds.infinite(turns),
+                    "Belady": bounds.belady(turns, blocks),
+                    "LRU": bounds.lru(turns, blocks),
+                }
+            )
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser, usual = output.parser(__doc__), ClusterShape()
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a file in Mooncake's form")
+    parser.add_argument("--workload", action="append", default=[], choices=[*GENERATED, MADE])
+    parser.add_argument("--requests", type=int, default=4000, help="of each workload, and at most of each trace")
+    parser.add_argument("--seeds", type=_numbers(int), default=[1], metavar="N,...")
+    parser.add_argument("--load", type=_numbers(float), default=[0.5, 0.8, 0.95], metavar="SHARE,...")
+    parser.add_argument("--policies", type=_names, default=list(POLICIES), metavar="NAME,...")
+    parser.add_argument("--prefill", type=int, default=usual.prefill, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=usual.decode, help="decode workers")
+    parser.add_argument("--capacity-blocks", type=int, default=usual.prefill_blocks, help="of one prefill worker")
+    parser.add_argument("--decode-blocks", type=int, default=usual.decode_blocks, help="of one decode worker")
+    parser.add_argument("--slow", type=float, default=1.0, help="how much slower the first prefill worker is")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args(arguments)
+    sources = [*map(str, options.trace), *options.workload] or list(GENERATED)
+    shape = ClusterShape(
+        prefill=options.prefill,
+        decode=options.decode,
+        prefill_blocks=options.capacity_blocks,
+        decode_blocks=options.decode_blocks,
+        slow=options.slow,
+    )
+    cases = [
+        RoutingCase(source, options.requests, seed, load, policy, shape)
+        for source in sources
+        for seed in options.seeds
+        for load in options.load
+        for policy in options.policies
+    ]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(run, cases))
+    results = {
+        "What caches could find": limits(sources, options.seeds, options.requests, shape),
+        "What policies found": lines(cases, outcomes),
+    }
+    output.tell(options, "routing", results)
+    return 0
+
+
+def _numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(POLICIES)}")
+    return names
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

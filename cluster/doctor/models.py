@@ -1,0 +1,52 @@
+"""`headrace doctor --deep`: reads every prepared model of this host's cache, and holds it against its digests."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.doctor.check import Check
+from cluster.sizes import format_size
+from engine.model.config import CONFIG_FILE, ModelConfig, ModelError, read_prepared
+from engine.model.prepared.checked import DIGESTS_FILE, check_folder, check_pieces, file_digest
+from engine.model.prepared.shards import ShardIndex, by_reference, contents
+
+
+def model_checks(cache: Path) -> Iterator[Check]:
+    """Read all prepared models in `cache`, whatever was read of them before."""
+    folders = sorted(path.parent for path in cache.glob(f"*/{DIGESTS_FILE}"))
+    # A folder without its list is one of an older version, or has lost it: the next start makes another.
+    for folder in folders:
+        yield _check(folder)
+    if not folders:
+        yield Check("prepared models", "ok", f"none in {cache}: the first start makes one")
+
+
+def _check(folder: Path) -> Check:
+    name = f"prepared model {folder.name[:8]}"
+    began_s = time.monotonic()
+    try:
+        size = check_folder(folder) + _check_derived(folder) + _check_shards(folder)
+        model = read_prepared(folder / CONFIG_FILE, ModelConfig).name
+    except (ModelError, OSError) as error:
+        fix = "nothing: the next start makes it again, and a worker that starts makes what it derived"
+        if by_reference(folder):
+            fix = "if the model's own files are right, remove this folder: the next start makes it again"
+        return Check(name, "fail", str(error), fix)
+    took_s = time.monotonic() - began_s
+    rate = format_size(round(size / max(took_s, 1e-9)))
+    return Check(name, "ok", f"{model}: every digest agrees, {format_size(size)} read in {took_s:.1f} s ({rate}/s)")
+
+
+def _check_derived(folder: Path) -> int:
+    """Read the files that workers have derived from the folder."""
+    return sum(check_pieces(path) for kind in ("panels", "packed") for path in folder.glob(f"{kind}-*.bin"))
+
+
+def _check_shards(folder: Path) -> int:
+    """Read weights that were left where they are, where a load has said what they hold."""
+    known = contents(folder) if by_reference(folder) else {}
+    shards = ShardIndex.load(folder).shards if known else ()
+    for shard in shards:
+        if (found := file_digest(Path(shard.stamp.path))) != known.get(shard.name):
+            raise ModelError(shard.stamp.path, f"holds other bytes than when it was first loaded: XXH3 {found}")
+    return sum(shard.stamp.size_bytes for shard in shards)

@@ -1,0 +1,77 @@
+"""What a worker holds, told piece by piece to a router that has attached. Pure.
+
+The list is made when the router comes, of numbers only; what each stands for is looked up when its turn comes. So what
+is told is held at that moment, what went meanwhile is left out, and nobody waits for all of it. What came meanwhile the
+router knows from its own requests.
+"""
+
+from engine import identity
+from engine.kv.manager import KVCacheManager
+from engine.kv.radix_cache import TOKEN_BYTES, Node
+from engine.types import BlockId
+
+Run = tuple[bytes, bytes]
+"""Parent and blocks of `engine.messages.HeldRun`."""
+
+
+class Holding:
+    """Mutable state: the blocks and lower identities that are still to be told, the next one last, and what was told.
+    Owner: the engine thread."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._lower = kv.lower()
+        self._blocks = [block for _, line in kv.cache.shares.lines() for block in line]
+        # What is in use comes first: the last node of a lease brings all that are before it.
+        self._blocks += [lease.path[-1].block for lease in kv.leases() if lease.path]
+        self._told: set[bytes] = set()
+        self._whole = kv.block_size * TOKEN_BYTES
+
+    def __bool__(self) -> bool:
+        """True while something is left to be told."""
+        return bool(self._blocks or self._lower)
+
+    def take(self, limit: int) -> list[Run]:
+        """Return runs of what comes next, after looking at `limit` blocks or a few more, parents first: what the device
+        has, about in the order of use, the latest first; then the tiers below it."""
+        runs: list[tuple[bytes, list[bytes]]] = []
+        last = None
+        while self and limit > 0:
+            path = self._device_path(self._blocks.pop()) if self._blocks else self._lower_path(self._lower.pop())
+            limit -= 1 + len(path)
+            if len(path) < 2:
+                continue
+            parent, *fresh = path
+            if parent and parent == last:
+                runs[-1][1].extend(fresh)
+            else:
+                runs.append((parent, fresh))
+            last = fresh[-1]
+            self._told.update(fresh)
+        cut = slice(identity.SHORT_BYTES)
+        return [(parent[cut], b"".join(one[cut] for one in fresh)) for parent, fresh in runs]
+
+    def _device_path(self, block: BlockId) -> list[bytes]:
+        """What is not told of the way to a cached block: the last identity that was, or nothing for a root, and those
+        after it. Empty where the block is cached no more."""
+        node: Node | None = self._kv.cache.node(block)
+        if node is not None and len(node.key) < self._whole:
+            node = node.parent  # a router knows whole blocks only
+        path = []
+        while node is not None and node.parent is not None and node.identity not in self._told:
+            path.append(node.identity)
+            node = node.parent
+        if node is None:
+            return []
+        return [b"" if node.parent is None else node.identity, *reversed(path)]
+
+    def _lower_path(self, ident: bytes) -> list[bytes]:
+        """The same of a block in a lower tier. Empty where what was before it is held no more."""
+        path = []
+        while ident and ident not in self._told:
+            above = self._kv.above(ident)
+            if above is None:
+                return []
+            path.append(ident)
+            ident = above
+        return [ident, *reversed(path)]

@@ -1,0 +1,38 @@
+"""How many connections each front may hold: as many as the settings say, while there are descriptors for them.
+
+A process that runs out of descriptors cannot answer anybody, reach a worker or open a file. So what is left when the
+fronts open is shared out beforehand: a part stays free for workers, files and connections on their way in or out, and
+the fronts divide the rest.
+"""
+
+import os
+import resource
+
+from router.config import FrontLimits
+
+RESERVE = 64
+LEAST = 8
+"""Every front takes as many, however little there is."""
+
+
+def front_connections(wanted: int, fronts: int, *, may_open: int, are_open: int) -> int:
+    """Return the connections that each of `fronts` may hold where the process may open so many descriptors."""
+    left = max(0, may_open - are_open - RESERVE)
+    return max(LEAST, min(wanted, left // fronts))
+
+
+def connections_now(wanted: int, fronts: int) -> int:
+    """Return the same for this process."""
+    may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if may_open == resource.RLIM_INFINITY:
+        return wanted
+    return front_connections(wanted, fronts, may_open=may_open, are_open=len(os.listdir("/proc/self/fd")))
+
+
+def grpc_options(limits: FrontLimits, connections: int) -> list[tuple[str, int]]:
+    """Return what gRPC's server is told of them."""
+    return [
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", round(limits.header_s * 1e3)),
+        ("grpc.max_connection_idle_ms", round(limits.idle_s * 1e3)),
+    ]

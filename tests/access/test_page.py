@@ -1,0 +1,94 @@
+"""A worker's page of metrics over real sockets: who reads it, with keys, with certificates, or on loopback."""
+
+import shutil
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+import access.tls
+from access.config import AccessConfig, AccessError
+from access.keys import make_key
+from access.page import guard_page
+from access.tenants import CertificateName, CredentialTable, Tenant
+from access.tls import ServerCertificates
+from telemetry.page_server import PageServer
+from tests.access.certificates import make_authority, make_certificate
+from tests.access.test_authenticator import write
+
+
+def get(server: PageServer, scheme: str = "http", verify: ssl.SSLContext | bool = True, key: str = "") -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(verify=verify) as client:
+        return client.get(f"{scheme}://127.0.0.1:{server.port}/metrics", headers=headers).status_code
+
+
+def test_a_page_on_loopback_is_open() -> None:
+    assert guard_page(AccessConfig(), "127.0.0.1", "decode-0") is None
+    with pytest.raises(AccessError, match="decode-0 would listen on 10"):
+        guard_page(AccessConfig(), "10.0.0.1", "decode-0")
+
+
+def test_a_page_with_keys_is_for_monitors(tmp_path: Path) -> None:
+    monitor, one = make_key("", "monitor", "")
+    acme, other = make_key("acme", "tenant", "")
+    write(tmp_path / "keys.json", CredentialTable(tenants={"acme": Tenant()}, keys=[one, other]))
+    guard = guard_page(AccessConfig(keys_file=str(tmp_path / "keys.json")), "127.0.0.1", "decode-0")
+    server = PageServer(lambda: b"page", "127.0.0.1", 0, guard)
+    try:
+        assert [get(server, key=key) for key in ("", acme, monitor, monitor + "x")] == [401, 403, 200, 401]
+        answer = httpx.get(f"http://127.0.0.1:{server.port}/metrics")
+        assert answer.headers["www-authenticate"] == "Bearer" and b"page" not in answer.content
+    finally:
+        server.close()
+
+
+def test_a_page_with_mutual_tls_is_for_monitors_certificates(tmp_path: Path) -> None:
+    ca = make_authority(tmp_path)
+    pair = make_certificate(tmp_path, ca, "headrace", san="IP:127.0.0.1")
+    clients = {name: make_certificate(tmp_path, ca, name) for name in ("prom", "acme")}
+    clients["stranger"] = make_certificate(tmp_path, make_authority(tmp_path, "other"), "stranger")
+    names = [CertificateName(name="prom", role="monitor"), CertificateName(name="acme", tenant="acme")]
+    write(tmp_path / "keys.json", CredentialTable(tenants={"acme": Tenant()}, certificates=names))
+    files = {"cert_file": pair.cert, "key_file": pair.key, "client_ca_file": ca.cert}
+    guard = guard_page(AccessConfig(keys_file=str(tmp_path / "keys.json"), **files), "127.0.0.1", "decode-0")
+    server = PageServer(lambda: b"page", "127.0.0.1", 0, guard)
+
+    def context(name: str) -> ssl.SSLContext:
+        made = ssl.create_default_context(cafile=ca.cert)
+        if name:
+            made.load_cert_chain(clients[name].cert, clients[name].key)
+        return made
+
+    try:
+        assert [get(server, "https", context(name)) for name in ("prom", "acme")] == [200, 403]
+        for name in ("", "stranger"):
+            with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
+                get(server, "https", context(name))
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            get(server)
+    finally:
+        server.close()
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a certificate that runs out, though the new one has long been there: the process had no descriptor
+    left just when the file changed."""
+    ca = make_authority(tmp_path)
+    pair = make_certificate(tmp_path, ca, "headrace", san="IP:127.0.0.1")
+    later = make_certificate(tmp_path, ca, "later", san="IP:127.0.0.1")
+    certificates = ServerCertificates(AccessConfig(cert_file=pair.cert, key_file=pair.key))
+    before = certificates.pem()
+    for new, old in ((later.cert, pair.cert), (later.key, pair.key)):
+        shutil.copyfile(new, old)
+
+    def unreadable(setting: str, file: str) -> bytes:
+        raise AccessError(f"{setting}: no descriptor") from OSError(24, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(access.tls, "_read", unreadable)
+        assert certificates.pem() == before
+    assert certificates.pem() != before

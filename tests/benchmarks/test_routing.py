@@ -1,0 +1,123 @@
+"""The routing benchmark: its bounds, its workloads, and that its cluster serves everybody and counts its work."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks import traces
+from benchmarks.routing import bounds
+from benchmarks.routing.__main__ import RoutingCase, at_load, gap_ms, lines, main, run, workload
+from benchmarks.routing.cluster import ClusterShape, RoutingOutcome, SimulatedCluster, Speeds
+from benchmarks.routing.workloads import BLOCK, GENERATED, PromptTurn, Visit, in_order
+from router.core.policies import POLICIES, make_policy
+
+SMALL = ClusterShape(prefill=2, decode=2, prefill_blocks=400, decode_blocks=2000)
+
+
+def turn(*blocks: int, tokens: int | None = None) -> PromptTurn:
+    return PromptTurn(blocks, len(blocks) * BLOCK if tokens is None else tokens, 4)
+
+
+def test_bounds_of_a_small_example() -> None:
+    """Guards the figures that all hits are compared with: of 1 2, 3 4, 1 2 again, with room for two blocks."""
+    turns = [turn(1, 2), turn(3, 4), turn(1, 2), turn(5, tokens=3)]
+    total, whole = 6 * BLOCK + 3, 2 * BLOCK - 1
+    assert bounds.infinite(turns) == pytest.approx(whole / total), "the last token is always computed"
+    assert bounds.lru(turns, 4) == pytest.approx(whole / total)
+    assert bounds.lru(turns, 2) == 0.0
+    assert bounds.belady(turns, 2) == pytest.approx(whole / total), "it keeps what comes again"
+    assert bounds.lru([turn(1, 2), turn(3), turn(1, 4)], 2) == pytest.approx(BLOCK / (5 * BLOCK)), "leaves go first"
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_workloads_are_the_same_for_the_same_seed_and_grow_along_sessions(name: str) -> None:
+    made = GENERATED[name](200, 3)
+    assert made == GENERATED[name](200, 3) != GENERATED[name](200, 4)
+    assert sum(len(session.turns) for session in made) >= 200
+    for session in made:
+        for before, after in pairwise(session.turns):
+            assert after.blocks[: len(before.blocks)] == before.blocks
+        for each in session.turns:
+            assert (len(each.blocks) - 1) * BLOCK < each.prompt_tokens <= len(each.blocks) * BLOCK
+            assert len(each.tokens()) == each.prompt_tokens
+    turns = list(in_order(made))
+    assert bounds.lru(turns, 100) <= bounds.belady(turns, 100) + 1e-9 <= bounds.infinite(turns) + 2e-9
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everybody_is_served_and_every_token_is_computed_or_found(policy: str) -> None:
+    """Guards the count of hits: what was not found was computed, and took its time."""
+    case = RoutingCase("chat", 300, 1, 0.6, policy, SMALL)
+    outcome = run(case)
+    turns = list(in_order(workload(case.source, case.requests, case.seed)))
+    assert len(outcome.ttft_s) == len(turns) and outcome.failed == 0
+    assert outcome.prompt_tokens == sum(each.prompt_tokens for each in turns)
+    assert 0 < outcome.hit_tokens / outcome.prompt_tokens <= bounds.infinite(turns)
+    computed_s = (outcome.prompt_tokens - outcome.hit_tokens) * SMALL.speeds.prefill_token_s
+    assert computed_s <= outcome.busy_s <= computed_s * 1.2
+    assert outcome.busy_s < SMALL.prefill * outcome.span_s
+    assert sum(outcome.gaps.values()) == sum(each.output_tokens - 1 for each in turns)
+
+
+def test_a_run_repeats_to_the_bit() -> None:
+    case = RoutingCase("bursts", 150, 2, 0.9, "least-cost", SMALL)
+    one, two = run(case), run(case)
+    assert (one.ttft_s, one.gaps, one.hit_tokens) == (two.ttft_s, two.gaps, two.hit_tokens)
+
+
+def test_one_prompt_takes_what_the_speeds_say() -> None:
+    """Guards the clock of the simulation: prefill in two chunks, then the wire, then a token a step."""
+    speeds = Speeds(0.1, 0.01, 0.001, 0.5, 0.0, 0.0)
+    shape = ClusterShape(prefill=1, decode=1, chunk_tokens=20, speeds=speeds, latency_s=0.0)
+    outcome = SimulatedCluster(shape, make_policy("least-cost", 0)).run([Visit(1.0, (turn(1, 2, tokens=30),))])
+    assert outcome.ttft_s == [pytest.approx(2 * 0.1 + 30 * 0.01 + 0.001)]
+    assert outcome.gaps == {500: 3} and gap_ms(outcome, 0.99) == 500
+
+
+def test_a_load_is_that_of_a_perfect_cache() -> None:
+    sessions = GENERATED["cold"](300, 1)
+    spread = at_load(sessions, 0.5, SMALL)
+    work_s = sum(each.prompt_tokens for each in in_order(sessions)) * SMALL.speeds.prefill_token_s
+    assert spread[-1].begins_s == pytest.approx(work_s / 0.5 / SMALL.prefill)
+
+
+def test_the_slow_worker_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards prices per worker: one that is three times slower is not sent a third of the work."""
+    shape = ClusterShape(prefill=3, decode=2, slow=3.0)
+    cluster = SimulatedCluster(shape, make_policy("least-cost", 0))
+    cluster.run(at_load(GENERATED["cold"](400, 1), 0.7, shape))
+    tokens = {name: worker.busy_s / (3.0 if name == "prefill-0" else 1.0) for name, worker in cluster.prefills.items()}
+    assert tokens["prefill-0"] < 0.6 * min(tokens["prefill-1"], tokens["prefill-2"])
+
+
+def test_caches_are_worth_more_than_turns() -> None:
+    """Guards what the router is for: shared prefixes found on the worker that has them."""
+    policies = ("least-cost", "round-robin", "random")
+    found = {policy: run(RoutingCase("chat", 600, 1, 0.8, policy, SMALL)) for policy in policies}
+    hits = {policy: outcome.hit_tokens / outcome.prompt_tokens for policy, outcome in found.items()}
+    assert hits["least-cost"] > 1.2 * max(hits["round-robin"], hits["random"])
+
+
+def test_lines_compare_with_the_best() -> None:
+    cases = [RoutingCase("cold", 10, 1, 0.5, policy, SMALL) for policy in ("least-cost", "random")]
+    made = [RoutingOutcome([1.0, 3.0], {5: 99, 50: 1}, 0, 10, 1.0, 2.0), RoutingOutcome([4.0], {}, 5, 10, 1.0, 2.0)]
+    first, second = lines(cases, made)
+    assert (first["TTFT mean s"], first["of best"], second["of best"]) == (2.0, 1.0, 2.0)
+    assert (first["ITL p99 ms"], second["hits"], first["busy"]) == (5, 0.5, 0.25)
+
+
+def test_the_command_reads_traces_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = traces.make(traces.TraceShape(rows=60), 1)
+    trace, out = tmp_path / "small.jsonl", tmp_path / "out.json"
+    trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    arguments = ["--trace", str(trace), "--load", "0.5", "--policies", "least-cost,random", "--json", str(out)]
+    assert main([*arguments, "--prefill", "2", "--decode", "1"]) == 0
+    assert "least-cost" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    found = written["rows"]["What policies found"]
+    assert [line["policy"] for line in found] == ["least-cost", "random"] and found[0]["workload"] == "small"
+    with pytest.raises(SystemExit):
+        main(["--policies", "nonsense"])

@@ -1,0 +1,126 @@
+"""`headrace keys`, the flags by which clients show credentials, and what a cluster refuses to listen on."""
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from access.authenticator import Authenticator
+from access.config import AccessConfig
+from cluster.cli.__main__ import main
+from cluster.cli.keys import add_credential
+from cluster.config import ClusterConfig, ConfigError, check_listening, fields
+from cluster.processes.placement import RayConfig
+from cluster.processes.prepare import specs
+from router.config import RouterConfig
+
+
+def keys(capsys: pytest.CaptureFixture[str], *words: str, fails: int = 0) -> tuple[str, str]:
+    assert main(["keys", *words]) == fails
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_a_key_is_made_shown_once_and_taken_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.json"
+    key, said = keys(capsys, "add", "acme", "--file", str(file), "--tokens-per-s", "5.5")
+    key = key.strip()
+    assert key.startswith("hr_") and key not in said
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and list(tmp_path.iterdir()) == [file]
+    found = Authenticator(AccessConfig(keys_file=str(file)))
+    assert found.caller(f"Bearer {key}", None).tenant == "acme" and found.tenant("acme").tokens_per_s == 5.5
+    keys(capsys, "add", "acme", "--certificate", "acme.example", "--file", str(file))
+    keys(capsys, "limit", "acme", "--concurrency", "3", "--file", str(file))
+    listed, _ = keys(capsys, "list", "--file", str(file))
+    assert "3 samples at once" in listed or "samples at once 3" in listed
+    assert "acme.example" in listed and "tokens per second 5.5" in listed
+    assert key not in listed and json.loads(file.read_text())["keys"][0]["sha256"] not in listed
+    keys(capsys, "remove", key.split("_")[1], "--file", str(file))
+    assert json.loads(file.read_text())["keys"] == []
+    _, why = keys(capsys, "remove", key.split("_")[1], "--file", str(file), fails=1)
+    assert "no key" in why
+    keys(capsys, "remove", "acme", "--file", str(file))
+    assert json.loads(file.read_text()) == {"tenants": {}, "keys": [], "certificates": []}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("add",),
+        ("add", "acme", "--monitor"),
+        ("add", "--monitor", "--weight", "2"),
+        ("add", "acme", "--weight", "0"),
+        ("add", "acme", "--concurrency", "-1"),
+        ("add", "acme", "--cache-share", "1.5"),
+        ("remove", ""),
+        ("list",),
+    ],
+)
+def test_what_cannot_be_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "keys.json"
+    _, why = keys(capsys, *words, "--file", str(file), fails=2)
+    assert why.startswith("headrace: ") and not file.exists() and not list(tmp_path.iterdir())
+
+
+def test_a_spoiled_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    _, why = keys(capsys, "add", "acme", "--file", str(file), fails=2)
+    assert "is no file of keys" in why and file.read_text() == "{"
+
+
+def test_two_who_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Guards a key that was shown to somebody and is not in the file."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: add_credential(tmp_path / "keys.json", f"t{n}", "", {}), range(24)))
+    assert len(json.loads((tmp_path / "keys.json").read_text())["keys"]) == 24
+
+
+def test_a_mode_that_was_given_is_kept(tmp_path: Path) -> None:
+    """Guards a router of another user, which cannot read the file any more once a key was added."""
+    file = tmp_path / "keys.json"
+    add_credential(file, "a", "", {})
+    file.chmod(0o640)
+    add_credential(file, "b", "", {})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["generate", "--server", "127.0.0.1:1", "x"]
+    for words in (["--cert", "c"], ["--cert", "c", "--key", "k"], ["--api-key", f"@{tmp_path / 'none'}"]):
+        assert main([*ask, *words]) == 2
+        assert capsys.readouterr().err.startswith("headrace: ")
+    assert main([*ask, "--ca", str(tmp_path / "none.pem")]) == 1
+    assert "none.pem" in capsys.readouterr().err
+
+
+def test_every_process_gets_the_clusters_access_and_nobody_sets_it_apart() -> None:
+    access = AccessConfig(keys_file="/keys.json", insecure="plaintext")
+    made = specs(ClusterConfig(access=access), "model")
+    assert [spec.config["access"] for spec in made] == [
+        {"keys_file": "/keys.json", "cert_file": "", "key_file": "", "client_ca_file": "", "insecure": "plaintext"}
+    ] * 3
+    assert sorted(key for key, _, _ in fields() if "access" in key or "keys_file" in key) == [
+        f"access.{name}" for name in sorted(AccessConfig.__struct_fields__)
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ClusterConfig(router=RouterConfig(host="0.0.0.0")),
+        ClusterConfig(worker_host="10.0.0.3"),
+        ClusterConfig(ray=RayConfig(address="auto")),
+    ],
+)
+def test_no_part_of_a_cluster_is_open_to_others_unasked(config: ClusterConfig) -> None:
+    import msgspec
+
+    with pytest.raises(ConfigError, match="access"):
+        check_listening(config)
+    check_listening(msgspec.structs.replace(config, access=AccessConfig(insecure="open")))
+    check_listening(ClusterConfig())

@@ -1,0 +1,150 @@
+"""What a worker tells of its cache, taken in by a router's index: never more than is held, and all of it in the end."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.identity import SHORT_BYTES, chain
+from engine.kv.holding import Holding
+from engine.kv.manager import KVCacheManager, Lease
+from engine.kv.tiers.commands import Spill, Spilled
+from engine.kv.tiers.tiers import Tiers
+from router.core.prefix_index import PrefixIndex
+
+BLOCKS, SIZE = 12, 2
+PROMPTS = [[*[0] * 8, *[n] * 9] for n in range(5)] + [[n] * 11 for n in range(1, 5)]
+NAMESPACES = (b"", b"other")
+
+
+class Site:
+    """A worker's cache, and the index of a router that it tells what it holds."""
+
+    def __init__(self, tiers: Tiers | None) -> None:
+        self.kv = KVCacheManager(BLOCKS, SIZE, "m", tiers)
+        self.leases: list[Lease] = []
+        self.told: set[bytes] = set()
+        self.attach()
+
+    def attach(self) -> None:
+        self.index = PrefixIndex()
+        self.index.add("w", 1000)
+        self.holding = Holding(self.kv)
+        self.told.clear()
+
+    def run(self, namespace: bytes, tokens: list[int]) -> None:
+        """A sequence is computed; what the device has of it is reused, and it stays held."""
+        lease = self.kv.acquire(namespace, tokens, match_limit=len(tokens) - 1, room_tokens=len(tokens))
+        if lease is not None:
+            self.kv.copied(lease)
+            self.kv.commit(lease, tokens, tail=True)
+            self.leases.append(lease)
+        self._move()
+
+    def end(self, number: int) -> None:
+        if self.leases:
+            self.kv.release(self.leases.pop(number % len(self.leases)))
+
+    def _move(self) -> None:
+        """Carry out what the tiers ask for."""
+        while self.kv.tiers is not None and (commands := self.kv.tiers.take_commands()):
+            for command in commands:
+                if isinstance(command, Spill):
+                    self.kv.tiers.handle(Spilled(command.segment, ""))
+
+    def tell(self, limit: int) -> None:
+        for parent, blocks in self.holding.take(limit):
+            fresh = {blocks[at : at + SHORT_BYTES] for at in range(0, len(blocks), SHORT_BYTES)}
+            assert fresh <= {one[:SHORT_BYTES] for one in self.held()}, "it says what it does not hold"
+            assert not fresh & self.told, "it says something twice"
+            assert not parent or parent in self.told, "a block comes before its parent"
+            self.told |= fresh
+            self.index.recall("w", parent, blocks)
+        self.index.check()
+
+    def report(self) -> None:
+        self.index.evict("w", self.kv.take_evicted())
+
+    def held(self) -> set[bytes]:
+        device = {node.identity for node in self.kv.cache.nodes()}
+        return device | {one for one in self.kv.lower() if self.kv.above(one) is not None}
+
+    def depths(self) -> list[tuple[int, int]]:
+        """How many leading blocks of every prompt the router believes to be held, and how many are."""
+        found, held = [], self.held()
+        for namespace in NAMESPACES:
+            for tokens in PROMPTS:
+                identities = chain(self.kv.cache.root_identity(namespace), tokens, SIZE)
+                really = next((at for at, one in enumerate(identities) if one not in held), len(identities))
+                found.append((self.index.match("w", identities), really))
+        return found
+
+
+def tiers(kind: str) -> Tiers | None:
+    if kind == "device":
+        return None
+    return Tiers(8, 4096, disk_bytes=6 * 3 * 4096 if kind == "disk" else 0)
+
+
+STEPS = st.tuples(
+    st.sampled_from(["run", "run", "run", "end", "end", "tell", "report", "attach"]),
+    st.integers(0, len(PROMPTS) - 1),
+    st.sampled_from(NAMESPACES),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["device", "host", "disk"]), st.lists(STEPS, max_size=40), st.integers(1, 6))
+def test_a_router_learns_all_and_nothing_that_is_not_so(
+    kind: str, steps: list[tuple[str, int, bytes]], limit: int
+) -> None:
+    """Guards what is told while blocks come and go, in pieces and from the beginning again, with the device's blocks in
+    use or idle, and others below it; and prefixes of one namespace that are taken for another's."""
+    site = Site(tiers(kind))
+    for what, number, namespace in steps:
+        if what == "run":
+            site.run(namespace, PROMPTS[number])
+        elif what == "end":
+            site.end(number)
+        elif what == "tell":
+            site.tell(limit)
+        elif what == "report":
+            site.report()
+        else:
+            site.attach()
+        site.kv.check()
+    site.report()
+    assert all(believed <= really for believed, really in site.depths())
+    site.attach()
+    while site.holding:
+        site.tell(limit)
+    assert all(believed == really for believed, really in site.depths())
+
+
+def test_no_piece_is_larger_than_what_was_asked_for() -> None:
+    """Guards a busy worker's step: 4,096 blocks of a long line are looked at, not all of them."""
+    kv = KVCacheManager(3000, SIZE, "m")
+    for number in range(100):
+        tokens = [number] * (30 * SIZE)
+        lease = kv.acquire(b"", tokens, match_limit=0, room_tokens=len(tokens))
+        assert lease is not None
+        kv.commit(lease, tokens)
+        kv.release(lease)
+    holding, pieces = Holding(kv), []
+    while holding:
+        pieces.append(sum(len(blocks) // SHORT_BYTES for _, blocks in holding.take(500)))
+    assert sum(pieces) == 3000 and max(pieces) <= 500
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_latest_used_comes_first(namespace: bytes) -> None:
+    """Guards the order in which a router will believe them gone."""
+    kv = KVCacheManager(8, SIZE, "m")
+    for number in range(2):
+        tokens = [number] * (3 * SIZE)
+        lease = kv.acquire(namespace, tokens, match_limit=0, room_tokens=len(tokens))
+        assert lease is not None
+        kv.commit(lease, tokens)
+        kv.release(lease)
+    newest = chain(kv.cache.root_identity(namespace), [1] * (3 * SIZE), SIZE)
+    (first, *_) = Holding(kv).take(100)
+    assert first == (b"", b"".join(one[:SHORT_BYTES] for one in newest))

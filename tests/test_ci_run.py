@@ -1,0 +1,132 @@
+"""`.ci/run`, with a `make` that says what it is told to: what ends it, what is tried again, and what it says last."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "run"
+
+# Stands for every tool that the script calls beside those of a plain system. `setup` makes an interpreter, `demo` its
+# figures. What a step says is in a file of its name; `step.status` holds the statuses of its runs, one a line.
+MAKE = """#!/bin/bash
+venv=${1#VENV=}
+step=$2
+echo "$@" >>"$SAID/called"
+if [ "$step" = setup ]; then mkdir -p "$venv/bin"; ln -s "$(type -P true)" "$venv/bin/python"; fi
+if [ "$step" = demo ]; then echo '{}' >"${3#ARGS=--json }"; fi
+if [ -e "$SAID/$step" ]; then cat "$SAID/$step"; fi
+if [ -s "$SAID/$step.status" ]; then
+    status=$(head -1 "$SAID/$step.status")
+    sed -i 1d "$SAID/$step.status"
+    exit "$status"
+fi
+"""
+NOTHING = "#!/bin/bash\nexit 0\n"
+STEPS = {"check", "contract", "extras", "bundle", "test", "parity", "observe", "chaos", "sim", "rayup", "demo"}
+
+
+class Steps:
+    """A folder of stand-ins, first on PATH, and what each step is to say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.said = folder / "said"
+        self._tools = folder / "tools"
+        # A copy: it works in the folder above its own, whose pytest cache is that of whoever runs this test.
+        self._script = folder / ".ci" / "run"
+        self._script.parent.mkdir()
+        shutil.copy(SCRIPT, self._script)
+        self.said.mkdir()
+        self._tools.mkdir()
+        # `find` lists shared memory, where other programs of this machine may have some.
+        for name in ("make", "g++", "prometheus", "promtool", "sshd", "rsync", "ip", "apt-get", "find"):
+            tool = self._tools / name
+            tool.write_text(MAKE if name == "make" else NOTHING)
+            tool.chmod(0o755)
+        for step in ("test", "parity", "observe", "chaos", "rayup"):
+            self.says(step, "=== 10 passed in 1.00s ===")
+
+    def says(self, step: str, *lines: str, statuses: tuple[int, ...] = ()) -> None:
+        (self.said / step).write_text("".join(f"{line}\n" for line in lines))
+        (self.said / f"{step}.status").write_text("".join(f"{status}\n" for status in statuses))
+
+    def called(self, step: str) -> list[str]:
+        """The options of each call of a step."""
+        calls = [line.split(maxsplit=2) for line in (self.said / "called").read_text().splitlines()]
+        return [" ".join(call[2:]) for call in calls if call[1] == step]
+
+    def run(self) -> tuple[int, list[str]]:
+        environment = {**os.environ, "PATH": f"{self._tools}:{os.environ['PATH']}", "SAID": str(self.said)}
+        done = subprocess.run(
+            [self._script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+        )
+        return done.returncode, done.stdout.splitlines()
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Steps:
+    return Steps(tmp_path)
+
+
+def test_every_step_is_run_and_counted(steps: Steps) -> None:
+    """Guards a step that nobody calls any more."""
+    status, lines = steps.run()
+    assert status == 0, lines
+    assert lines[-2:] == ["== all passed", "50 passed, 0 failed"]
+    assert "== skipped" not in lines
+    for step in STEPS - {"contract"}:
+        assert len(steps.called(step)) == 1, step
+    assert steps.called("contract") == ["", "TRITON=3.6.0"]
+
+
+def test_what_was_skipped_is_said_last(steps: Steps) -> None:
+    """Guards a step that looks like one that passed, since no test of it could run here."""
+    steps.says(
+        "rayup",
+        "SKIPPED [5] tests/deploy/test_ray_up.py: no hosts to try it on: needs root",
+        "=== 5 skipped, 2900 deselected in 1.50s ===",
+    )
+    steps.says(
+        "test",
+        "SKIPPED [30] tests/gpu/test_gpu_graphs.py: needs a CUDA device",
+        "SKIPPED [1] tests/gpu/test_gpu_loading.py:30: needs a CUDA device",
+        "SKIPPED [2] tests/transfer/nccl/test_library.py:33: no libnccl is installed",
+        "=== 2890 passed, 33 skipped, 9 deselected in 600.00s (0:10:00) ===",
+    )
+    status, lines = steps.run()
+    assert status == 0, lines
+    assert lines[lines.index("== skipped") :] == [
+        "== skipped",
+        "the whole of make rayup: no hosts to try it on: needs root",
+        "31 of make test: needs a CUDA device",
+        "2 of make test: no libnccl is installed",
+        "",
+        "== all passed, but for what was skipped",
+        "2920 passed, 0 failed",
+    ]
+
+
+def test_what_failed_is_tried_once_more_and_no_third_time(steps: Steps) -> None:
+    failed = "=== 1 failed, 9 passed in 1.00s ==="
+    steps.says("chaos", failed, statuses=(2, 0))
+    status, lines = steps.run()
+    assert status == 0, lines
+    assert steps.called("chaos") == ["", "ARGS=--last-failed"]
+    assert "== what failed, once more: make chaos" in lines
+
+    (steps.said / "called").unlink()
+    steps.says("chaos", failed, statuses=(2, 2, 0))
+    status, lines = steps.run()
+    assert status != 0 and not any("all passed" in line for line in lines)
+    assert len(steps.called("chaos")) == 2 and not steps.called("rayup"), "it went on"
+
+
+@pytest.mark.parametrize("step", ["check", "contract", "sim", "demo"])
+def test_a_step_that_is_not_about_timing_gets_one_try(steps: Steps, step: str) -> None:
+    """Guards a failure that is lost in the pipe to the log."""
+    steps.says(step, "no", statuses=(1, 0))
+    status, lines = steps.run()
+    assert status != 0 and not any("all passed" in line for line in lines)
+    assert len(steps.called(step)) == 1
