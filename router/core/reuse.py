@@ -12,7 +12,7 @@ others hold it, weighs besides its own time
   and weighs nothing. A conversation that one client goes on with has one holder and nearly no share: it weighs in full.
 
 Shares halve with every HALF_LIFE requests a worker, or SHORTEST in all. They are counted for some depths only, fewer as
-they get deeper.
+they get deeper, and forgotten when they are far too small to change a price.
 """
 
 from collections import Counter
@@ -25,7 +25,10 @@ HEADROOM = 8.0
 HALF_LIFE, SHORTEST = 32, 256
 LINEAR = 16
 """Blocks of which every one is counted; of the next as many every other one, then every fourth of twice as many."""
-MOST_BEGINNINGS = 1 << 16
+FEWEST_BEGINNINGS, MOST_BEGINNINGS = 1 << 12, 1 << 16
+"""How many beginnings are kept without asking whether they matter, and how many at most."""
+FORGOTTEN = 16.0
+"""A beginning is forgotten once its share is so many times less than one that changes a price."""
 _LARGEST = 1e100
 
 
@@ -43,13 +46,14 @@ def depths(blocks: int) -> tuple[int, ...]:
 class Shares:
     """How much of the recent work came with each beginning. Owner: the router core."""
 
-    # Mutable state: the work behind each beginning and all work, in tokens; and the weight of the next request's, which
-    # grows instead of all earlier ones' shrinking.
+    # Mutable state: the work behind each beginning and all work, in tokens; the weight of the next request's, which
+    # grows instead of all earlier ones' shrinking; and how many beginnings are kept until some are forgotten.
 
     def __init__(self) -> None:
         self._work: dict[bytes, float] = {}
         self._total = 0.0
         self._weight = 1.0
+        self._room = FEWEST_BEGINNINGS
 
     def __len__(self) -> int:
         return len(self._work)
@@ -67,9 +71,16 @@ class Shares:
             self._work = {key: work / self._weight for key, work in self._work.items()}
             self._total /= self._weight
             self._weight = 1.0
-        if len(self._work) > MOST_BEGINNINGS:
-            known = sorted(self._work.items(), key=lambda entry: entry[1], reverse=True)
-            self._work = dict(known[: MOST_BEGINNINGS // 2])
+        if len(self._work) > self._room:
+            self._forget(self._total / (FORGOTTEN * HEADROOM * workers))
+
+    def _forget(self, least: float) -> None:
+        """Forget the beginnings with less work than `least`, and the least of what is then still too much."""
+        known = [entry for entry in self._work.items() if entry[1] >= least]
+        if len(known) > MOST_BEGINNINGS // 2:
+            known = sorted(known, key=lambda entry: entry[1], reverse=True)[: MOST_BEGINNINGS // 2]
+        self._work = dict(known)
+        self._room = max(FEWEST_BEGINNINGS, 2 * len(known))
 
     def share(self, chain: Sequence[bytes], depth: int) -> float:
         """Return the part, 0 to 1, of the recent work that began with the first `depth` blocks of `chain`, as counted

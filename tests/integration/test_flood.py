@@ -21,7 +21,7 @@ from tests.integration.proven import ProvenStream
 FRAMES_PER_S = 500
 RECORDS_PER_FRAME = 16
 ALLOWED = 1.3
-TRIES = 3
+TRIES = 6
 
 
 class Flood:
@@ -95,9 +95,12 @@ def test_a_flood_of_messages_hardly_slows_a_step(demo_model: Path) -> None:
                 flooded_s = _median_step_s(client)
                 rate = flood.sent / (time.monotonic() - began_s)
                 flood.close()
-                assert rate > 0.5 * FRAMES_PER_S, f"no flood: {rate:.0f} frames/s"
+                if rate <= 0.5 * FRAMES_PER_S:
+                    print(f"\nno flood: {rate:.0f} frames/s, as the machine is busy: tried again")
+                    continue
                 ratios.append(flooded_s / quiet_s)
                 if ratios[-1] <= ALLOWED:
                     break
             print(f"\nstep under {FRAMES_PER_S} frames/s over quiet: {ratios}")
+            assert ratios, "not once was there a flood"
             assert min(ratios) <= ALLOWED

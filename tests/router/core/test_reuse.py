@@ -3,7 +3,15 @@
 import pytest
 
 from router.core import reuse
-from router.core.reuse import LEAST_DELAYED, MOST_BEGINNINGS, MOST_DELAYED, Shares, delaying_tokens, depths
+from router.core.reuse import (
+    FEWEST_BEGINNINGS,
+    LEAST_DELAYED,
+    MOST_BEGINNINGS,
+    MOST_DELAYED,
+    Shares,
+    delaying_tokens,
+    depths,
+)
 
 SIZE = 16
 
@@ -51,13 +59,27 @@ def test_depths_that_are_not_counted_take_the_next_one() -> None:
 
 def test_memory_is_bounded_and_the_largest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "MOST_BEGINNINGS", 100)
+    monkeypatch.setattr(reuse, "FEWEST_BEGINNINGS", 40)
     assert MOST_BEGINNINGS > 100
     shares = Shares()
     for n in range(500):
-        came(shares, chain("hot", 4), uncached=64)
-        came(shares, chain(f"{n}", 4), uncached=16)
-    assert len(shares) <= 104
+        came(shares, chain("hot", 4), uncached=64, workers=1000)
+        came(shares, chain(f"{n}", 4), uncached=16, workers=1000)
+        assert len(shares) <= 104
     assert shares.share(chain("hot", 4), 1) > 0.5
+
+
+def test_what_cannot_change_a_price_is_forgotten_and_what_can_stays() -> None:
+    """Guards against a memory that grows with every prompt for 65,536 beginnings, of which four workers can use few:
+    five MB more between a router's thousandth and its three-thousandth request."""
+    shares = Shares()
+    for n in range(4000):
+        came(shares, chain(f"{n}", 12), uncached=192)
+        if n % 30 == 0:
+            came(shares, chain("warm", 12), uncached=192)
+        assert len(shares) <= FEWEST_BEGINNINGS + 12
+    # One of 31 requests: just enough that a second copy is weighed (1 / (HEADROOM * workers) of the work).
+    assert shares.share(chain("warm", 12), 1) == pytest.approx(1 / 31, rel=0.15)
 
 
 def test_weights_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
