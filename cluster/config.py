@@ -36,6 +36,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher: Literal["ray", "process"] = "ray"
     ray: RayConfig = RayConfig()
     prefill_workers: int = 1
+    """0: one pool of decode workers, each of which reads its prompts itself, beside its running requests."""
     decode_workers: int = 1
     worker_host: str = "127.0.0.1"
     """The address workers listen on; on a Ray cluster each takes its node's instead."""
@@ -84,6 +85,7 @@ DTYPE_KEYS = ("prefill.engine.dtype", "decode.engine.dtype")
 
 _MAY_BE_ZERO = frozenset(
     {
+        "prefill_workers",
         "stop_grace_s",
         "restart.limit",
         "tracing.sample",

@@ -107,7 +107,7 @@ def device_share(config: ClusterConfig, pool: Pool) -> float:
         return min(1.0, asked or 1.0)
     counts = {"prefill": config.prefill_workers, "decode": config.decode_workers}
     cards = {name: _card(engine) for name, engine in engines(config).items()}
-    return 1.0 / sum(counts[name] for name, card in cards.items() if card == cards[pool])
+    return 1.0 / max(1, sum(counts[name] for name, card in cards.items() if card == cards[pool]))
 
 
 def _card(engine: EngineConfig) -> str:

@@ -45,11 +45,14 @@ from transfer.handoff.negotiation import AS_STORED
 
 ENV_PREFIX = "HEADRACE_"
 
+ONE_POOL = "--workers"
+"""Stands for two settings: no prefill workers, and so many decode workers."""
 # flag, key, metavar, help; what every other setting needs is `--set`.
 FLAGS = (
     ("--name", "name", "NAME", "which cluster of this host (default: headrace)"),
     ("--prefill", "prefill_workers", "N", "prefill workers"),
     ("--decode", "decode_workers", "N", "decode workers"),
+    (ONE_POOL, "workers", "N", "one pool of N workers that prefill and decode; no prefill workers"),
     ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
     ("--launcher", "launcher", "ray|process", "what starts the workers"),
     ("--host", "router.host", "ADDRESS", "address the router listens on"),
@@ -159,6 +162,9 @@ def _work_out(
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
+    if not config.prefill_workers and origins["decode.local_chunk_tokens"] == "default":
+        values["decode.local_chunk_tokens"] = config.prefill.chunk_tokens
+        origins["decode.local_chunk_tokens"] = "computed: no prefill workers, a prefill worker's chunk"
     for pool, (share_key, drain_key) in SHARE_KEYS.items():
         share = device_share(config, pool)
         for key, default, more in ((share_key, 1.0, share), (drain_key, NcclConfig().drain_s, 1.0 / share)):
@@ -209,10 +215,15 @@ def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, object, st
         if not equals:
             raise ConfigError(f"flag --set: {assignment!r} is not KEY=VALUE")
         yield key.strip().replace("-", "_"), raw.strip(), "flag --set"
+    given = {flag: raw for flag, key, _, _ in FLAGS if (raw := getattr(arguments, f"set:{key}", None)) is not None}
     for flag, key, _, _ in FLAGS:
-        raw = getattr(arguments, f"set:{key}", None)
-        if raw is not None:
-            yield key, raw, f"flag {flag}"
+        if flag in given and flag != ONE_POOL:
+            if ONE_POOL in given and key in ("prefill_workers", "decode_workers"):
+                raise ConfigError(f"flag {ONE_POOL}: one pool has no {flag}")
+            yield key, given[flag], f"flag {flag}"
+    if ONE_POOL in given:
+        yield "prefill_workers", "0", f"flag {ONE_POOL}"
+        yield "decode_workers", given[ONE_POOL], f"flag {ONE_POOL}"
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:

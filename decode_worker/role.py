@@ -125,12 +125,15 @@ class DecodeRole:
         """Take what the scheduler has counted in this turn."""
         if plan is not None:
             self._s_per_step = mean(self._s_per_step, seconds)
+            self.scheduler.batch.lasted(seconds)
         self._peers.redial(now)
         scheduler, metrics = self.scheduler, self._metrics
         batch, handoffs = scheduler.batch, scheduler.prefills.handoffs
         metrics.generated(batch.generated_tokens)
-        metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=0, recomputed=batch.recomputed_tokens)
+        hit_tokens = batch.hit_tokens + batch.alike.saved_tokens
+        metrics.prompt_tokens(batch.prefilled_tokens, prefix_hit=hit_tokens, recomputed=batch.recomputed_tokens)
         batch.generated_tokens = batch.prefilled_tokens = batch.recomputed_tokens = 0
+        batch.hit_tokens = batch.alike.saved_tokens = 0
         for back in scheduler.swapping.take_resumed():
             metrics.resumed(back.way, back.lost_tokens, back.seconds)
         for one in handoffs.take_migrated():
@@ -149,7 +152,13 @@ class DecodeRole:
         metrics.orphans_expired(scheduler.endings.orphans.expired)
         for dropped in (scheduler.receiver.dropped, prefills.handoffs.dropped):
             metrics.handoffs_dropped("receiver", dropped)
-        return msgspec.structs.replace(load, s_per_token=self._s_per_step, s_per_block=dict(self._s_per_block))
+        return msgspec.structs.replace(
+            load,
+            waiting_tokens=scheduler.batch.backlog_tokens,
+            s_per_token=self._s_per_step,
+            s_per_prompt_token=scheduler.batch.s_per_prompt_token,
+            s_per_block=dict(self._s_per_block),
+        )
 
     def close(self) -> None:
         self._peers.close()

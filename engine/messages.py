@@ -68,9 +68,10 @@ class Load(Record, kw_only=True):
     reserved_blocks: int
     quarantined_blocks: int
     waiting_requests: int = 0
-    waiting_tokens: int = 0  # uncached prompt tokens not computed yet (prefill)
+    waiting_tokens: int = 0  # uncached prompt tokens not computed yet (decode: of prompts that it computes itself)
     running_requests: int = 0
     s_per_token: float = 0.0  # prefill: measured; decode: seconds per step
+    s_per_prompt_token: float = 0.0  # decode: predicted, of prompts that it computes itself; 0.0 until measured
     s_per_block: dict[str, float] = {}  # decode: measured migration cost by prefill worker name
     evicted: list[bytes] = []  # identities (engine.identity) that left this worker's cache since the last report
     leaving: bool = False  # it takes nothing new, and ends when it holds nothing more

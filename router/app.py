@@ -99,7 +99,7 @@ class RouterApp:
         await self._links.set_workers(prefill, decode)
 
     def ready(self) -> bool:
-        """True while a prefill and a decode worker are alive."""
+        """True while a decode worker is alive, and a prefill worker if there is to be any."""
         return self.hub.ready()
 
     def models(self) -> list[str]:

@@ -1,5 +1,7 @@
 """The router's settings."""
 
+from typing import Literal
+
 import msgspec
 
 from access.config import AccessConfig
@@ -32,6 +34,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes a free port, -1 means no HTTP front."""
     policy: str = "least-cost"
     """`least-cost`, or one of the simpler ones of `router.core.policies`, for comparison."""
+    local_prefill: Literal["never", "auto"] = "never"
+    """Whether decode workers read prompts although there are prefill workers: `auto`, where that is predicted to be the
+    cheaper. Without any prefill worker they always do."""
     seed: int = 0
     """Seeds the generator that breaks ties between workers; it never touches sampling."""
     max_waiting: int = 256

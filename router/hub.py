@@ -101,10 +101,12 @@ class Hub:
         return self.core.is_settled(self._clock())
 
     def ready(self) -> bool:
-        """True while a prefill and a decode worker are alive."""
+        """True while a decode worker is alive, and a prefill worker if there is to be any."""
         now = self._clock()
         registry = self.core.registry
-        return bool(registry.live("prefill", now) and registry.live("decode", now))
+        if self.roster.has("prefill") and not registry.live("prefill", now):
+            return False
+        return bool(registry.live("decode", now))
 
     # ---- from clients
 

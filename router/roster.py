@@ -57,6 +57,10 @@ class Roster:
         member.metrics_address, member.incarnation = info.metrics_address, info.incarnation
         return fresh
 
+    def has(self, role: str) -> bool:
+        """Return True if there is a member of this role, in whatever state."""
+        return any(member.role == role for member in self._members.values())
+
     def lost(self, name: str, *, left: bool) -> bool:
         """A worker is connected no more; False if it was not."""
         member = self._members.get(name)

@@ -130,8 +130,8 @@ def _scale(arguments: argparse.Namespace) -> int:
     sizes: dict[str, int] = {}
     for text in arguments.sizes:
         pool, _, count = text.partition("=")
-        if pool not in POOLS or not count.isdecimal() or int(count) < 1:
-            raise ConfigError(f"{text!r} is not prefill=N or decode=N with N of at least 1")
+        if pool not in POOLS or not count.isdecimal() or int(count) < (pool == "decode"):
+            raise ConfigError(f"{text!r} is not prefill=N, or decode=N with N of at least 1")
         if pool in sizes:
             raise ConfigError(f"{pool} is given twice")
         reason = problem(f"{pool}_workers", int(count))

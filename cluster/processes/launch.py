@@ -90,6 +90,7 @@ class Cluster:
         self._children: dict[str, Child] = {}
         self._ready: dict[str, ChildReady] = {}
         self._specs: dict[str, ChildSpec] = {}
+        self._kinds: dict[str, ChildSpec] = {}
         self._supervisor: Supervisor | None = None
         self._metrics: SupervisorMetrics | None = None
         self.supervisor_metrics_port = 0
@@ -138,7 +139,11 @@ class Cluster:
             port = self.supervisor_metrics_port = self._metrics.serve(self._config.router.host, guard=guard)
         except (OSError, AccessError) as error:
             raise LaunchError(f"no page of metrics on {self._config.router.host}: {error}") from error
-        self._specs = {s.name: s for s in specs(self._config, model_dir, self._factories, source, port)}
+        some = msgspec.structs.replace(self._config, prefill_workers=max(1, self._config.prefill_workers))
+        made = specs(some, model_dir, self._factories, source, port)
+        self._kinds = {spec.kind: spec for spec in made}
+        is_one_pool = not self._config.prefill_workers
+        self._specs = {s.name: s for s in made if not (is_one_pool and s.kind == "prefill")}
         for name, spec in self._specs.items():
             self._children[name] = self._launched(spec)
         self._ready = self._wait_started(deadline_s)
@@ -380,9 +385,7 @@ class Cluster:
     def _another(self, name: str) -> ChildSpec:
         """Return the spec of a worker that its pool has not had before: that of any other, under its own name."""
         assert self._supervisor is not None
-        kind = self._supervisor.kind(name)
-        like = next(spec for spec in self._specs.values() if spec.kind == kind)
-        return msgspec.structs.replace(like, name=name)
+        return msgspec.structs.replace(self._kinds[self._supervisor.kind(name)], name=name)
 
     def _ask_to_leave(self, name: str, grace_s: float) -> None:
         try:
@@ -406,8 +409,8 @@ class Cluster:
 
 def check_size(kind: Kind, count: int) -> None:
     """Raises LaunchError for a pool that cannot have `count` workers, whoever asks for them."""
-    if kind == "router" or count < 1:
-        raise LaunchError(f"a pool has at least one worker: {kind}={count} is not possible")
+    if kind == "router" or count < (kind == "decode"):
+        raise LaunchError(f"the decode pool has at least one worker: {kind}={count} is not possible")
     if (reason := problem(f"{kind}_workers", count)) is not None:
         raise LaunchError(f"{kind}: {reason}")
 

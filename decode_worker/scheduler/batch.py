@@ -1,11 +1,15 @@
 """The requests that a decode worker computes for, and what its next step holds. Pure.
 
-A request that is ready runs when the batch has room; prompts are computed beside the others, in chunks. One without a
+A request that is ready runs when the batch has room; prompts are computed beside the others, in chunks whose size keeps
+the step short enough for those (`decode_worker.scheduler.pace`). One without a
 block for its next token has no row in the step; it has one again when somebody has made room.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
+from decode_worker.scheduler.alike import Alike
+from decode_worker.scheduler.pace import Pace
 from decode_worker.scheduler.request import Request, RequestState
 from decode_worker.scheduler.samples.beams import Beams
 from engine.kv.manager import KVCacheManager, Lease
@@ -17,10 +21,13 @@ from worker.config import DecodeConfig
 
 class Batch:
     """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, the number of
-    steps, what is counted until the shell has taken it, and what `beams` owns. Owner: the scheduler."""
+    steps, what it holds beside how many rows, what is counted until the shell has taken it, and what `alike`, `beams` and
+    `pace` own. Owner: the scheduler."""
 
     def __init__(self, config: DecodeConfig, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
+        self.alike = Alike(kv)
         self.beams = Beams(kv, stop_ids)
+        self.pace = Pace(config.local_chunk_tokens, kv.block_size, config.mixed_step_s)
         self.ready: list[Request] = []
         self.running: list[Request] = []
         self.local: list[Request] = []
@@ -28,18 +35,21 @@ class Batch:
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         """Prompt tokens computed here."""
+        self.hit_tokens = 0
+        """Prompt tokens of those computed here that were cached here."""
         self.recomputed_tokens = 0
         """Prompt tokens computed here because a worker that had computed them, or was to, is lost."""
         self._kv = kv
         self._max_rows = config.max_batch
-        self._chunk_tokens = config.local_chunk_tokens
         self._stepping: list[Request] = []
+        self._running_rows = self._prompt_tokens = 0
         self._steps = 0
 
     def add_ready(self, request: Request) -> None:
         """Let a request wait for a row: all of its KV but the newest token's is here."""
         if request.state is RequestState.LOCAL:
             self.local.remove(request)
+            self.alike.left(request)
         request.move(RequestState.READY)
         self.ready.append(request)
 
@@ -48,6 +58,7 @@ class Batch:
         self._kv.extend(request.lease, len(request.tokens))
         request.move(RequestState.LOCAL)
         request.prefill.local_since, request.prefill.local_from = now, request.known
+        self.alike.joined(request, self.local)
         self.local.append(request)
 
     def remove(self, request: Request) -> None:
@@ -55,6 +66,7 @@ class Batch:
         for line in (self.ready, self.running, self.local):
             if request in line:
                 line.remove(request)
+        self.alike.left(request)
         self.beams.drop(request)
 
     def wants(self, request: Request) -> list[tuple[Lease, int]]:
@@ -78,12 +90,12 @@ class Batch:
             request.clock.enter("decode_run", now)
             self.running.append(request)
 
-    def plan(self, departing: Sequence[Request]) -> StepPlan | None:
+    def plan(self, departing: Sequence[Request], now: float) -> StepPlan | None:
         """Return the next step: a row for every request that runs or departs, and chunks. None: nothing to compute."""
         rows: list[Row] = []
         # In the first step after a fork, before its parent writes on in the block that they share.
         copies = [pair for request in self.local for pair in request.lease.copies]
-        self._stepping = []
+        self._stepping, self._prompt_tokens = [], 0
         for request in (*self.running, *departing):
             if any(short for _, short in self.wants(request)):
                 continue
@@ -96,14 +108,16 @@ class Batch:
             else:
                 self._kv.extend(request.lease, len(request.tokens))
                 rows.append(self._row(request, len(request.tokens)))
+        self._running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            local = self.local[: max(1, self._max_rows - len(rows))]
+            local = [*islice(self.alike.computable(self.local, now), max(1, self._max_rows - len(rows)))]
             missing = [len(request.tokens) - request.known for request in local]
-            shares = share_budget(missing, self._chunk_tokens)
+            shares = share_budget(missing, self.pace.tokens(len(rows)))
             for request, share in zip(local, shares, strict=True):
                 if share:
                     rows.append(self._row(request, request.known + share))
+                    self._prompt_tokens += share
         if not rows:
             return None
         self._steps += 1
@@ -113,6 +127,20 @@ class Batch:
         self._stepping.append(request)
         record, tokens, start = request.record, request.tokens, request.known
         return row_of(record, tokens, start, end, request.lease.blocks, self.stop_ids)
+
+    def lasted(self, seconds: float) -> None:
+        """Note how long the step took that was planned last."""
+        self.pace.measured(self._running_rows, self._prompt_tokens, seconds)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens of prompts that are still to be computed here."""
+        return sum(map(self.alike.missing_tokens, self.local))
+
+    @property
+    def s_per_prompt_token(self) -> float:
+        """The time that each of them is predicted to take, in seconds; 0.0 until measured."""
+        return self.pace.s_per_token(len(self.running))
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[tuple[Request, Drawn]]:
         """Count what the step has computed. Return what follows each row that draws, with its request."""
@@ -153,6 +181,7 @@ class Batch:
         ):
             assert all([request.state is state for request in line])
             assert states.count(state) == len(line)
+        self.alike.check(self.local)
         self.beams.check(requests)
 
 

@@ -99,6 +99,7 @@ class Prefills:
         known = len(request.tokens) - 1 if request.arrived else request.have_blocks * self.kv.block_size
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = known
+            self.batch.hit_tokens += min(known, request.origin.decode_cached_tokens)
         request.prefill.worker = NO_PREFILL
         self.compute_rest(request, known, now)
 

@@ -178,7 +178,7 @@ class DecodeScheduler:
         for request in list(self.batch.running):
             if request.yielding and not self.kv.shortage(request.lease, len(request.tokens)):
                 commands.append(self.endings.depart(request, now))
-        return self.batch.plan(self.departures.incomplete), commands
+        return self.batch.plan(self.departures.incomplete, now), commands
 
     def complete(self, plan: StepPlan, drawn: Sequence[Drawn], now: float) -> list[Command]:
         """Send on what follows each row of the step, search on, or name it to the worker that goes on with it."""

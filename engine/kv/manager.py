@@ -225,6 +225,18 @@ class KVCacheManager:
                 self._identities.add(node.identity)
             path.append(node)
 
+    def adopt(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Put what is cached of the whole blocks of `tokens`, behind what the lease has committed, in the place of its
+        own blocks, which nobody has written or will read. Return how many leading tokens of the lease are computed."""
+        matched = self.cache.match(lease.namespace, tokens, len(tokens)).nodes
+        for at in range(len(lease.path), len(matched)):
+            node, own = matched[at], lease.blocks[at]
+            self._hold(node.block)
+            lease.blocks[at] = node.block
+            lease.path.append(node)
+            self._let_go(own)
+        return len(lease.path) * self.block_size
+
     def quarantine(self, lease: Lease) -> None:
         """The request is over, but a peer may still read these blocks: they stay held, and are shown as such, until
         the lease is released. Blocks that others hold too stay active."""

@@ -32,16 +32,24 @@ class ClusterView:
         call.decode, call.decode_life, call.key = decode.name, decode.life, decode.key
         call.believed_decode_blocks = choice.decode.cached_blocks
         new_blocks = demand(call.record, decode.info).blocks - call.believed_decode_blocks
-        self.registry.dispatched(decode.name, call.record.request, 0, new_blocks)
+        # What nobody else reads, it reads itself.
+        uncached = 0 if choice.prefill.name else len(call.record.tokens) - choice.prefill.cached_tokens
+        self.registry.dispatched(decode.name, call.record.request, uncached, new_blocks)
         peer = self._use_prefill(call, choice.prefill)
         # Those that come before the answer go where their beginning is about to be computed.
-        self.index.insert(call.prefill, call.chain(call.prefill_key))
+        self._reads(call)
         return peer
+
+    def _reads(self, call: Call) -> None:
+        """Believe that the prefill worker of `call`, if it has one, will hold its prompt."""
+        if call.prefill:
+            self.index.insert(call.prefill, call.chain(call.prefill_key))
 
     def refused(self, call: Call) -> None:
         """Note that nobody will compute `call`: its prefill worker holds what it was believed to hold before."""
-        believed_blocks = call.believed_prefill_tokens // call.prefill_key[1]
-        self.index.correct(call.prefill, call.chain(call.prefill_key), believed_blocks)
+        if call.prefill:
+            believed_blocks = call.believed_prefill_tokens // call.prefill_key[1]
+            self.index.correct(call.prefill, call.chain(call.prefill_key), believed_blocks)
 
     def _use_prefill(self, call: Call, choice: PrefillView) -> PeerAddress:
         """Note who prefills `call`, and what is believed of it."""
@@ -63,7 +71,7 @@ class ClusterView:
             return None
         peer = self._use_prefill(call, choice)
         self.registry.accepted(call.prefill, call.record.request)
-        self.index.insert(call.prefill, call.chain(call.prefill_key))
+        self._reads(call)
         return peer
 
     def accepted(self, call: Call, record: Accepted) -> None:
@@ -73,7 +81,7 @@ class ClusterView:
         if actual_blocks < call.believed_decode_blocks:
             self.index.correct(call.decode, chain, actual_blocks)
         self.index.insert(call.decode, chain)
-        self.index.insert(call.prefill, call.chain(call.prefill_key))
+        self._reads(call)
 
     def adopted(self, call: Call, home: WorkerEntry, prefill: str) -> None:
         """Note that `home` holds `call` since before this router knew either; its prompt was prefilled by `prefill`."""
@@ -88,7 +96,7 @@ class ClusterView:
     def ended(self, call: Call, stats: RequestStats) -> None:
         """Note that both workers have committed their blocks: correct the trees, then extend them."""
         chain, size = call.chain(call.key), call.key[1]
-        if stats.prefill_cached_tokens < call.believed_prefill_tokens:
+        if call.prefill and stats.prefill_cached_tokens < call.believed_prefill_tokens:
             theirs = call.chain(call.prefill_key)
             actual_blocks = stats.prefill_cached_tokens // call.prefill_key[1]
             self.index.correct(call.prefill, theirs, actual_blocks)

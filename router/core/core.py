@@ -83,7 +83,7 @@ class Router:
         self.registry, self.index = view.registry, view.index
         self._table = table = CallTable(view)
         self._calls = table.calls
-        self._placer = Placer(policy, view.registry, view.index)
+        self._placer = Placer(policy, view.registry, view.index, local_prefill=config.local_prefill == "auto")
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
@@ -218,6 +218,7 @@ class Router:
         if call.state is State.OFFERED:
             call.move(State.RUNNING)
             self._view.accepted(call, record)
+            self._placer.accepted(call)
             out.append(Begin(record.request))
         elif call.state is not State.CLOSING:
             out.append(Ignored("duplicate", 0))

@@ -1,21 +1,24 @@
 """Makes the views of workers that a policy compares: who is alive, who may have room, who holds what of a prompt.
 
-Where no prefill worker is left that could read a prompt, its decode worker reads it alone: the choice then names
-`LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way
+A decode worker may read a prompt itself where no prefill worker could, and, if `router.local_prefill` says so, wherever
+that is predicted to be the cheaper: the choice then names `LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way
 goes on.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import msgspec
 
 from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
-from router.core.call import Call
+from router.core.call import Call, NewWork
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, WorkerEntry
 from router.core.reuse import Shares, delaying_tokens
+
+FALLBACK = "fallback"
+"""The reason of a choice without a prefill worker where there had been one."""
 
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
@@ -33,8 +36,12 @@ def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
 class Placer:
     """Asks the policy about the workers as the registry and the index know them now; changes neither."""
 
-    def __init__(self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex) -> None:
+    def __init__(
+        self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex, *, local_prefill: bool = False
+    ) -> None:
+        """`local_prefill`: decode workers may read prompts also where a prefill worker could."""
         self._policy = policy
+        self._local_prefill = local_prefill
         self._registry = registry
         self._index = index
         self._shares = Shares()
@@ -55,18 +62,26 @@ class Placer:
         """The best pair for `call` now, or None if no decode worker may have room."""
         held = _Held(self._index, call)
         choice = self._best(call, held, now)
-        if choice is not None:
-            self._count(call, choice, held, now)
+        call.new_work = None if choice is None else self._new_work(call, choice, held, now)
         return choice
 
-    def _count(self, call: Call, choice: Choice, held: "_Held", now: float) -> None:
-        """Count the work that `call` brings, as little as it could be."""
-        reader = self._registry.get(choice.prefill.name)
-        if reader is None or reader.info.role != "prefill":
-            return  # nobody's work grows: its KV is where it was yielded, or its decode worker reads it alone
-        chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
-        alike = [held.blocks(w) for w in self._registry.takers("prefill", now) if w.key == reader.key]
-        self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
+    def accepted(self, call: Call) -> None:
+        """Count the work that `call` brings, now that somebody does it."""
+        if call.new_work is not None:
+            key, least_tokens, workers = call.new_work
+            self._shares.came(call.chain(key), least_tokens, len(call.record.tokens), key[1], workers)
+            call.new_work = None
+
+    def _new_work(self, call: Call, choice: Choice, held: "_Held", now: float) -> NewWork | None:
+        """Return the work that `call` brings, as little as it could be; None where nobody's work grows: its KV is where
+        it was yielded."""
+        name = choice.prefill.name or choice.decode.name
+        reader = self._registry.get(name)
+        if call.source is not None or reader is None:
+            return None
+        alike = [held.blocks(w) for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
+        tokens = len(call.record.tokens)
+        return reader.key, max(1, tokens - max(alike) * reader.key[1]), len(alike)
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         record = call.record
@@ -78,16 +93,36 @@ class Placer:
             alike = [w for w in decodes if w.key == key]
             wanted = demand(record, alike[0].info)
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
-            # 2. a prefill worker of the same model; 3. where there is none, the decode worker alone.
+            # 2. a prefill worker of the same model; 3. where there is none, or that is the cheaper, the decode worker.
+            local: dict[str, PrefillView] = {}
             if source is not None and source.info.fingerprint == key[0]:
                 views = [_whole_view(source.name, wanted)]
             else:
-                views = self._prefill_views(call, held, key[0], wanted, (), now) or [_LOCAL_VIEW]
-            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
+                readers = self._readers(record, key[0], (), now)
+                views = self._prefill_views(call, held, readers, wanted)
+                if self._local_prefill or not views:
+                    local = self._local_views(call, held, alike, readers, wanted)
+            roomy = [
+                v
+                for w in alike
+                if _fits(demand(record, w.info), v := self._decode_view(w, held, local.get(w.name)))
+            ]
             choice = self._policy.choose(wanted, views, roomy)
-            if choice is not None and (best is None or _rank(choice) < _rank(best)):
+            if choice is not None and choice.prefill.name == choice.decode.name:
+                choice = self._by_itself(choice, has_readers=bool(views))
+            if choice is not None and (best is None or self._rank(choice) < self._rank(best)):
                 best = choice
         return best
+
+    def _by_itself(self, choice: Choice, *, has_readers: bool) -> Choice:
+        """The same choice in the words of the rest of the router: the decode worker has no prefill worker."""
+        is_fallback = not has_readers and self._registry.has_met_any("prefill")
+        reader = msgspec.structs.replace(choice.prefill, name=LOCAL.name)
+        return msgspec.structs.replace(choice, prefill=reader, reason=FALLBACK if is_fallback else choice.reason)
+
+    def _rank(self, choice: Choice) -> tuple[bool, float]:
+        """Unless told otherwise, a prefill worker is always preferred to none."""
+        return not self._local_prefill and choice.prefill.name == LOCAL.name, choice.cost.total_s
 
     def beside(self, call: Call, host: Call, now: float) -> Choice | None:
         """The place next to `host`, a request with the same prompt: `call` shares its blocks, and the worker that
@@ -121,39 +156,60 @@ class Placer:
         assert decode is not None
         wanted = demand(call.record, decode.info)
         held = _Held(self._index, call)
-        views = self._prefill_views(call, held, decode.info.fingerprint, wanted, call.failed_prefills, now)
+        readers = self._readers(call.record, decode.info.fingerprint, call.failed_prefills, now)
+        views = self._prefill_views(call, held, readers, wanted)
         choice = self._policy.choose(wanted, views, [self._decode_view(decode, held)])
         return None if choice is None else choice.prefill
 
-    def _prefill_views(
-        self, call: Call, held: "_Held", fingerprint: str, wanted: Demand, failed: Container[Life], now: float
-    ) -> list[PrefillView]:
-        """The prefill workers of a model that could read the prompt of `call`, without those that `failed`."""
-        takers = [
+    def _readers(
+        self, record: RequestRecord, fingerprint: str, failed: Container[Life], now: float
+    ) -> list[WorkerEntry]:
+        """The prefill workers of a model that could read the prompt of `record`, without those that `failed`."""
+        return [
             w
             for w in self._registry.takers("prefill", now)
-            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, call.record)
-        ]
-        delaying: dict[str, float] = {}
-        # Workers whose blocks are of one size hold the same beginnings.
-        for key in {w.key for w in takers}:
-            alike = [w for w in takers if w.key == key]
-            found = {w.name: held.blocks(w) for w in alike}
-            waiting = sum(w.queued_requests for w in alike) / len(alike)
-            delaying |= delaying_tokens(self._shares, call.chain(key), found, key[1], waiting)
-        return [
-            PrefillView(
-                w.name,
-                min(held.blocks(w) * w.info.block_size, wanted.prompt_tokens - 1),
-                w.queue_tokens,
-                w.load.s_per_token if w.load else 0.0,
-                len(w.own),
-                delaying[w.name],
-            )
-            for w in takers
+            if w.info.fingerprint == fingerprint and w.life not in failed and _holds(w, record)
         ]
 
-    def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
+    def _prefill_views(
+        self, call: Call, held: "_Held", readers: Sequence[WorkerEntry], wanted: Demand
+    ) -> list[PrefillView]:
+        delaying: dict[str, float] = {}
+        # Workers whose blocks are of one size hold the same beginnings.
+        for key in {w.key for w in readers}:
+            delaying |= self._delaying(call, held, [w for w in readers if w.key == key])
+        return [
+            _reader_view(w, held, wanted, w.load.s_per_token if w.load else 0.0, delaying[w.name]) for w in readers
+        ]
+
+    def _local_views(
+        self,
+        call: Call,
+        held: "_Held",
+        decodes: Sequence[WorkerEntry],
+        readers: Sequence[WorkerEntry],
+        wanted: Demand,
+    ) -> dict[str, PrefillView]:
+        """The decode workers of one kind as those that read the prompt themselves, beside prefill workers if any."""
+        key = decodes[0].key
+        delaying = self._delaying(call, held, [*decodes, *(w for w in readers if w.key == key)])
+        speeds = [w.load.s_per_token for w in readers if w.load and w.load.s_per_token]
+        # Until it has computed a prompt, it is taken to be as quick as a prefill worker.
+        assumed_s = sum(speeds) / len(speeds) if speeds else 0.0
+        return {
+            w.name: _reader_view(
+                w, held, wanted, w.load.s_per_prompt_token or assumed_s if w.load else assumed_s, delaying[w.name]
+            )
+            for w in decodes
+        }
+
+    def _delaying(self, call: Call, held: "_Held", alike: Sequence[WorkerEntry]) -> dict[str, float]:
+        """How many tokens' time others would lose by each of these workers, whose blocks are of one size."""
+        found = {w.name: held.blocks(w) for w in alike}
+        waiting = sum(w.queued_requests for w in alike) / len(alike)
+        return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
+
+    def _decode_view(self, worker: WorkerEntry, held: "_Held", local: PrefillView | None = None) -> DecodeView:
         load = worker.load
         return DecodeView(
             worker.name,
@@ -163,6 +219,8 @@ class Placer:
             load.s_per_token if load else 0.0,
             load.s_per_block if load else {},
             len(worker.own),
+            worker.least_s_per_block,
+            local,
         )
 
 
@@ -182,6 +240,13 @@ class _Held:
         return depths.get(worker.name, 0)
 
 
+def _reader_view(
+    worker: WorkerEntry, held: _Held, wanted: Demand, s_per_token: float, delaying: float
+) -> PrefillView:
+    cached_tokens = min(held.blocks(worker) * worker.info.block_size, wanted.prompt_tokens - 1)
+    return PrefillView(worker.name, cached_tokens, worker.queue_tokens, s_per_token, len(worker.own), delaying)
+
+
 def _whole_view(name: str, wanted: Demand) -> PrefillView:
     """A worker that has the KV of the whole prompt; the last token is computed wherever it goes on."""
     return PrefillView(name, wanted.prompt_tokens - 1, 0, 0.0, 0)
@@ -196,8 +261,3 @@ def _holds(worker: WorkerEntry, record: RequestRecord) -> bool:
     """Return True if the empty pool could hold the prompt, history included (on a decode worker, the answer too)."""
     needs = demand(record, worker.info)
     return (needs.most_blocks if worker.info.role == "decode" else needs.prompt_blocks) <= worker.info.blocks
-
-
-def _rank(choice: Choice) -> tuple[bool, float]:
-    """A prefill worker is always preferred to none."""
-    return choice.prefill.name == LOCAL.name, choice.cost.total_s

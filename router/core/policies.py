@@ -1,6 +1,7 @@
 """Simpler policies than `LeastCost`, each as its authors give it, for comparison; and the table of all by name.
 
-The first six choose either side for itself, and let ties be broken by lot:
+The first six choose either side for itself, and let ties be broken by lot. Where there is no prefill worker they choose a
+worker as they would choose one, and it does both; else no decode worker reads a prompt:
 
     affinity-threshold  the worker with the longest cached prefix if that is more than 0.3 of the prompt, otherwise the
                         one with the fewest requests; that one also where the most loaded has 64 more than the least
@@ -35,9 +36,13 @@ class SidePolicy(ABC):
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        if not prefills or not decodes:
+        if prefills and decodes:
+            prefill, decode = self.prefill(demand, prefills), self.decode(demand, decodes)
+        elif owners := {view.name: view for view in decodes if view.local is not None}:
+            prefill = self.prefill(demand, [view.local for view in owners.values() if view.local is not None])
+            decode = owners[prefill.name]
+        else:
             return None
-        prefill, decode = self.prefill(demand, prefills), self.decode(demand, decodes)
         return Choice(prefill, decode, cost(demand, prefill, decode), reason(prefill, decode))
 
     @abstractmethod

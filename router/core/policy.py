@@ -6,7 +6,8 @@
     + missing_blocks · s_per_block(prefill → decode) + pressure(decode)
 
 and one term that is not this request's own: the time that others lose when a worker computes again what another one
-holds (`router.core.reuse`). Simpler policies, to compare with, are in `router.core.policies`.
+holds (`router.core.reuse`). Where decode workers may read prompts themselves, each is also priced as a pair of its own,
+between whose halves nothing moves. Simpler policies, to compare with, are in `router.core.policies`.
 
 Views of workers come in, a choice goes out; no clock, and randomness is a generator passed in.
 """
@@ -21,6 +22,8 @@ ASSUMED_S_PER_TOKEN = 1 / 500
 ASSUMED_S_PER_BLOCK = 1e-3
 """Taken until a worker has measured its own. Between unmeasured workers only their ratio counts."""
 
+MANY_PAIRS, SHORTLIST = 4096, 64
+"""Above so many pairs only the cheapest workers of either side are paired."""
 _RESOLUTION_DIGITS = 6  # costs that differ by less than a microsecond are ties
 
 
@@ -35,7 +38,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class PrefillView(msgspec.Struct, frozen=True):
-    """A prefill worker as one request sees it. `queue_tokens` are uncached and not computed yet."""
+    """A worker that could read a prompt, as one request sees it. `queue_tokens` are uncached and not computed yet."""
 
     name: str
     cached_tokens: int
@@ -56,6 +59,10 @@ class DecodeView(msgspec.Struct, frozen=True):
     s_per_step: float
     s_per_block: dict[str, float]
     outstanding: int
+    least_s_per_block: float = 0.0
+    """No way to it is quicker, in seconds a block."""
+    local: PrefillView | None = None
+    """The same worker as one that reads prompts itself, where it may: of the same name."""
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -86,7 +93,8 @@ class RoutingPolicy(Protocol):
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        """The pair for a request among workers that may take it; None if a side is empty."""
+        """The pair for a request among workers that may take it, or twice the same name: a decode worker with itself as
+        the one that reads the prompt. None where there is neither."""
 
 
 def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
@@ -95,13 +103,22 @@ def cost(demand: Demand, prefill: PrefillView, decode: DecodeView) -> Cost:
     Pressure is the decode worker's step time, scaled by the share of its pool that is in use and
     by the requests that share a step: what a new request waits for and slows down.
     """
-    s_per_block = decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
     return Cost(
         *_prefill_terms(demand, prefill),
-        max(demand.prompt_blocks - decode.cached_blocks, 0) * s_per_block,
+        _missing_blocks(demand, decode) * _s_per_block(prefill, decode),
         _pressure_s(decode),
         _others_s(prefill),
     )
+
+
+def _missing_blocks(demand: Demand, decode: DecodeView) -> int:
+    return max(demand.prompt_blocks - decode.cached_blocks, 0)
+
+
+def _s_per_block(prefill: PrefillView, decode: DecodeView) -> float:
+    if prefill.name == decode.name:
+        return 0.0
+    return decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
 
 
 def _others_s(prefill: PrefillView) -> float:
@@ -125,7 +142,12 @@ def reason(prefill: PrefillView, decode: DecodeView) -> str:
 
 
 class LeastCost:
-    """The pair with the least predicted cost; ties go to the least outstanding work, then by lot."""
+    """The pair with the least predicted cost; ties go to the least outstanding work, then by lot.
+
+    Most of a cost belongs to one side alone; only the move is priced by the pair. So both sides are gone through from the
+    cheapest on, and what cannot be as cheap as the best so far is left out. Above MANY_PAIRS only a SHORTLIST of either
+    side is gone through, so that a decision takes a time in proportion to the workers, not to their pairs.
+    """
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -133,28 +155,66 @@ class LeastCost:
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
-        # Most of a cost belongs to one side alone; only the move is priced for every pair.
-        prefill_sides = [(view, sum(_prefill_terms(demand, view)) + _others_s(view)) for view in prefills]
-        decode_sides = [
-            (view, max(demand.prompt_blocks - view.cached_blocks, 0), _pressure_s(view))
-            for view in decodes
-        ]
-        best: list[tuple[PrefillView, DecodeView]] = []
-        best_s, best_work = float("inf"), 0
-        for prefill, prefill_s in prefill_sides:
-            for decode, missing_blocks, pressure_s in decode_sides:
-                move_s = missing_blocks * (
-                    decode.s_per_block.get(prefill.name) or ASSUMED_S_PER_BLOCK
-                )
-                total_s = round(prefill_s + move_s + pressure_s, _RESOLUTION_DIGITS)
-                if total_s > best_s:
-                    continue
+        readers = [(sum(_prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
+        sides = [(_least_s(demand, view), _pressure_s(view), at) for at, view in enumerate(decodes)]
+        if len(readers) * len(sides) > MANY_PAIRS:
+            # Who is left out of those that tie, is drawn by lot.
+            self._random.shuffle(readers)
+            self._random.shuffle(sides)
+        readers.sort(key=_first)
+        sides.sort(key=_first)
+        if len(readers) * len(sides) > MANY_PAIRS:
+            readers, sides = readers[:SHORTLIST], sides[:SHORTLIST]
+        found = _Cheapest()
+        for least_s, pressure_s, at in sides:
+            decode = decodes[at]
+            if decode.local is not None:
+                reader_s = sum(_prefill_terms(demand, decode.local)) + _others_s(decode.local)
+                found.add(reader_s + pressure_s, 2 * decode.outstanding, (-1, at))
+            missing_blocks = _missing_blocks(demand, decode)
+            for reader_s, reader in readers:
+                if found.is_below(reader_s + least_s):
+                    break
+                prefill = prefills[reader]
+                move_s = missing_blocks * _s_per_block(prefill, decode)
                 work = prefill.outstanding + decode.outstanding
-                if total_s < best_s or work < best_work:
-                    best, best_s, best_work = [], total_s, work
-                if work == best_work:
-                    best.append((prefill, decode))
-        if not best:
+                found.add(reader_s + move_s + pressure_s, work, (reader, at))
+        if not found.ties:
             return None
-        prefill, decode = best[0] if len(best) == 1 else self._random.choice(best)
-        return Choice(prefill, decode, cost(demand, prefill, decode), reason(prefill, decode))
+        ties = sorted(found.ties)
+        reader, at = ties[0] if len(ties) == 1 else self._random.choice(ties)
+        decode = decodes[at]
+        chosen = decode.local if reader < 0 else prefills[reader]
+        assert chosen is not None
+        return Choice(chosen, decode, cost(demand, chosen, decode), reason(chosen, decode))
+
+
+class _Cheapest:
+    """The cheapest pairs so far: `ties`, the places of both workers in their lists, -1 for the decode worker itself."""
+
+    def __init__(self) -> None:
+        self.ties: list[tuple[int, int]] = []
+        self._total_s, self._work = float("inf"), 0
+
+    def is_below(self, total_s: float) -> bool:
+        """Return True if no pair that costs `total_s` or more is among the cheapest."""
+        return round(total_s, _RESOLUTION_DIGITS) > self._total_s
+
+    def add(self, total_s: float, work: int, pair: tuple[int, int]) -> None:
+        total_s = round(total_s, _RESOLUTION_DIGITS)
+        if total_s > self._total_s:
+            return
+        if total_s < self._total_s or work < self._work:
+            self.ties, self._total_s, self._work = [], total_s, work
+        if work == self._work:
+            self.ties.append(pair)
+
+
+def _first(side: tuple[float, ...]) -> float:
+    return side[0]
+
+
+def _least_s(demand: Demand, decode: DecodeView) -> float:
+    """Return what a pair with this decode worker costs at least, beside its prefill worker's part."""
+    quickest_s = min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
+    return _missing_blocks(demand, decode) * quickest_s + _pressure_s(decode)

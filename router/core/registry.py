@@ -33,6 +33,7 @@ class WorkerEntry:
     info: WorkerInfo
     seen_s: float
     load: Load | None = None
+    least_s_per_block: float = 0.0  # the time for a block over the quickest way to it, of those that it reports
     refused: bool = False  # said no since its last report: not asked again before the next one
     own: dict[RequestId, InFlight] = field(default_factory=dict)
     name: str = field(init=False)
@@ -56,8 +57,11 @@ class WorkerEntry:
 
     @property
     def queued_requests(self) -> int:
-        """Requests that it had not computed when it last reported."""
-        return self.load.waiting_requests + self.load.running_requests if self.load else 0
+        """Requests whose prompts it had not computed when it last reported."""
+        if self.load is None:
+            return 0
+        # A decode worker's running requests are past that.
+        return self.load.waiting_requests + (self.load.running_requests if self.info.role == "prefill" else 0)
 
     @property
     def used_blocks(self) -> int:
@@ -71,7 +75,7 @@ class Registry:
     """Workers by name. The router core owns it."""
 
     # Mutable state: the connected workers, and of every worker the life it is said to have, the last life seen, and
-    # the last seen leaving.
+    # the last seen leaving; and the roles of all that were ever connected.
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -79,6 +83,7 @@ class Registry:
         self._named: dict[str, Incarnation] = {}
         self._lives: dict[str, Incarnation] = {}
         self._left: dict[str, Incarnation] = {}
+        self._met_roles: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Registry({', '.join(self._workers) or 'empty'})"
@@ -101,6 +106,10 @@ class Registry:
         """Workers of the same model whose results differ from this one's in their last bits."""
         others = (worker.info for worker in self._workers.values())
         return [o for o in others if o.fingerprint == info.fingerprint and o.arithmetic != info.arithmetic]
+
+    def has_met_any(self, role: str) -> bool:
+        """Return True if a worker of this role was ever connected."""
+        return role in self._met_roles
 
     def is_connected(self, life: Life) -> bool:
         worker = self._workers.get(life[0])
@@ -128,6 +137,7 @@ class Registry:
     def join(self, peer: PeerAddress, info: WorkerInfo, now: float) -> bool:
         """Note that a worker is connected; True if this is a new life of it, with an empty cache."""
         self._workers[peer.name] = WorkerEntry(peer, info, now)
+        self._met_roles.add(info.role)
         fresh = self._lives.get(peer.name) != info.incarnation
         self._lives[peer.name] = info.incarnation
         return fresh
@@ -147,6 +157,7 @@ class Registry:
         if worker is None:
             return
         worker.load, worker.seen_s, worker.refused = load, now, False
+        worker.least_s_per_block = min(load.s_per_block.values(), default=0.0)
         if load.leaving:
             self._left[name] = worker.info.incarnation
         for dispatch in worker.own.values():

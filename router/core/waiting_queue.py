@@ -108,10 +108,9 @@ class WaitingQueue:
         if call.deadline_s is not None:
             record = msgspec.structs.replace(record, remaining_s=max(call.deadline_s - now, 0.0))
         place = Place(record=record, placement=call.placement, prefill=prefill, losses=call.losses, fork_of=host)
-        # It was bound to where its KV is, or has no prefill worker, or the policy says why.
+        # It was bound to where its KV is, or the policy says why.
         bound = host is not None or call.source is not None
-        reason = "pinned" if bound else choice.reason if choice.prefill.name else "fallback"
-        out.append(TellWorker(call.decode, place, reason))
+        out.append(TellWorker(call.decode, place, "pinned" if bound else choice.reason))
         return True
 
     def _beside(self, call: Call, now: float) -> tuple[RequestId | None, Choice | None]:

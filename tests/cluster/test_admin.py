@@ -124,7 +124,7 @@ def test_what_would_empty_a_pool_is_refused(served: Served) -> None:
     served.client.scale(Scale(decode=1))
     with pytest.raises(LaunchError, match="decode-0 is the last decode worker"):
         served.client.drain(Drain("decode-0"))
-    with pytest.raises(LaunchError, match="a pool has at least one worker"):
+    with pytest.raises(LaunchError, match="the decode pool has at least one worker"):
         served.client.scale(Scale(decode=0))
     with pytest.raises(LaunchError, match="there is no worker decode-7"):
         served.client.drain(Drain("decode-7"))

@@ -71,7 +71,11 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
-        (["--prefill", "0"], {}, r"prefill_workers \(flag --prefill\): 0 is too small"),
+        (["--prefill", "-1"], {}, r"prefill_workers \(flag --prefill\): -1 is negative"),
+        (["--decode", "0"], {}, r"decode_workers \(flag --decode\): 0 is too small"),
+        (["--workers", "0"], {}, r"decode_workers \(flag --workers\): 0 is too small"),
+        (["--workers", "2", "--prefill", "1"], {}, "flag --workers: one pool has no --prefill"),
+        (["--workers", "2", "--decode", "2"], {}, "flag --workers: one pool has no --decode"),
         (["--prefill", "two"], {}, "'two' is not a whole number"),
         (["--grpc-port", "70000"], {}, r"router.grpc_port .*70000 is not in 0..65535"),
         (["--launcher", "k8s"], {}, "launcher .*'k8s' is not one of ray, process"),

@@ -91,7 +91,7 @@ def test_a_search_takes_as_many_rows_as_it_is_wide() -> None:
     assert [r.record.request for r in batch.running] == ["a"] and [r.record.request for r in batch.ready] == ["b"]
     assert batch.generated_tokens == 0, "a search says nothing yet"
     request = bench.request("a")
-    plan = batch.plan([])
+    plan = batch.plan([], 1.0)
     assert plan is not None and plan.rows[0].candidates and batch.search(request, ((5, -0.1), (6, -0.2))) is None
     assert batch.generated_tokens == 1
 

@@ -80,7 +80,8 @@ def test_what_an_offer_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [("cold", "load"), ("warm", "affinity"), ("alone", "fallback"), ("sample", "pinned")]
+    ("case", "reason"),
+    [("cold", "load"), ("warm", "affinity"), ("alone", "load"), ("left alone", "fallback"), ("sample", "pinned")],
 )
 def test_why_it_goes_there(case: str, reason: str) -> None:
     """Guards the operator's figures of how placements come about."""
@@ -88,6 +89,8 @@ def test_why_it_goes_there(case: str, reason: str) -> None:
     home = parts.join("d0")
     if case != "alone":
         parts.join("p0")
+    if case == "left alone":
+        parts.registry.leave("p0")
     if case == "sample":
         parts.run("first", group="g")
         parts.take()

@@ -1,0 +1,125 @@
+"""Prompts that begin alike are computed once here too: who waits, for how long, and what becomes of them."""
+
+import random
+
+from decode_worker.scheduler.request import RequestState
+from engine.messages import Cancel, Ended
+from engine.step import StepPlan
+from engine.types import FinishReason, RequestId
+from tests.decode_worker.scheduler.bench import Fetching
+
+SHARED = list(range(500, 520))
+
+
+def chunks(plan: StepPlan | None) -> dict[str, tuple[int, int]]:
+    return {} if plan is None else {row.request: (row.start, row.end) for row in plan.rows}
+
+
+def test_a_burst_of_one_cold_beginning_computes_it_once() -> None:
+    """Guards a cluster without prefill workers against computing the same system prompt for every request of a
+    burst."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    for name, own in (("a", 1), ("b", 2), ("c", 3)):
+        assert bench.place(name, SHARED + [own] * 4)
+    assert [chunks(bench.step()) for _ in range(2)] == [{"a": (0, 8)}, {"a": (8, 16)}]
+    # 20 tokens are shared, five blocks; behind them each computes its own.
+    assert chunks(bench.step()) == {"a": (16, 24)}
+    assert chunks(bench.step()) == {"a": (24, 25), "b": (20, 24), "c": (20, 24)}
+    batch = bench.scheduler.batch
+    assert (batch.prefilled_tokens, batch.alike.saved_tokens) == (24 + 4 + 4, 40)
+    assert bench.request("b").origin.prefill_cached_tokens == 20
+    blocks = [bench.request(name).lease.blocks[:5] for name in "abc"]
+    assert blocks[0] == blocks[1] == blocks[2], "held once"
+
+
+def test_who_waits_goes_on_as_soon_as_the_other_is_past_what_they_share() -> None:
+    """Guards a short prompt against waiting for all of a long one that begins like it."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("long", SHARED[:8] + [1] * 40)
+    bench.place("short", SHARED[:8] + [2] * 3)
+    assert chunks(bench.step()) == {"long": (0, 8)}
+    assert "short" in chunks(bench.step())
+    assert bench.request("short").prefill.local_from == 8
+
+
+def test_the_line_goes_on_when_the_first_is_cancelled() -> None:
+    """Guards those that wait for one that is gone; what it had computed by then is not computed again."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    for name in "abc":
+        bench.place(name, SHARED + [ord(name)])
+    bench.step()
+    bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
+    assert chunks(bench.step()) == {"b": (8, 16)}, "and the third waits for the second now"
+    bench.step()
+    assert chunks(bench.step()) == {"b": (21, 22), "c": (20, 21)}
+
+
+def test_nothing_is_shared_between_tenants_or_in_the_middle_of_a_block() -> None:
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("a", SHARED)
+    bench.place("other", SHARED, namespace=b"t")
+    bench.place("part", SHARED[:3] + [1] * 9)
+    plan = bench.step()
+    assert not bench.scheduler.batch.alike._waits
+    assert chunks(plan).keys() <= {"a", "other", "part"}
+    bench.place("whole", SHARED)
+    assert [r.record.request for r in bench.scheduler.batch.alike._waits] == ["whole"]
+    assert bench.scheduler.batch.alike.missing_tokens(bench.request("whole")) == 4, "the last block holds the last token"
+
+
+def test_who_comes_late_takes_over_what_is_computed_by_then() -> None:
+    """Guards against a second computation of what is only not in the cache yet, as its prompt goes on."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("a", SHARED + [1] * 40)
+    bench.step()
+    bench.place("b", SHARED[:8] + [2] * 4)
+    assert chunks(bench.step()) == {"a": (8, 12), "b": (8, 12)}
+
+
+def test_a_block_that_has_been_begun_is_not_given_away() -> None:
+    """Guards the copy that a sample's first block may still await: its target would be somebody else's by then."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("a", SHARED)
+    bench.place("b", [1] + SHARED)
+    batch, request = bench.scheduler.batch, bench.request("b")
+    request.tokens = list(bench.request("a").tokens)
+    assert batch.alike._first(request, batch.local[:1]) is not None
+    request.known = 2
+    assert batch.alike._first(request, batch.local[:1]) is None
+
+
+def test_no_order_of_events_leaves_anybody_waiting() -> None:
+    """Guards against a request that waits for one that waits, or for one that was preempted, or has ended."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        bench = Fetching(blocks=24, local_chunk_tokens=rng.choice((4, 8)), max_batch=rng.choice((2, 8)), growth_tokens=4)
+        placed: list[str] = []
+        for number in range(40):
+            name, act = f"r{number}", rng.random()
+            if act < 0.4:
+                prompt = SHARED[: rng.choice((0, 4, 8, 20))] + [rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))]
+                if bench.place(name, prompt, max_tokens=rng.randrange(1, 20)):
+                    placed.append(name)
+            elif act < 0.5 and placed:
+                bench.router(Cancel(RequestId(rng.choice(placed)), 1, FinishReason.CANCELLED))
+            else:
+                bench.step()
+        for _ in range(400):
+            bench.step()
+        ended = {record.request for record in bench.told if isinstance(record, Ended)}
+        assert ended == set(placed), seed
+        assert bench.scheduler.is_idle
+
+
+def test_what_the_check_finds() -> None:
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("a", SHARED)
+    bench.place("b", SHARED)
+    batch = bench.scheduler.batch
+    assert bench.request("b").state is RequestState.LOCAL
+    batch.local.remove(bench.request("a"))
+    try:
+        batch.alike.check(batch.local)
+    except AssertionError:
+        return
+    raise AssertionError("it waits for one that is not computed")
