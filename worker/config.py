@@ -40,11 +40,11 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     """Most open handoffs; past it the worker says no, and the router offers again. On a GPU 128, by default: also half
     a batch."""
     local_chunk_tokens: int = 64
-    """Most prompt tokens that one step prefills here: where the router finds that sooner than a prefill worker, or where
+    """Most prompt tokens that one step prefills here: where the router finds that cheaper than a prefill worker, or
     there is none. On a GPU 512, by default; in a cluster without prefill workers as many as a prefill worker's step."""
     mixed_step_s: float = 0.05
-    """A step that serves running requests takes prompt tokens only as far as it is predicted to last no longer: the gap
-    between two tokens that prompts computed here may cause. Where those rows alone take as long, a block of a prompt."""
+    """A step that serves running requests takes prompt tokens only as far as it is predicted to last no longer: the
+    gap between two tokens that prompts may cause. Where those rows alone take as long, it takes a block of a prompt."""
     preemption: Literal["recompute", "swap", "auto", "off"] = "auto"
     """The way in which room is made when the pool is exhausted: the last of all requests gives its blocks away, and has
     its KV computed again later, or (`swap`) copied to host memory and back; `auto`: whichever is predicted to be the

@@ -62,8 +62,11 @@ def run_demo(
     config = resolved.config
     console = console or Console(highlight=False)
     began_s = time.monotonic()
+    pools = f"{config.prefill_workers} prefill and {config.decode_workers} decode worker(s)"
+    if not config.prefill_workers:
+        pools = f"one pool of {config.decode_workers} worker(s)"
     console.print(
-        f"Starting {config.prefill_workers} prefill and {config.decode_workers} decode worker(s) "
+        f"Starting {pools} "
         f"with the {config.launcher} launcher ...",
         style="dim",
     )

@@ -99,6 +99,7 @@ def _pools(plan: Plan, asked: Asked, config: ClusterConfig, own: bool) -> tuple[
     return tuple(
         _configured(role, plan, asked, one.engine, one.step_limits, one.tiers.host_bytes)
         for role, one in (("prefill", prefill), ("decode", decode))
+        if role == "decode" or config.prefill_workers
     )
 
 

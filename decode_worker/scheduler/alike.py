@@ -85,7 +85,7 @@ class Alike:
     def check(self, line: Sequence[Request]) -> None:
         """Recompute the invariants: `line` is all that is computed here."""
         for request, (first, shared_tokens) in self._waits.items():
-            assert request in line and (not shared_tokens or first in line and first not in self._waits)
+            assert request in line and (not shared_tokens or (first in line and first not in self._waits))
             assert len(request.lease.path) * self._kv.block_size == request.known
 
 

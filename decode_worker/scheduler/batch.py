@@ -20,9 +20,9 @@ from worker.config import DecodeConfig
 
 
 class Batch:
-    """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, the number of
-    steps, what it holds beside how many rows, what is counted until the shell has taken it, and what `alike`, `beams` and
-    `pace` own. Owner: the scheduler."""
+    """Mutable state, all of it: the lines `ready`, `running` and `local`, the rows of the step under way, and how many
+    are not of prompts; the number of steps, what is counted until the shell has taken it, and what `alike`, `beams`
+    and `pace` own. Owner: the scheduler."""
 
     def __init__(self, config: DecodeConfig, kv: KVCacheManager, stop_ids: frozenset[int]) -> None:
         self.alike = Alike(kv)

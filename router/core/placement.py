@@ -1,8 +1,8 @@
 """Makes the views of workers that a policy compares: who is alive, who may have room, who holds what of a prompt.
 
 A decode worker may read a prompt itself where no prefill worker could, and, if `router.local_prefill` says so, wherever
-that is predicted to be the cheaper: the choice then names `LOCAL` as its prefill worker. The chosen decode worker is offered the request over `router/dispatch.py`, where the way
-goes on.
+that is predicted to be the cheaper: the choice then names `LOCAL` as its prefill worker. The chosen decode worker is
+offered the request over `router/dispatch.py`, where the way goes on.
 """
 
 from collections.abc import Container, Sequence

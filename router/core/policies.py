@@ -1,7 +1,7 @@
 """Simpler policies than `LeastCost`, each as its authors give it, for comparison; and the table of all by name.
 
-The first six choose either side for itself, and let ties be broken by lot. Where there is no prefill worker they choose a
-worker as they would choose one, and it does both; else no decode worker reads a prompt:
+The first six choose either side for itself, and let ties be broken by lot. Where there is no prefill worker they choose
+a worker as they would choose one, and it does both; else no decode worker reads a prompt:
 
     affinity-threshold  the worker with the longest cached prefix if that is more than 0.3 of the prompt, otherwise the
                         one with the fewest requests; that one also where the most loaded has 64 more than the least

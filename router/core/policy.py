@@ -144,9 +144,9 @@ def reason(prefill: PrefillView, decode: DecodeView) -> str:
 class LeastCost:
     """The pair with the least predicted cost; ties go to the least outstanding work, then by lot.
 
-    Most of a cost belongs to one side alone; only the move is priced by the pair. So both sides are gone through from the
-    cheapest on, and what cannot be as cheap as the best so far is left out. Above MANY_PAIRS only a SHORTLIST of either
-    side is gone through, so that a decision takes a time in proportion to the workers, not to their pairs.
+    Most of a cost belongs to one side alone; only the move is priced by the pair. So both sides are gone through from
+    the cheapest on, and what cannot be as cheap as the best so far is left out. Above MANY_PAIRS only a SHORTLIST of
+    either side is gone through, so that a decision takes a time in proportion to the workers, not to their pairs.
     """
 
     def __init__(self, random: Random) -> None:

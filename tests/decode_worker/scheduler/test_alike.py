@@ -46,7 +46,7 @@ def test_the_line_goes_on_when_the_first_is_cancelled() -> None:
     """Guards those that wait for one that is gone; what it had computed by then is not computed again."""
     bench = Fetching(blocks=64, local_chunk_tokens=8)
     for name in "abc":
-        bench.place(name, SHARED + [ord(name)])
+        bench.place(name, [*SHARED, ord(name)])
     bench.step()
     bench.router(Cancel(RequestId("a"), 1, FinishReason.CANCELLED))
     assert chunks(bench.step()) == {"b": (8, 16)}, "and the third waits for the second now"
@@ -64,7 +64,7 @@ def test_nothing_is_shared_between_tenants_or_in_the_middle_of_a_block() -> None
     assert chunks(plan).keys() <= {"a", "other", "part"}
     bench.place("whole", SHARED)
     assert [r.record.request for r in bench.scheduler.batch.alike._waits] == ["whole"]
-    assert bench.scheduler.batch.alike.missing_tokens(bench.request("whole")) == 4, "the last block holds the last token"
+    assert bench.scheduler.batch.alike.missing_tokens(bench.request("whole")) == 4, "its last block"
 
 
 def test_who_comes_late_takes_over_what_is_computed_by_then() -> None:
@@ -80,7 +80,7 @@ def test_a_block_that_has_been_begun_is_not_given_away() -> None:
     """Guards the copy that a sample's first block may still await: its target would be somebody else's by then."""
     bench = Fetching(blocks=64, local_chunk_tokens=8)
     bench.place("a", SHARED)
-    bench.place("b", [1] + SHARED)
+    bench.place("b", [1, *SHARED])
     batch, request = bench.scheduler.batch, bench.request("b")
     request.tokens = list(bench.request("a").tokens)
     assert batch.alike._first(request, batch.local[:1]) is not None
@@ -92,7 +92,8 @@ def test_no_order_of_events_leaves_anybody_waiting() -> None:
     """Guards against a request that waits for one that waits, or for one that was preempted, or has ended."""
     for seed in range(60):
         rng = random.Random(seed)
-        bench = Fetching(blocks=24, local_chunk_tokens=rng.choice((4, 8)), max_batch=rng.choice((2, 8)), growth_tokens=4)
+        sizes = {"local_chunk_tokens": rng.choice((4, 8)), "max_batch": rng.choice((2, 8))}
+        bench = Fetching(blocks=24, growth_tokens=4, **sizes)
         placed: list[str] = []
         for number in range(40):
             name, act = f"r{number}", rng.random()

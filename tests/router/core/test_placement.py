@@ -83,6 +83,59 @@ def test_prefill_workers_of_another_model_or_too_small_are_passed_by() -> None:
     assert pair(parts.placer.choose(waiting(), 0.0)) == ("p2", "d0"), "the sizes of the blocks may differ"
 
 
+def test_one_pool_is_priced_worker_by_worker() -> None:
+    """Guards placement without prefill workers: queue, speed and cache are those of who reads the prompt."""
+    parts = Parts()
+    first, second = parts.join("d0"), parts.join("d1")
+    parts.report("d0", waiting_tokens=200, s_per_prompt_token=0.01)
+    parts.report("d1", waiting_tokens=0, s_per_prompt_token=0.01)
+    call = waiting()
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d1") and choice.reason == "load"
+    assert (choice.cost.queue_s, choice.cost.compute_s, choice.cost.move_s) == (0.0, pytest.approx(0.4), 0.0)
+    parts.index.insert("d0", call.chain(first.key))
+    parts.report("d0", waiting_tokens=10, s_per_prompt_token=0.01)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d0") and choice.reason == "affinity"
+    assert choice.prefill.cached_tokens == 32
+    # What has been sent and not yet been reported counts too.
+    parts.registry.dispatched("d0", call.record.request, 500, 0)
+    choice = parts.placer.choose(call, 0.0)
+    assert choice is not None and choice.decode.name == second.name
+
+
+def test_beside_prefill_workers_decode_workers_read_only_if_told_to() -> None:
+    """Guards streams of decode workers against prompts that a prefill worker is there for."""
+    for local_prefill, expected in (("never", "p0"), ("auto", LOCAL.name)):
+        parts = Parts(local_prefill=local_prefill)
+        home = parts.join("d0")
+        parts.join("p0")
+        parts.report("p0", s_per_token=0.01)
+        call = waiting()
+        parts.index.insert("d0", call.chain(home.key))
+        choice = parts.placer.choose(call, 0.0)
+        assert choice is not None and choice.prefill.name == expected
+        # Until it has computed a prompt, it is taken to be as quick as the prefill worker.
+        assert choice.prefill.s_per_token == 0.01
+        parts.report("d0", s_per_prompt_token=1.0)
+        assert pair(parts.placer.choose(call, 0.0)) == ("p0", "d0")
+
+
+def test_work_is_counted_when_it_is_accepted() -> None:
+    """Guards the shares of beginnings against requests that are offered many times, since nobody has room."""
+    parts = Parts()
+    parts.join("d0")
+    worker, call = parts.join("p0"), waiting()
+    for _ in range(3):
+        assert parts.placer.choose(call, 0.0) is not None
+    assert len(parts.placer._shares) == 0
+    parts.placer.accepted(call)
+    counted = parts.placer._shares.share(call.chain(worker.key), 1)
+    assert counted > 0
+    parts.placer.accepted(call)
+    assert parts.placer._shares._total < 41.0, "once, of 40 tokens"
+
+
 def test_a_kind_with_a_prefill_worker_comes_first() -> None:
     """Guards decode workers against prompts that others would read for them, however cheap it looks."""
     parts = Parts()
