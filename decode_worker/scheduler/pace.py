@@ -3,7 +3,8 @@
 A step lasts `rows_s + s_per_token · prompt tokens`: what the rows of running requests take, and what each token of the
 prompts beside them adds. Both are running means of what was measured. While requests run, a step is to last no longer
 than `bound_s`, so that prompts that are computed here hold no stream up for longer than that; where the rows alone
-take as long, prompts go on by one block a step. Where no request runs, nobody waits for the step: it is as large as it may be.
+take as long, prompts go on by one block a step. Where no request runs, nobody waits for the step: it is as large as it
+may be.
 """
 
 from engine.plan import mean

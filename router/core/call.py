@@ -38,11 +38,6 @@ _MOVES: dict[State, frozenset[State]] = {
 }
 
 
-NewWork = tuple[ModelKey, int, int]
-"""What a request adds to the work of all: the kind of worker that reads its prompt, the fewest tokens that any of them
-would have to compute, and how many of them there are."""
-
-
 class Death(msgspec.Struct, frozen=True):
     """A worker that was lost while it held a request. `held_requests`: how many it held, this one included;
     `emitted_tokens`: what this one's client had by then."""
@@ -76,8 +71,8 @@ class Call:
     prefill_key: ModelKey = ("", 1)
     believed_prefill_tokens: int = 0
     believed_decode_blocks: int = 0
-    new_work: NewWork | None = None
-    """Counted when it is accepted."""
+    is_counted: bool = False
+    """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
     emitted: list[int] = field(default_factory=list)
     losses: int = 0
     """Placements that ended because the decode worker that had accepted them was lost."""

@@ -218,7 +218,6 @@ class Router:
         if call.state is State.OFFERED:
             call.move(State.RUNNING)
             self._view.accepted(call, record)
-            self._placer.accepted(call)
             out.append(Begin(record.request))
         elif call.state is not State.CLOSING:
             out.append(Ignored("duplicate", 0))

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
-from router.core.call import Call, NewWork
+from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
 from router.core.registry import Life, ModelKey, Registry, WorkerEntry
@@ -62,26 +62,19 @@ class Placer:
         """The best pair for `call` now, or None if no decode worker may have room."""
         held = _Held(self._index, call)
         choice = self._best(call, held, now)
-        call.new_work = None if choice is None else self._new_work(call, choice, held, now)
+        if choice is not None and not call.is_counted:
+            self._count(call, choice, held, now)
         return choice
 
-    def accepted(self, call: Call) -> None:
-        """Count the work that `call` brings, now that somebody does it."""
-        if call.new_work is not None:
-            key, least_tokens, workers = call.new_work
-            self._shares.came(call.chain(key), least_tokens, len(call.record.tokens), key[1], workers)
-            call.new_work = None
-
-    def _new_work(self, call: Call, choice: Choice, held: "_Held", now: float) -> NewWork | None:
-        """Return the work that `call` brings, as little as it could be; None where nobody's work grows: its KV is where
-        it was yielded."""
-        name = choice.prefill.name or choice.decode.name
-        reader = self._registry.get(name)
-        if call.source is not None or reader is None:
-            return None
+    def _count(self, call: Call, choice: Choice, held: "_Held", now: float) -> None:
+        """Count the work that `call` brings, as little as it could be: once, however often it is offered."""
+        call.is_counted = True
+        reader = self._registry.get(choice.prefill.name or choice.decode.name)
+        if reader is None or call.source is not None:
+            return  # nobody's work grows: its KV is where it was yielded
+        chain, size, tokens = call.chain(reader.key), reader.info.block_size, len(call.record.tokens)
         alike = [held.blocks(w) for w in self._registry.takers(reader.info.role, now) if w.key == reader.key]
-        tokens = len(call.record.tokens)
-        return reader.key, max(1, tokens - max(alike) * reader.key[1]), len(alike)
+        self._shares.came(chain, max(1, tokens - max(alike) * size), tokens, size, len(alike))
 
     def _best(self, call: Call, held: "_Held", now: float) -> Choice | None:
         record = call.record
