@@ -76,7 +76,7 @@ class _Other:
 
 def replay(path: Path, others: Sequence[str] = ()) -> ReplayReport:
     """Repeat every decision of a log. Raises OSError, and ReplayError for a line that is no decision of this version
-    or that names an unknown policy."""
+    or that names an unknown policy, and for a log without decisions."""
     repeating: dict[str, RepeatablePolicy] = {}
     asked = [_Other(name) for name in dict.fromkeys(others)]
     policies: Counter[str] = Counter()
@@ -99,6 +99,8 @@ def replay(path: Path, others: Sequence[str] = ()) -> ReplayReport:
             first = Difference(number, decision.request, what)
         for other in asked:
             other.ask(decision)
+    if not policies:
+        raise ReplayError(f"{path}: there is no decision in it")
     reports = {other.name: other.report() for other in asked}
     return ReplayReport(policies.total(), equal, dict(policies), missing, is_torn, first, reports)
 
