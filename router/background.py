@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 PAUSE_S = 0.1
 CLOSE_S = 1.0
+MOST_WAITING = 1 << 16
+"""The sum of sizes of what may wait."""
 
 Item = TypeVar("Item")
 
@@ -19,19 +21,17 @@ Item = TypeVar("Item")
 class BackgroundQueue(Generic[Item]):
     # Mutable state: what waits (the owner's thread adds, the queue's takes; both ends of a deque are safe for that).
 
-    def __init__(
-        self, name: str, most: int, work: Callable[[Item], None], rest: Callable[[], None] = lambda: None
-    ) -> None:
-        """`work` is called with each item in order, and `rest` after the last one that waits; neither may raise. At
-        most `most` items wait."""
-        self._most, self._work, self._rest = most, work, rest
+    def __init__(self, name: str, work: Callable[[Item], None], rest: Callable[[], None] = lambda: None) -> None:
+        """`work` is called with each item in order, and `rest` after the last one that waits; neither may raise."""
+        self._work, self._rest = work, rest
         self._items: deque[Item] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def put(self, item: Item) -> bool:
-        """Queue an item; False if there is no room. The first one starts the thread."""
-        if len(self._items) >= self._most:
+    def put(self, item: Item, size: int) -> bool:
+        """Queue an item; False if there is no room, where all that wait are of its size. The first one starts the
+        thread."""
+        if len(self._items) * size >= MOST_WAITING:
             return False
         self._items.append(item)
         if self._thread.ident is None:

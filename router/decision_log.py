@@ -20,8 +20,6 @@ import msgspec
 from router.background import CLOSE_S, BackgroundQueue
 from router.core.decisions import VERSION, Decision
 
-MOST_WAITING = 1024
-"""Decisions that wait for the thread; it looks ten times a second."""
 FLUSH_BYTES = 1 << 20
 _CHECKSUM = b',"crc32":'
 _TAIL_BYTES = 1 << 16
@@ -87,11 +85,11 @@ class DecisionLog:
         self._lines: list[bytes] = []
         self._bytes = 0
         self._failed = False
-        self._queue = BackgroundQueue("decision log", MOST_WAITING, self._take, self._flush)
+        self._queue = BackgroundQueue("decision log", self._take, self._flush)
 
     def put(self, decision: Decision) -> None:
         """Have a decision written. Never waits and never raises."""
-        if not self._queue.put(decision):
+        if not self._queue.put(decision, decision.views):
             self._counted(0, 1)
 
     def close(self, limit_s: float = CLOSE_S) -> None:

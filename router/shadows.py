@@ -11,8 +11,6 @@ from collections.abc import Callable
 from router.background import CLOSE_S, BackgroundQueue
 from router.core.decisions import Decision, RepeatablePolicy, compare
 
-MOST_WAITING = 256
-
 log = logging.getLogger(__name__)
 
 
@@ -27,13 +25,13 @@ class ShadowPolicy:
         self._policy = policy
         self._counted = counted
         self._failed = False
-        self._queue = BackgroundQueue(f"shadow {policy.name}", MOST_WAITING, self._ask)
+        self._queue = BackgroundQueue(f"shadow {policy.name}", self._ask)
 
     def put(self, decision: Decision) -> None:
         """Have the shadow asked, unless there is nothing to choose. Never waits and never raises."""
         if decision.choice is None or self._failed:
             return
-        if not self._queue.put(decision):
+        if not self._queue.put(decision, decision.views):
             self._counted(self._policy.name, "missed", 0.0)
 
     def close(self, limit_s: float = CLOSE_S) -> None:

@@ -52,6 +52,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     decodes: Sequence[DecodeView]
     choice: Choice | None
 
+    @property
+    def views(self) -> int:
+        """How many workers were looked at."""
+        return len(self.prefills) + len(self.decodes)
+
 
 class CountedDraws(Random):
     """Draws as `Random` of the same seed does, and counts the words drawn."""
