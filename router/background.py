@@ -29,13 +29,16 @@ class BackgroundQueue(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, item: Item, size: int) -> bool:
-        """Queue an item; False if there is no room, where all that wait are of its size. The first one starts the
-        thread."""
+        """Queue an item; False if there is no room, where all that wait are of its size, or no thread. The first one
+        starts the thread."""
         if len(self._items) * size >= MOST_WAITING:
             return False
-        self._items.append(item)
         if self._thread.ident is None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:
+                return False  # the system has no thread to give now
+        self._items.append(item)
         return True
 
     def close(self, limit_s: float = CLOSE_S) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_a_disk_that_takes_nothing_costs_lines(path: str, caplog: pytest.LogCapt
     lines = wrote(Path(path), made(times=30))
     assert (lines.written, lines.dropped) == (0, 30)
     assert len([record for record in caplog.records if "not written" in record.message]) == 1
+
+
+def test_a_host_without_threads_costs_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the request that is the first to be logged."""
+    start, refused = threading.Thread.start, [True]
+
+    def refuse(thread: threading.Thread) -> None:
+        if refused.pop():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refused.insert(0, False)
+    lines = wrote(tmp_path / "log", made(times=5))
+    assert (lines.dropped, lines.written) == (1, 4)
 
 
 def test_a_disk_with_room_again_is_written_to_again(tmp_path: Path) -> None:
