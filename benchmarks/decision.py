@@ -1,7 +1,8 @@
 """Measures one routing decision, and what the router's index costs: `python -m benchmarks.decision`.
 
 A decision is all the router does between a request's arrival and its `Place`: identities of the prompt's blocks, one
-walk of the index, views of all workers, the policy, and the bookkeeping. Half of the workers prefill. Prompts begin
+walk of the index, views of all workers, the policy, and the bookkeeping; `policy` is the policy's part of it, what it
+takes to hand the decision to its log and to shadows included. Half of the workers prefill. Prompts begin
 like one of 16 others, for a random length; the index is filled to the bounds of all workers before anything is timed,
 so that whatever comes in drives something out. `accepted` is what the router does when a worker takes a request: both
 of its workers are believed to hold the prompt, and to have forgotten as much. Times are of the process's own CPU time
@@ -12,7 +13,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -22,8 +23,12 @@ from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestSt
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
+from router.core.decisions import RecordedPolicy, RepeatablePolicy
 from router.core.events import Connected, Submit, TellWorker, WorkerSaid
 from router.core.policies import make_policy
+from router.core.policy import RoutingPolicy
+from router.decision_log import DecisionLog
+from router.shadows import ShadowPolicy
 
 BLOCK_TOKENS = 16
 VOCAB = 49_152
@@ -78,13 +83,29 @@ class Prompts:
 
 
 def measure(
-    workers: int, prompt_blocks: int, pool_blocks: int, requests: int, policy: str, seed: int = 0
+    workers: int,
+    prompt_blocks: int,
+    pool_blocks: int,
+    requests: int,
+    policy: str,
+    seed: int = 0,
+    decision_log: str = "",
+    shadows: Sequence[str] = (),
+    per_s: float = 0.0,
 ) -> dict[str, object]:
-    """Return the figures of a router with these workers, each with a pool of `pool_blocks`."""
+    """Return the figures of a router with these workers, each with a pool of `pool_blocks`; its decisions logged and
+    shadowed as `router.decision_log` and `router.shadow_policies` would, at `per_s` requests a second if that is set.
+    """
     random = Random(seed)
     before_ms = collect(5)
     rss_before = _rss_bytes()
-    router = Router(RouterConfig(), make_policy(policy, seed))
+    taps = _taps(decision_log, shadows, seed)
+    heard = [tap.put for tap in taps]
+    deciding: RoutingPolicy = RecordedPolicy(policy, seed, heard) if heard else make_policy(policy, seed)
+    watch = Stopwatch()
+    choose = deciding.choose
+    deciding.choose = lambda *given: watch.time("policy", lambda: choose(*given))  # type: ignore[method-assign]
+    router = Router(RouterConfig(), deciding)
     names = []
     for number in range(workers):
         role = ("prefill", "decode")[number % 2]
@@ -108,11 +129,14 @@ def measure(
     gc.collect()
     rss_after = _rss_bytes()
     pauses_ms = collect(5)
-    watch = Stopwatch()
     pauses = Pauses()
     gc.callbacks.append(pauses)
-    serve(router, Prompts(random, prompt_blocks), pool_blocks, requests, watch)
+    own_s, all_s = time.thread_time(), time.process_time()
+    serve(router, Prompts(random, prompt_blocks), pool_blocks, requests, watch, per_s)
+    beside_s = time.process_time() - all_s - (time.thread_time() - own_s)
     gc.callbacks.remove(pauses)
+    for tap in taps:
+        tap.close()
     identify(random, prompt_blocks, watch)
     return {
         "workers": workers,
@@ -121,6 +145,7 @@ def measure(
         "bytes_per_block_and_worker": round((rss_after - rss_before) / max(held, 1), 1),
         "full_collection_before_ms": before_ms,
         "full_collection_ms": pauses_ms,
+        "other_threads_us_per_request": round(beside_s / requests * 1e6, 1),
         "longest_collection_while_serving_ms": round(pauses.longest_s * 1e3, 2),
         **watch.table(),
     }
@@ -134,8 +159,19 @@ def fill(router: Router, names: list[str], prompt_blocks: int, pool_blocks: int,
             router.index.insert(name, [packed[at : at + 16] for at in range(0, len(packed), 16)])
 
 
-def serve(router: Router, prompts: Prompts, pool_blocks: int, requests: int, watch: Stopwatch) -> None:
-    """Place so many requests, each accepted and ended at once."""
+def _taps(decision_log: str, shadows: Sequence[str], seed: int) -> list[DecisionLog | ShadowPolicy]:
+    taps: list[DecisionLog | ShadowPolicy] = [
+        ShadowPolicy(RepeatablePolicy(name, seed), lambda policy, what, cost_s: None) for name in shadows
+    ]
+    if decision_log:
+        taps.append(DecisionLog(decision_log, 1 << 30, 0.0, lambda written, dropped: None))
+    return taps
+
+
+def serve(
+    router: Router, prompts: Prompts, pool_blocks: int, requests: int, watch: Stopwatch, per_s: float = 0.0
+) -> None:
+    """Place so many requests, each accepted and ended at once; the next one when its turn comes, if `per_s` is set."""
     load = Load(
         step=1,
         free_blocks=pool_blocks,
@@ -147,6 +183,8 @@ def serve(router: Router, prompts: Prompts, pool_blocks: int, requests: int, wat
     )
     for number in range(requests):
         prompt = prompts.next()
+        if per_s:
+            time.sleep(1.0 / per_s)
         request = RequestId(str(number))
         record = RequestRecord(request=request, tokens=prompt, prompt_tokens=len(prompt), max_tokens=64, seed=0)
         (place,) = watch.time("decision", lambda: router.handle(Submit(record), 0.0))  # noqa: B023
@@ -204,8 +242,20 @@ def main() -> None:
     parser.add_argument("--pool-blocks", type=int, default=27_000, help="of each worker")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--policy", default="least-cost")
+    parser.add_argument("--decision-log", default="", metavar="FILE", help="log the decisions, as a router would")
+    parser.add_argument("--shadow", action="append", default=[], metavar="POLICY", help="a policy that does not act")
+    parser.add_argument("--per-s", type=float, default=0.0, help="requests in a second; without: one after another")
     given = parser.parse_args()
-    figures = measure(given.workers, given.prompt_blocks, given.pool_blocks, given.requests, given.policy)
+    figures = measure(
+        given.workers,
+        given.prompt_blocks,
+        given.pool_blocks,
+        given.requests,
+        given.policy,
+        decision_log=given.decision_log,
+        shadows=given.shadow,
+        per_s=given.per_s,
+    )
     print(json.dumps(figures, indent=2))
 
 

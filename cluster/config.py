@@ -17,6 +17,7 @@ from cluster.processes.supervisor import RestartConfig
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
 from router.config import RouterConfig
+from router.core.policies import POLICIES
 from telemetry.tracing import TracingConfig
 from worker.config import DecodeConfig, PrefillConfig
 
@@ -155,6 +156,9 @@ def problem(key: str, value: object) -> str | None:
             return f"{value!r} is not one of {', '.join(DTYPE_BYTES)}, auto"
         if key.endswith("engine.device") and not _DEVICE.fullmatch(str(value)):
             return f"{value!r} is not cpu, cuda or cuda:N"
+        for name in _policies(key, value):
+            if name not in POLICIES:
+                return f"{name!r} is not one of {', '.join(POLICIES)}"
         return None
     if key in _PORTS:
         least = _PORTS[key]
@@ -170,6 +174,13 @@ def problem(key: str, value: object) -> str | None:
     if value == 0 and key not in _MAY_BE_ZERO:
         return "0 is too small"
     return None
+
+
+def _policies(key: str, value: object) -> tuple[str, ...]:
+    """Return the routing policies that a setting names."""
+    if key == "router.policy":
+        return (str(value),)
+    return value if key == "router.shadow_policies" and isinstance(value, tuple) else ()
 
 
 def check_listening(config: ClusterConfig) -> None:

@@ -261,6 +261,8 @@ def _convert(key: str, raw: object, kind: Any, origin: str, is_text: bool) -> ob
         return raw
     if is_text and kind is bool and isinstance(raw, str):
         raw = raw.lower()
+    if is_text and get_origin(kind) is tuple and isinstance(raw, str):
+        raw = [name.strip() for name in raw.split(",") if name.strip()]
     try:
         value: object = msgspec.convert(raw, kind, strict=not is_text)
     except msgspec.ValidationError as error:
@@ -273,6 +275,8 @@ def _described(kind: Any) -> str:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is Union:
         return " or ".join(_described(part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "a list of names"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return names.get(kind, f"a value of type {kind}")
 

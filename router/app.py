@@ -19,7 +19,10 @@ from engine.messages import PeerAddress
 from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
+from router.core.decisions import RecordedPolicy, RepeatablePolicy
 from router.core.policies import make_policy
+from router.core.policy import RoutingPolicy
+from router.decision_log import DecisionLog
 from router.descriptors import connections_now, grpc_options
 from router.dispatch import Links
 from router.front.frontend import Frontend
@@ -27,9 +30,11 @@ from router.front.output import ServedModel
 from router.grpc.service import Service
 from router.hub import Hub
 from router.roster import ScrapeTarget
+from router.shadows import ShadowPolicy
 from router.status.journal import RouterJournal
 from router.status.observer import Observer
 from router.status.overview import Overview, overview
+from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
@@ -57,13 +62,18 @@ class RouterApp:
         fingerprint: str = "",
     ) -> None:
         """`secrets` are what workers must have, `fingerprint` is that of the model whose text side this is: others are
-        refused. Raises AccessError where `config.access` cannot be used, or its host may not be listened on."""
+        refused. Raises AccessError where `config.access` cannot be used, or its host may not be listened on, and
+        ValueError for an unknown policy."""
         check_exposed(config.host, config.access, "the router")
         clock = time.monotonic
         self._model = text.name
         self._config = config
         started_ms = time.time_ns() // 1_000_000
-        core = Router(config, make_policy(config.policy, config.seed), text.stop_ids, started_ms)
+        policy: RoutingPolicy = make_policy(config.policy, config.seed)
+        self._listeners = _listeners(config, observer)
+        if self._listeners:
+            policy = RecordedPolicy(config.policy, config.seed, [listener.put for listener in self._listeners])
+        core = Router(config, policy, text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
         self._links = Links(self.hub, incarnation, secrets, fingerprint)
@@ -137,6 +147,8 @@ class RouterApp:
             self._ticking.cancel()
         await self._links.close()
         self._frontend.close()
+        for listener in self._listeners:
+            await asyncio.to_thread(listener.close)
         self._pages.shutdown(wait=False, cancel_futures=True)
 
     async def _tick(self) -> None:
@@ -155,6 +167,16 @@ class RouterApp:
             if idle_s >= IDLE_CHECK_S:
                 self.hub.core.check()
                 idle_s = 0.0
+
+
+def _listeners(config: RouterConfig, observer: Observer) -> list[DecisionLog | ShadowPolicy]:
+    """Return who is told of every decision, each with a thread of its own. Raises ValueError for an unknown policy."""
+    shadows = [RepeatablePolicy(name, config.seed) for name in dict.fromkeys(config.shadow_policies)]
+    listeners: list[DecisionLog | ShadowPolicy] = [ShadowPolicy(shadow, observer.shadowed) for shadow in shadows]
+    if config.decision_log:
+        most_bytes = config.decision_log_bytes
+        listeners.append(DecisionLog(config.decision_log, most_bytes, unix_offset_s(), observer.logged))
+    return listeners
 
 
 class _Http:

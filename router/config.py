@@ -6,6 +6,8 @@ import msgspec
 
 from access.config import AccessConfig
 
+LocalPrefill = Literal["never", "auto"]
+
 
 class FrontLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits on the clients of both fronts. Fewer connections are taken where the process may hold few descriptors
@@ -34,9 +36,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes a free port, -1 means no HTTP front."""
     policy: str = "least-cost"
     """`least-cost`, or one of the simpler ones of `router.core.policies`, for comparison."""
-    local_prefill: Literal["never", "auto"] = "never"
+    local_prefill: LocalPrefill = "never"
     """Whether decode workers read prompts although there are prefill workers: `auto`, where that is predicted to be the
     cheaper. Without any prefill worker they always do."""
+    shadow_policies: tuple[str, ...] = ()
+    """Policies that are asked about the same requests and do not act: the metrics say how often they would have chosen
+    otherwise, and at what predicted cost."""
+    decision_log: str = ""
+    """The file of all decisions, on the router's host, for `headrace replay`; empty: none is kept."""
+    decision_log_bytes: int = 256 * 1024 * 1024
+    """At this size it is renamed NAME.1, in the place of the one before, and begins anew."""
     seed: int = 0
     """Seeds the generator that breaks ties between workers; it never touches sampling."""
     max_waiting: int = 256

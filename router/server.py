@@ -142,7 +142,11 @@ class RouterServer:
             text, model = await asyncio.to_thread(_load, self._model_dir)
         config = self._config
         observer = self._observer or RouterMetrics(
-            text.name, policy=config.policy, slo_ttft_s=config.slo_ttft_s, slo_itl_s=config.slo_itl_s
+            text.name,
+            policy=config.policy,
+            shadows=config.shadow_policies,
+            slo_ttft_s=config.slo_ttft_s,
+            slo_itl_s=config.slo_itl_s,
         )
         app = self._app = RouterApp(config, text, observer, self._secrets, self._journal, model)
         try:

@@ -23,6 +23,12 @@ DECISION_REASONS = ("affinity", "load", "fallback", "pinned")
 MIGRATION_OUTCOMES = ("ok", "retry", "fallback", "failed", "expired")
 """How an attempt to fetch a prompt's blocks ended: all landed; another attempt with the same peer followed; the decode
 worker computed the prompt itself; the router was asked for another prefill worker; the request had ended before."""
+SHADOW_OUTCOMES = ("same", "other", "missed", "failed")
+"""What became of a decision that a shadow policy was to be asked about: it takes the same pair, or another one; it was
+not asked, since earlier ones waited; it failed, and is not asked again."""
+SHADOW_COSTS = ("dearer", "cheaper")
+"""Whether a shadow's pair has the higher or the lower predicted cost."""
+LOG_LINES = ("written", "dropped")
 TRANSPORTS = ("loopback", "shm", "tcp", "cuda_ipc", "nccl", "none")
 """How blocks travel; `none`: the peer was never reached."""
 CONTINUATIONS = ("move", "decode_lost", "prefill_lost", "adopted")

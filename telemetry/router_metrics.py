@@ -8,10 +8,13 @@ from telemetry.families import QUEUE_TEXT, RUNNING_TEXT, ProcessMetrics
 from telemetry.labels import (
     CONTINUATIONS,
     DECISION_REASONS,
+    LOG_LINES,
     LOSSES,
     OUTCOMES,
     ROLES,
     ROUTER_DROPPED_KINDS,
+    SHADOW_COSTS,
+    SHADOW_OUTCOMES,
     SLOS,
     STAGES,
     WORKER_STATES,
@@ -36,6 +39,7 @@ class RouterMetrics(ProcessMetrics):
         worker: str = "router",
         *,
         policy: str = "",
+        shadows: Sequence[str] = (),
         slo_ttft_s: float = 0.5,
         slo_itl_s: float = 0.05,
     ) -> None:
@@ -77,6 +81,21 @@ class RouterMetrics(ProcessMetrics):
         )[()]
         self._decisions = families.counter(
             "router_decisions_total", "Placements, by main reason.", reason=DECISION_REASONS
+        )
+        self._logged = families.counter(
+            "router_decision_log_lines_total", "Decisions for the log, by whether they are in it.", what=LOG_LINES
+        )
+        self._shadows = families.counter(
+            "router_shadow_decisions_total",
+            "Decisions that a shadow policy was to be asked about, by what became of them.",
+            policy=shadows,
+            what=SHADOW_OUTCOMES,
+        )
+        self._shadow_cost = families.counter(
+            "router_shadow_cost_seconds_total",
+            "Predicted cost of a shadow policy's pairs above that of the pairs taken, or below it.",
+            policy=shadows,
+            way=SHADOW_COSTS,
         )
         self._expected = families.counter(
             "router_expected_hit_tokens_total", "Prefix tokens expected to be cached."
@@ -155,6 +174,18 @@ class RouterMetrics(ProcessMetrics):
     def placed(self, reason: str) -> None:
         """Count a request that was offered to workers."""
         self._decisions[reason].inc()
+
+    def logged(self, written: int, dropped: int) -> None:
+        """Count decisions that were written to the log, and those that were not. From any thread."""
+        self._logged["written"].inc(written)
+        self._logged["dropped"].inc(dropped)
+
+    def shadowed(self, policy: str, what: str, cost_s: float) -> None:
+        """Count a decision that a shadow policy was to be asked about, and by how many seconds its pair's predicted
+        cost is above that of the pair taken. From any thread."""
+        self._shadows[policy, what].inc()
+        self._shadow_cost[policy, "dearer"].inc(max(0.0, cost_s))
+        self._shadow_cost[policy, "cheaper"].inc(max(0.0, -cost_s))
 
     def hits(self, expected_tokens: int, actual_tokens: int) -> None:
         """Count what the router believed to be cached for a request, and what its workers reused."""

@@ -1,13 +1,15 @@
-"""Verbs that need no running cluster: dump-config, doctor, collect-env, plan."""
+"""Verbs that need no running cluster: dump-config, doctor, collect-env, plan, replay."""
 
 import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cluster.config import ConfigError
 from cluster.plan.flags import add_plan_flags, read_flags
 from cluster.resolve import Resolved, add_flags, resolve, settled
 from engine.model.config import ModelError
@@ -36,6 +38,14 @@ def add(verbs: Any) -> None:
     add_flags(collect)
     collect.add_argument("--json", action="store_true", help="as JSON")
     collect.set_defaults(verb=_collect_env)
+
+    replay = verbs.add_parser("replay", help="repeat the decisions of a router's log; what others would have chosen")
+    replay.add_argument("log", metavar="LOG", type=Path, help="the file that `router.decision_log` names")
+    replay.add_argument(
+        "--policy", metavar="NAME", nargs="+", action="extend", default=[], help="policies to ask about the same views"
+    )
+    replay.add_argument("--json", action="store_true", help="as JSON")
+    replay.set_defaults(verb=_replay)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -97,6 +107,22 @@ def _collect_env(arguments: argparse.Namespace) -> int:
     else:
         print_environment(found)
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from cluster.cli.replay import ReplayError, replay, text
+    from router.core.policies import POLICIES
+
+    for name in arguments.policy:
+        if name not in POLICIES:
+            raise ConfigError(f"--policy: {name!r} is none of {', '.join(POLICIES)}")
+    try:
+        report = replay(arguments.log, arguments.policy)
+    except ReplayError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return 1
+    print(msgspec.json.encode(report).decode() if arguments.json else text(arguments.log, report))
+    return 0 if report.equal == report.decisions else 1
 
 
 def _settled(arguments: argparse.Namespace) -> Resolved:

@@ -35,6 +35,7 @@ from router.config import RouterConfig
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
+from router.core.decisions import make_placer
 from router.core.endings import DEADLINE, LEFT, complete, ending
 from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
@@ -60,7 +61,6 @@ from router.core.events import (
 from router.core.leaving.adoption import Adoptions
 from router.core.leaving.moves import due_moves, together
 from router.core.losses import Losses, poisonous
-from router.core.placement import Placer
 from router.core.policy import RoutingPolicy
 from router.core.recovery import poisoned
 from router.core.waiting_queue import WaitingQueue
@@ -83,7 +83,7 @@ class Router:
         self.registry, self.index = view.registry, view.index
         self._table = table = CallTable(view)
         self._calls = table.calls
-        self._placer = Placer(policy, view.registry, view.index, local_prefill=config.local_prefill == "auto")
+        self._placer = make_placer(policy, view.registry, view.index, config.local_prefill)
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.messages import Fault, PeerAddress, WorkerInfo
 from engine.types import RequestRecord
+from router.config import LocalPrefill
 from router.core.call import Call
 from router.core.policy import Choice, DecodeView, Demand, PrefillView, RoutingPolicy
 from router.core.prefix_index import PrefixIndex
@@ -37,11 +38,10 @@ class Placer:
     """Asks the policy about the workers as the registry and the index know them now; changes neither."""
 
     def __init__(
-        self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex, *, local_prefill: bool = False
+        self, policy: RoutingPolicy, registry: Registry, index: PrefixIndex, local_prefill: LocalPrefill
     ) -> None:
-        """`local_prefill`: decode workers may read prompts also where a prefill worker could."""
         self._policy = policy
-        self._local_prefill = local_prefill
+        self._local_prefill = local_prefill == "auto"
         self._registry = registry
         self._index = index
         self._shares = Shares()

@@ -17,9 +17,22 @@ a worker as they would choose one, and it does both; else no decode worker reads
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from router.core.policy import Choice, DecodeView, Demand, LeastCost, PrefillView, RoutingPolicy, cost, reason
+from router.core.policy import (
+    ASSUMED_S_PER_BLOCK,
+    ASSUMED_S_PER_TOKEN,
+    MANY_PAIRS,
+    SHORTLIST,
+    Choice,
+    DecodeView,
+    Demand,
+    LeastCost,
+    PrefillView,
+    RoutingPolicy,
+    cost,
+    reason,
+)
 
 AFFINITY_SHARE = 0.3
 MOST_MORE, MOST_TIMES = 64, 1.5
@@ -27,11 +40,19 @@ MOST_MORE, MOST_TIMES = 64, 1.5
 View = TypeVar("View", PrefillView, DecodeView)
 
 
+class StatedPolicy(RoutingPolicy, Protocol):
+    """A policy whose whole state is its generator's and its memory."""
+
+    memory: tuple[str, ...]
+    """What it remembers from one choice to the next; most remember nothing."""
+
+
 class SidePolicy(ABC):
     """Chooses the prefill worker and the decode worker without a look at the other one."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
+        self.memory: tuple[str, ...] = ()
 
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
@@ -105,24 +126,26 @@ class RandomPair(SidePolicy):
 class RoundRobin(SidePolicy):
     """Every worker in turn, by name, also where one comes or goes."""
 
-    # Mutable state: the last ones chosen.
+    # Mutable state: the last ones chosen, which are its memory.
 
     def __init__(self, random: Random) -> None:
         super().__init__(random)
-        self._last_prefill = self._last_decode = ""
+        self.memory = ("", "")
 
     def prefill(self, demand: Demand, views: Sequence[PrefillView]) -> PrefillView:
-        chosen = min(views, key=lambda view: (view.name <= self._last_prefill, view.name))
-        self._last_prefill = chosen.name
+        last, decode = self.memory
+        chosen = min(views, key=lambda view: (view.name <= last, view.name))
+        self.memory = chosen.name, decode
         return chosen
 
     def decode(self, demand: Demand, views: Sequence[DecodeView]) -> DecodeView:
-        chosen = min(views, key=lambda view: (view.name <= self._last_decode, view.name))
-        self._last_decode = chosen.name
+        prefill, last = self.memory
+        chosen = min(views, key=lambda view: (view.name <= last, view.name))
+        self.memory = prefill, chosen.name
         return chosen
 
 
-POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
+POLICIES: dict[str, Callable[[Random], StatedPolicy]] = {
     "least-cost": LeastCost,
     "affinity-threshold": AffinityThreshold,
     "prefill-tokens": PrefillTokens,
@@ -133,8 +156,23 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
 }
 
 
-def make_policy(name: str, seed: int) -> RoutingPolicy:
+def settings(name: str) -> dict[str, float]:
+    """Return the constants that a policy's choices and costs rest on."""
+    assumed = {"assumed_s_per_token": ASSUMED_S_PER_TOKEN, "assumed_s_per_block": ASSUMED_S_PER_BLOCK}
+    if name == "least-cost":
+        return assumed | {"many_pairs": float(MANY_PAIRS), "shortlist": float(SHORTLIST)}
+    if name != "affinity-threshold":
+        return assumed
+    return assumed | {"affinity_share": AFFINITY_SHARE, "most_more": MOST_MORE, "most_times": MOST_TIMES}
+
+
+def make_policy(name: str, seed: int) -> StatedPolicy:
     """Return the policy that a config names. Raises ValueError for an unknown name."""
+    return policy_with(name, Random(seed))
+
+
+def policy_with(name: str, random: Random) -> StatedPolicy:
+    """Return the policy of this name, with a generator for its lots. Raises ValueError for an unknown name."""
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}")
-    return POLICIES[name](Random(seed))
+    return POLICIES[name](random)

@@ -151,6 +151,7 @@ class LeastCost:
 
     def __init__(self, random: Random) -> None:
         self._random = random
+        self.memory: tuple[str, ...] = ()
 
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]

@@ -40,7 +40,7 @@ class Shown:
 
 def catalog() -> dict[str, Shown]:
     """Return all families by name, of a supervisor, a router and a worker of each pool."""
-    router = RouterMetrics("model")
+    router = RouterMetrics("model", shadows=("random",))
     for role in ROLES:
         router.expected_worker(f"{role}-0", role)
     router.cluster(0, 0, [WorkerView(f"{role}-0", role, "ready", 0) for role in ROLES])

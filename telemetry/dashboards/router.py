@@ -3,6 +3,10 @@
 from telemetry.dashboards import measures
 from telemetry.dashboards.measures import PANELS as S
 from telemetry.dashboards.panel import Dashboard, Panel, PanelRow, Proof, Query, one
+from telemetry.dashboards.promql import share
+from telemetry.labels import SHADOW_COSTS
+
+_SHADOWED = S.rate("router_shadow_decisions_total", "policy", what="same|other")
 
 ROUTER = Dashboard(
     "router",
@@ -97,6 +101,45 @@ ROUTER = Dashboard(
                     "ops",
                     S.rate("dropped_records_total", "kind"),
                     "{{kind}}",
+                ),
+            ),
+        ),
+        PanelRow(
+            "What would other policies choose?",
+            (
+                one(
+                    "Shadows: otherwise",
+                    "The share of decisions for which a shadow policy would have taken another pair. Empty without "
+                    "router.shadow_policies.",
+                    "percentunit",
+                    share(S.rate("router_shadow_decisions_total", "policy", what="other"), _SHADOWED),
+                    "{{policy}}",
+                    high=1,
+                ),
+                Panel(
+                    "Shadows: predicted cost",
+                    "How much dearer or cheaper a shadow's pairs are than those taken, per decision and as least-cost "
+                    "predicts it. Empty without router.shadow_policies.",
+                    "s",
+                    tuple(
+                        Query(
+                            share(S.rate("router_shadow_cost_seconds_total", "policy", way=way), _SHADOWED),
+                            f"{{{{policy}}}}: {way}",
+                        )
+                        for way in SHADOW_COSTS
+                    ),
+                ),
+                Panel(
+                    "Decisions not on record",
+                    "Log lines dropped, since the disk is full or slow, and decisions that no shadow was asked about.",
+                    "ops",
+                    (
+                        Query(S.rate("router_decision_log_lines_total", what="dropped"), "log"),
+                        Query(
+                            S.rate("router_shadow_decisions_total", "policy", what="missed|failed"), "shadow {{policy}}"
+                        ),
+                    ),
+                    proof=Proof.SHOWN,
                 ),
             ),
         ),

@@ -46,7 +46,8 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
 
 def test_every_setting_can_be_set_by_flag_and_variable() -> None:
     """Guards against a setting that only the file can reach."""
-    changed = {bool: "true", int: "7", float: "7.5", str: "float16"}
+    changed: dict[object, str] = {bool: "true", int: "7", float: "7.5", str: "float16"}
+    changed[tuple[str, ...]] = "random, round-robin"
     for key, kind, _ in fields():
         value = changed.get(kind)
         if value is None:
@@ -60,12 +61,28 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             value = "0.5"
         if key.endswith("engine.device"):
             value = "cuda:1"
+        if key == "router.policy":
+            value = "random"
         by_flag = resolved("--set", f"{key}={value}", *extra)
         variable = "HEADRACE_" + key.upper().replace(".", "__")
         by_variable = resolved(*extra, **{variable: value})
         assert origin(by_flag, key) == "flag --set"
         assert extra or origin(by_variable, key) == f"variable {variable}"
         assert by_flag.config == by_variable.config
+
+
+def test_a_list_of_names_is_the_same_from_everywhere(tmp_path: Path) -> None:
+    """Guards the one setting that is a list: commas where there is only text, TOML's own list in the file."""
+    file = tmp_path / "c.toml"
+    file.write_text('[router]\nshadow_policies = ["random", "round-robin"]\n')
+    for result in (
+        resolved("--config", str(file)),
+        resolved("--set", "router.shadow_policies=random, round-robin"),
+        resolved(HEADRACE_ROUTER__SHADOW_POLICIES="random,round-robin"),
+    ):
+        assert result.config.router.shadow_policies == ("random", "round-robin")
+    empty = resolved("--config", str(file), "--set", "router.shadow_policies=")
+    assert empty.config.router.shadow_policies == ()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +135,8 @@ def test_every_setting_can_be_set_by_flag_and_variable() -> None:
             "variable HEADRACE_PREFIL__CHUNK_TOKENS: unknown setting .*did you mean",
         ),
         ([], {"HEADRACE_DECODE__MAX_BATCH": "-1"}, r"decode.max_batch .*-1 is negative"),
+        (["--set", "router.policy=best"], {}, r"router.policy \(flag --set\): 'best' is not one of least-cost, "),
+        (["--set", "router.shadow_policies=random,best"], {}, r"router.shadow_policies .*'best' is not one of"),
         (["--set", "prefill.transfer.wire=int4"], {}, r"prefill.transfer.wire .*'int4' is not one of"),
         (
             ["--set", "decode.transfer.wire=fp8", "--set", "decode.engine.deterministic=on"],

@@ -1,9 +1,11 @@
-"""What lies on disk: models that somebody else made, prepared models, segments of the disk tier."""
+"""What lies on disk: models that somebody else made, prepared models, segments of the disk tier, a log of decisions."""
 
 import json
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from engine.storage.tiers.segments import SegmentFolder
 from engine.text.bundle import TextModel
 from engine.text.files import TextFiles, TextSettings
 from engine.types import FieldError
+from router.decision_log import BrokenLineError, decision_of, line_of
 from tests.engine.model.quantized import random_blocks
 from tests.fuzz.judge import Decoder
+from tests.router.core.made_decisions import made
 
 BLOCK_BYTES = 32
 KIND = b"k" * 16
@@ -185,6 +189,14 @@ def _segment_seed(path: Path) -> None:
     segments.drop(7)
 
 
+def _decision(data: bytes) -> None:
+    """A log's line, as it is and with a checksum that fits."""
+    with suppress(BrokenLineError):
+        decision_of(data)
+    body = data.rstrip(b"\n").rpartition(b',"crc32":')[0] or data[:-1]
+    decision_of(b'%b,"crc32":%d}\n' % (body, zlib.crc32(body + b"}")))
+
+
 def _some_config() -> bytes:
     config = dict.fromkeys(("name", "family", "dtype", "fingerprint"), "x") | dict.fromkeys(
         ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab", "context_tokens"), 2
@@ -206,5 +218,6 @@ def files() -> tuple[Decoder, ...]:
         Decoder("prepared-config", _prepared(CONFIG_FILE), (ModelError, FieldError), (_some_config(),)),
         Decoder("prepared-text", _prepared("text.json"), (ModelError, FieldError), (_TEXT,)),
         Decoder("prepared-tokenizer", _prepared("tokenizer.json"), (ModelError, FieldError), (_TOKENIZER,)),
+        Decoder("decision", _decision, (BrokenLineError,), tuple(map(line_of, made(times=2)))),
         Decoder("segment", _segment, (), (_written("segment", _segment_seed),)),
     )

@@ -71,6 +71,8 @@ class Scene:
                     # Two busy cores and five processes: with the usual targets, goodput would be zero.
                     slo_ttft_s=5.0,
                     slo_itl_s=0.5,
+                    shadow_policies=("random",),
+                    decision_log=str(folder / "decisions"),
                 ),
                 prefill=PrefillConfig(engine=engine, chunk_tokens=32),
                 decode=DecodeConfig(engine=engine, growth_tokens=16),

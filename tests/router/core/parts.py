@@ -37,8 +37,7 @@ class Parts:
         self.view = ClusterView(settings.worker_silent_s)
         self.registry, self.index = self.view.registry, self.view.index
         self.table = CallTable(self.view)
-        is_local = settings.local_prefill == "auto"
-        self.placer = Placer(LeastCost(Random(0)), self.registry, self.index, local_prefill=is_local)
+        self.placer = Placer(LeastCost(Random(0)), self.registry, self.index, settings.local_prefill)
         self.adoptions = Adoptions(settings.settle_s, self.table, self.view, 0)
         self.queue = WaitingQueue(self.table, self.view, self.placer, self.adoptions)
         self.losses = Losses(settings, self.table, self.queue, self.registry, frozenset({STOP_ID}))
