@@ -4,7 +4,12 @@ Prompts are token ids, so that their length is exact for every tokenizer. The pr
 docs/benchmarks.md reports.
 """
 
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from random import Random
 
 import msgspec
@@ -14,10 +19,16 @@ class Kind(StrEnum):
     RANDOM = "random"
     SHARED_PREFIX = "shared-prefix"
     STREAM = "stream"
+    CHAT = "chat"
+    TRACE = "trace"
+    """The requests of a trace (`cluster/bench/traces.py`), whose mean lengths the workload has."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """`input_tokens` are new to every request; with a shared prefix, `prefix_tokens` common to its group precede them.
+
+    A chat has `turns`, of `input_tokens` and `output_tokens` each, and pauses with a mean of `think_s` seconds between
+    an answer and the next question; it may have a prefix.
 
     Ids are drawn from [`token_low`, `token_high`). The defaults avoid the special tokens at the start of most
     vocabularies and fit any of 32,000 ids or more.
@@ -28,6 +39,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     prefix_tokens: int = 0
     groups: int = 1
+    turns: int = 1
+    think_s: float = 0.0
     token_low: int = 100
     token_high: int = 32_000
 
@@ -37,8 +50,36 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("input and output tokens must be at least 1")
         if self.kind is Kind.SHARED_PREFIX and (self.groups < 1 or self.prefix_tokens < 1):
             raise ValueError("a shared prefix needs at least 1 group and 1 prefix token")
-        if not 0 <= self.token_low < self.token_high:
-            raise ValueError("the token range must be LOW:HIGH with 0 <= LOW < HIGH")
+        if self.kind is Kind.CHAT and (self.turns < 1 or self.groups < 1 or self.prefix_tokens < 0):
+            raise ValueError("a chat needs at least 1 turn and 1 group, and a prefix of at least 0 tokens")
+        if not 0 <= self.think_s < math.inf:
+            raise ValueError("the time to think must be at least 0 seconds, and finite")
+        if self.kind is not Kind.CHAT and (self.turns != 1 or self.think_s):
+            raise ValueError("only the chat workload has turns, and needs pauses to think")
+        if not 0 <= self.token_low < self.token_high <= 1 << 32:
+            raise ValueError("the token range must be LOW:HIGH with 0 <= LOW < HIGH, and 32 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTurn:
+    """One request of a session: what its prompt adds to all that went before, in `pieces` of token ids, how many tokens
+    are to be answered, and the pause in seconds since the answer before."""
+
+    pieces: tuple[Sequence[int], ...]
+    output_tokens: int
+    think_s: float = 0.0
+
+    def tokens(self) -> list[int]:
+        return list(chain.from_iterable(self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSession:
+    """A request, or a chat of several, that begins `begins_s` seconds into an open loop; a closed one begins it when a
+    client is free."""
+
+    begins_s: float
+    turns: tuple[LoadTurn, ...]
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -71,7 +112,7 @@ def prompts(workload: Workload, count: int, seed: str) -> list[list[int]]:
     Different seeds share no prefix, so a run does not meet what another one left in the cache.
     """
     draw = Random(seed)
-    shared = workload.kind is Kind.SHARED_PREFIX
+    shared = workload.kind is Kind.SHARED_PREFIX or (workload.kind is Kind.CHAT and workload.prefix_tokens > 0)
     prefixes = (
         [_ids(draw, workload, workload.prefix_tokens) for _ in range(workload.groups)]
         if shared
@@ -81,6 +122,23 @@ def prompts(workload: Workload, count: int, seed: str) -> list[list[int]]:
         prefixes[i % len(prefixes)] + _ids(draw, workload, workload.input_tokens)
         for i in range(count)
     ]
+
+
+def sessions(workload: Workload, begins_s: Sequence[float], seed: str) -> list[LoadSession]:
+    """Return a session for each time at which one begins, in any workload but a trace's.
+
+    Ids are packed to 4 bytes: all prompts of a run are there before its clock starts.
+    """
+    later = Random(f"{seed}/turns")
+    made = []
+    for begin_s, prompt in zip(begins_s, prompts(workload, len(begins_s), seed), strict=True):
+        turns = [LoadTurn((array("I", prompt),), workload.output_tokens)]
+        for _ in range(workload.turns - 1):
+            asked = array("I", _ids(later, workload, workload.input_tokens))
+            think_s = later.expovariate(1 / workload.think_s) if workload.think_s else 0.0
+            turns.append(LoadTurn((asked,), workload.output_tokens, think_s))
+        made.append(LoadSession(begin_s, tuple(turns)))
+    return made
 
 
 def _ids(draw: Random, workload: Workload, count: int) -> list[int]:
