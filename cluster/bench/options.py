@@ -120,7 +120,7 @@ def read_plan(options: argparse.Namespace) -> tuple[LoadPlan, list[traces.TraceR
     if requests is None:
         requests = PROBE_REQUESTS if options.search else base.requests
     warmup = max(concurrency, default=WARMUP_AT_ONCE) if options.warmup is None else options.warmup
-    if min(*concurrency, requests) < 1 or warmup < 0 or not options.timeout_s > 0:
+    if min((*concurrency, requests)) < 1 or warmup < 0 or not options.timeout_s > 0:
         raise ValueError("concurrency, requests and timeout must be above zero")
     plan = LoadPlan(
         target=options.target,

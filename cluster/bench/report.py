@@ -88,7 +88,7 @@ def _found(plan: LoadPlan, outcome: SearchOutcome) -> str:
     if outcome.passed is None:
         said = f"none found: at {outcome.missed:.3g} {unit}, the lowest tried, less than {kept}"
     elif outcome.missed is None:
-        said = f"at least {outcome.passed:.3g} {unit}: there {kept}, and no more was tried"
+        said = f"at least {outcome.passed:.3g} {unit}: there at least {kept}; more was not tried"
     else:
         said = f"{outcome.passed:.3g} {unit}: there at least {kept}, and not at {outcome.missed:.3g}"
     stopped = f"; the search was stopped: {outcome.stopped}" if outcome.stopped else ""
