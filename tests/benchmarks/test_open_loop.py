@@ -88,6 +88,15 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert [sample.e2e_s for sample in samples] == pytest.approx([1.01, 0.92, 0.83, 0.01])
 
 
+def test_a_chat_s_question_counts_from_when_its_pause_was_over() -> None:
+    """The client was busy for a second with another request when it was due."""
+    server = OneAtATime(service_s=0.01, busy_s={1: 1.0})
+    chat = LoadSession(0.0, (LoadTurn(((1,),), 1), LoadTurn(((2,),), 1, think_s=0.2)))
+    _, asked, _ = opened(server, [chat, *single(0.1)])
+    assert server.sent_s == pytest.approx([0.0, 0.1, 1.1])
+    assert (asked.late_s, asked.ttft_s) == pytest.approx((0.89, 0.91))
+
+
 def test_a_late_client_is_told_of() -> None:
     busy = at_load(OneAtATime(0.01, busy_s=dict.fromkeys(range(100), 0.5)), plan(), 10.0).summary
     assert busy.late_s is not None and busy.late_s.p99 > 10 and busy.is_client_late
