@@ -56,7 +56,10 @@ def print_report(report: LoadReport, console: Console) -> None:
     environment = report.environment
     console.print(f"{environment['cpu']}, {environment['cores']} cores", markup=False)
     if report.search is not None:
-        console.print(_found(report.plan, report.search), markup=False, highlight=False, soft_wrap=True)
+        said = _found(report.plan, report.search)
+        if report.search.passed is not None:
+            said += _short(report.plan, levels)
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _title(plan: LoadPlan) -> str:
@@ -86,13 +89,23 @@ def _found(plan: LoadPlan, outcome: SearchOutcome) -> str:
     kept = f"{plan.search.attainment:.0%} of the requests kept {plan.slo}"
     unit = "times the trace's speed" if plan.trace else "requests/s"
     if outcome.passed is None:
-        said = f"none found: at {outcome.missed:.3g} {unit}, the lowest tried, less than {kept}"
+        flag = "--trace-speed" if plan.trace else "--rate"
+        said = f"none found: at {outcome.missed:.3g} {unit}, the lowest tried, less than {kept}; {flag} may begin lower"
     elif outcome.missed is None:
         said = f"at least {outcome.passed:.3g} {unit}: there at least {kept}; more was not tried"
     else:
         said = f"{outcome.passed:.3g} {unit}: there at least {kept}, and not at {outcome.missed:.3g}"
     stopped = f"; the search was stopped: {outcome.stopped}" if outcome.stopped else ""
     return f"goodput: {said}{stopped}"
+
+
+def _short(plan: LoadPlan, ends: list[Level]) -> str:
+    """Say so where a trace, which is as long as it is, ends before a server that falls behind would have shown it."""
+    best, least_s = ends[0], plan.search.probe_s if plan.search is not None else 0.0
+    lasted_s = best.summary.requests / best.rate_per_s if best.rate_per_s else 0.0
+    if not plan.trace or lasted_s >= least_s:
+        return ""
+    return f"; the trace was over in {lasted_s:.0f} s, and only {least_s:.0f} s show a server that falls behind"
 
 
 def _rows(levels: list[Level]) -> list[tuple[str, list[str]]]:

@@ -326,6 +326,19 @@ def test_a_search_writes_all_its_probes(tmp_path: Path, capsys: pytest.CaptureFi
     assert "100/s: 100.0% of 10 requests kept the limits" in said
 
 
+def test_a_search_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loads are speeds, and it says that four seconds of a trace are no proof."""
+    trace, file = tmp_path / "some.jsonl", tmp_path / "figures.json"
+    trace.write_text(f"{ROW}\n{ROW.replace('0,', '4000,', 1)}\n")
+    with target("grpc", Counting()) as aim:
+        flags = [*aim, "--trace", str(trace), "--trace-speed", "20", "--search", "--slo", "e2e=10", "--warmup", "0"]
+        assert main([*flags, "--max-rate", "80", "--json", str(file)]) == 0
+    assert [level["trace_speed"] for level in json.loads(file.read_bytes())["levels"]] == [20, 40, 80]
+    said = capsys.readouterr().out
+    assert "goodput: at least 80 times the trace's speed: there at least 90% of the requests kept e2e 10000 ms" in said
+    assert "; the trace was over in 0 s, and only 111 s show a server that falls behind" in said
+
+
 def test_a_search_that_finds_none_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with target("grpc", Counting()) as aim:
         flags = [*aim, *SMALL, "--warmup", "0", "--probe-s", "0.1", "--search", "--slo", "ttft=1ms"]
