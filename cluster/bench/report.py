@@ -86,7 +86,7 @@ def _ends(probes: list[Level], outcome: SearchOutcome) -> list[Level]:
 
 def _found(plan: LoadPlan, outcome: SearchOutcome) -> str:
     assert plan.search is not None
-    kept = f"{plan.search.attainment:.0%} of the requests kept {plan.slo}"
+    kept = f"{100 * plan.search.attainment:g} % of the requests kept {plan.slo}"
     unit = "times the trace's speed" if plan.trace else "requests/s"
     if outcome.passed is None:
         flag = "--trace-speed" if plan.trace else "--rate"

@@ -1,6 +1,7 @@
 """What a request must keep to be worth having, and how many did: attainment and goodput. Pure.
 
-As DistServe (Zhong et al. 2024) defines them: a request counts if it met every limit, and one that failed met none.
+A request counts if it met every limit, and one that failed met none. Of one run, goodput is how many counted per second
+(as in vLLM's `bench serve`); of a server, the largest rate with enough attainment (DistServe, Zhong et al. 2024).
 """
 
 import math
