@@ -2,14 +2,17 @@
 
 import math
 from collections import Counter
+from io import StringIO
 from itertools import pairwise
 from random import Random
 from statistics import fmean, pstdev
 
 import pytest
+from rich.console import Console
 
 from cluster.bench.arrivals import arrivals, check_burstiness
 from cluster.bench.driver import Level, LoadGenerator, LoadPlan
+from cluster.bench.report import LoadReport, print_report
 from cluster.bench.stats import Sample
 from cluster.bench.workloads import Kind, LoadSession, LoadTurn, Workload, sessions
 from tests.benchmarks.scripted import OneAtATime, in_virtual_time, plan
@@ -98,12 +101,21 @@ def test_a_chat_s_question_counts_from_when_its_pause_was_over() -> None:
 
 
 def test_a_late_client_is_told_of() -> None:
-    busy = at_load(OneAtATime(0.01, busy_s=dict.fromkeys(range(100), 0.5)), plan(), 10.0).summary
-    assert busy.late_s is not None and busy.late_s.p99 > 10 and busy.is_client_late
-    free = at_load(OneAtATime(0.01), plan(), 10.0).summary
-    assert free.late_s is not None and free.late_s.p99 < 1e-6 and not free.is_client_late
-    closed = in_virtual_time(LoadGenerator(OneAtATime(0.01), plan()).at_once(4)).summary
-    assert closed.late_s is None and not closed.is_client_late
+    busy = at_load(OneAtATime(0.01, busy_s=dict.fromkeys(range(100), 0.5)), plan(), 10.0)
+    assert busy.summary.late_s is not None and busy.summary.late_s.p99 > 10
+    assert "at 10/s: the client itself was late" in printed(busy)
+    free = at_load(OneAtATime(0.01), plan(), 10.0)
+    assert free.summary.late_s is not None and free.summary.late_s.p99 < 1e-6
+    assert "client late" in printed(free) and "itself" not in printed(free)
+    closed = in_virtual_time(LoadGenerator(OneAtATime(0.01), plan()).at_once(4))
+    assert closed.summary.late_s is None and "client" not in printed(closed)
+
+
+def printed(level: Level) -> str:
+    console = Console(file=StringIO(), width=100)
+    print_report(LoadReport(plan(), {"cpu": "any", "cores": 2}, [level]), console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
 
 
 def test_a_turn_s_prompt_holds_what_was_really_answered() -> None:
