@@ -11,13 +11,12 @@ import msgspec
 
 from access.client import ClientCredentials
 from cluster.bench import traces
-from cluster.bench.arrivals import arrivals
 from cluster.bench.memory import tree_pss_bytes
 from cluster.bench.search import SearchPlan
 from cluster.bench.slo import Slo, SloAttainment, judge
 from cluster.bench.stats import Sample, Summary, gaps, summarise
 from cluster.bench.targets import UNKNOWN_TOKEN, LoadTarget, open_target
-from cluster.bench.workloads import LoadSession, LoadTurn, Workload, sessions
+from cluster.bench.workloads import LoadSession, LoadTurn, Workload, arrivals, sessions
 from engine.types import SamplingParams
 from router.front.api import ApiError, Delta, Finished, GenerateCall
 

@@ -9,11 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from cluster.bench import traces
-from cluster.bench.arrivals import check_burstiness
 from cluster.bench.driver import WARMUP_AT_ONCE, LoadPlan
 from cluster.bench.search import SearchPlan, long_enough_s
 from cluster.bench.slo import parse_slo
-from cluster.bench.workloads import PRESETS, Kind, Preset, Workload
+from cluster.bench.workloads import PRESETS, Kind, Preset, Workload, check_burstiness
 from cluster.cli.credentials import add_client_flags
 from cluster.cli.numbers import seconds, seed
 from cluster.resolve import add_flags

@@ -1,4 +1,4 @@
-"""The prompts of a load run: made from a seed, so that two runs, or two servers, get the very same requests. Pure.
+"""What a load run sends, and when: drawn from a seed, so that two runs, or two servers, get the same requests. Pure.
 
 Prompts are token ids, so that their length is exact for every tokenizer. The presets A to D are the shapes that
 docs/benchmarks.md reports.
@@ -9,10 +9,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
+from itertools import accumulate, chain
 from random import Random
 
 import msgspec
+
+BURSTINESS = (0.05, 1e6)
+"""The smallest and the largest gamma shape: below, a gap may be too small for a float."""
 
 
 class Kind(StrEnum):
@@ -139,6 +142,23 @@ def sessions(workload: Workload, begins_s: Sequence[float], seed: str) -> list[L
             turns.append(LoadTurn((asked,), workload.output_tokens, think_s))
         made.append(LoadSession(begin_s, tuple(turns)))
     return made
+
+
+def check_burstiness(burstiness: float) -> None:
+    """Raises ValueError for a shape out of range."""
+    least, most = BURSTINESS
+    if not least <= burstiness <= most:
+        raise ValueError(f"the burstiness must lie in {least:g} to {most:g}")
+
+
+def arrivals(count: int, rate_per_s: float, burstiness: float, draw: Random) -> list[float]:
+    """Draw `count` ascending times in seconds. Gaps are gamma with this shape: 1 is exponential, a Poisson process.
+
+    All are scaled so that the last one comes at `count / rate_per_s`: a Poisson process of which so many arrivals in
+    that time are known is the same one, and a run is not asked a tenth more or less than it says.
+    """
+    times = list(accumulate(draw.gammavariate(burstiness, 1.0) for _ in range(count)))
+    return [at * count / (rate_per_s * times[-1]) for at in times]
 
 
 def _ids(draw: Random, workload: Workload, count: int) -> list[int]:

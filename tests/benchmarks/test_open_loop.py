@@ -10,11 +10,10 @@ from statistics import fmean, pstdev
 import pytest
 from rich.console import Console
 
-from cluster.bench.arrivals import arrivals, check_burstiness
 from cluster.bench.driver import Level, LoadGenerator, LoadPlan
 from cluster.bench.report import LoadReport, print_report
 from cluster.bench.stats import Sample
-from cluster.bench.workloads import Kind, LoadSession, LoadTurn, Workload, sessions
+from cluster.bench.workloads import Kind, LoadSession, LoadTurn, Workload, arrivals, check_burstiness, sessions
 from tests.benchmarks.scripted import OneAtATime, in_virtual_time, plan
 
 CHAT = Workload(kind=Kind.CHAT, input_tokens=3, output_tokens=2, turns=4, think_s=5.0)
