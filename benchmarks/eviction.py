@@ -1,6 +1,6 @@
 """Compares LRU leaves with Belady's optimum, and with policies that predict reuse: `python -m benchmarks.eviction`.
 
-Plays a trace (benchmarks/traces.py says the form; made from a seed when no file is given) one request after the other
+Plays a trace (its form: cluster/bench/traces.py; made from a seed when no file is given) one request after the other
 through the real KV cache manager, a trace block being one token at block size 1, and counts prompt blocks found.
 Belady's optimum knows the future: it forgets the block that is wanted again last. The other policies are simulated;
 each gives a block a number when it is let go, and the smallest goes first. A block's number is never below that of a
@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import output, traces
-from benchmarks.traces import TraceRow
+from cluster.bench.traces import TraceRow, read
 from engine.kv.manager import KVCacheManager
 
 CAPACITIES = (1000, 2000, 4000, 8000, 16_000, 32_000)
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; may be repeated")
     parser.add_argument("--skip", type=float, default=0.0, help="share of rows to play before counting")
     options = parser.parse_args()
-    rows = traces.read(options.trace) if options.trace else traces.make(
+    rows = read(options.trace) if options.trace else traces.make(
         traces.TraceShape(rows=options.rows), options.seed
     )
     blocks, tokens = traces.ideal(rows)

@@ -1,27 +1,16 @@
-"""Request traces of prompts as blocks, and a seeded maker of them: `python -m benchmarks.traces --rows 4000 > FILE`.
+"""A seeded maker of request traces: `python -m benchmarks.traces --rows 4000 > FILE`.
 
-One JSON object a line: `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids`, one per 512-token
-block of the prompt, the last of which may be partly filled; equal ids mean equal content after equal content. This is
-the form in which Mooncake (Qin et al. 2025) published its traces. Files that end in `.xz` are compressed.
+The form is Mooncake's; `cluster/bench/traces.py` describes and reads it.
 """
 
 import argparse
 import heapq
-import lzma
 from collections.abc import Iterable
-from pathlib import Path
 from random import Random
 
 import msgspec
 
-BLOCK_TOKENS = 512
-
-
-class TraceRow(msgspec.Struct, frozen=True):
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+from cluster.bench.traces import BLOCK_TOKENS, TraceRow
 
 
 class TraceShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +31,6 @@ class TraceShape(msgspec.Struct, frozen=True, kw_only=True):
     turn_tokens: float = 1200.0
     length_sigma: float = 1.0
     max_tokens: int = 131_072
-
-
-def read(path: Path) -> list[TraceRow]:
-    """Read all rows of a file. Raises OSError, or msgspec.MsgspecError for a line of another form."""
-    packed = path.read_bytes()
-    lines = lzma.decompress(packed) if path.suffix == ".xz" else packed
-    return msgspec.json.Decoder(TraceRow).decode_lines(lines)
 
 
 def make(shape: TraceShape, seed: int) -> list[TraceRow]:

@@ -20,6 +20,7 @@ from benchmarks import output, traces
 from benchmarks.routing import bounds
 from benchmarks.routing.cluster import ClusterShape, RoutingOutcome, SimulatedCluster
 from benchmarks.routing.workloads import GENERATED, Workload, in_order, of_trace, stretched
+from cluster.bench.traces import read
 from router.core.policies import POLICIES, make_policy
 
 MADE = "made"
@@ -44,7 +45,7 @@ def workload(source: str, requests: int, seed: int) -> Workload:
         return GENERATED[source](requests, seed)
     if source == MADE:
         return of_trace(traces.make(traces.TraceShape(rows=requests), seed))
-    return of_trace(traces.read(Path(source))[:requests])
+    return of_trace(read(Path(source))[:requests])
 
 
 def bound(sessions: Workload, shape: ClusterShape) -> float:

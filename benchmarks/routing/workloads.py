@@ -2,15 +2,15 @@
 
 A session begins at a time of its own, and each of its further turns comes a think time after the answer to the one
 before (closed within a session, open across sessions); a trace's rows are sessions of one turn. Prompts are made of
-blocks, as `benchmarks.traces` says; one token here stands for TOKEN_SCALE of the trace, so that a block of the trace is
-one block of the workers' caches.
+blocks, as `cluster.bench.traces` says; one token here stands for TOKEN_SCALE of the trace, so that a block of the trace
+is one block of the workers' caches.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.traces import BLOCK_TOKENS, TraceRow
+from cluster.bench.traces import BLOCK_TOKENS, TraceRow
 
 BLOCK = 16
 TOKEN_SCALE = BLOCK_TOKENS // BLOCK

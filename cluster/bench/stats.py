@@ -1,8 +1,9 @@
 """Statistics of a load run: what each request measured in, percentiles and rates out. Pure.
 
-Definitions (docs/benchmarks.md repeats them): TTFT is from sending a request to its first output token. ITL has one
-value per later token: a message that carries k tokens gives the whole gap to its first and zero to the others, which is
-what its reader sees. E2E is to the end of the answer. Rates divide by the wall time of the whole run.
+Definitions (docs/benchmarks.md repeats them): TTFT is from the moment at which a request was due (in a closed loop:
+when it was sent) to its first output token. ITL has one value per later token: a message that carries k tokens gives
+the whole gap to its first and zero to the others, which is what its reader sees. E2E is from the same moment as TTFT to
+the end of the answer. Rates divide by the wall time of the whole run.
 """
 
 import math
@@ -15,7 +16,8 @@ PERCENTILES = (50, 90, 99)
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One request's figures. Times in seconds; `error` is the name of a code, empty if it ended well."""
+    """One request's figures. Times in seconds; `error` is the name of a code, empty if it ended well. `late_s` is how
+    long after it was due the client sent it; None where it had no time of its own, or was not sent."""
 
     ttft_s: float = 0.0
     itl_s: list[float] = []
@@ -27,6 +29,7 @@ class Sample(msgspec.Struct, kw_only=True):
     migrated_bytes: int = 0
     migration_s: float = 0.0
     stages: dict[str, float] = {}
+    late_s: float | None = None
     error: str = ""
     message: str = ""
 
@@ -59,6 +62,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: Spread | None
     migration_s: Spread | None
     stages: dict[str, float]
+    late_s: Spread | None
+
+    @property
+    def is_client_late(self) -> bool:
+        """True where the client sent requests so late that the figures are partly its own: by more than 5 ms, and more
+        than a tenth of the median TTFT, at p99."""
+        if self.late_s is None:
+            return False
+        return self.late_s.p99 > max(0.005, 0.1 * self.ttft_s.p50 if self.ttft_s else 0.0)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -94,7 +106,8 @@ def gaps(arrivals: Iterable[tuple[float, int]]) -> list[float]:
 
 
 def summarise(samples: Sequence[Sample], wall_s: float) -> Summary:
-    """Summarise the requests of one run. Failed requests count as errors and in nothing else."""
+    """Summarise the requests of one run. Failed requests count as errors and in how late they were sent, and in nothing
+    else."""
     good = [sample for sample in samples if not sample.error]
     prompt = sum(sample.prompt_tokens for sample in good)
     output = sum(sample.output_tokens for sample in good)
@@ -121,6 +134,7 @@ def summarise(samples: Sequence[Sample], wall_s: float) -> Summary:
         e2e_s=spread(sample.e2e_s for sample in good),
         migration_s=spread(sample.migration_s for sample in good if sample.migrated_blocks),
         stages={stage: total / len(good) for stage, total in stages.items()},
+        late_s=spread(sample.late_s for sample in samples if sample.late_s is not None),
     )
 
 

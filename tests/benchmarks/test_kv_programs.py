@@ -24,6 +24,7 @@ from benchmarks import (
 )
 from benchmarks.compressed_tree import CompressedTree
 from benchmarks.shapes_of_work import SHAPES
+from cluster.bench.traces import TraceRow, read
 from engine.device import EngineDevice
 from engine.kv.layout import KVLayout
 from engine.types import BlockId
@@ -46,12 +47,12 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     lines = b"\n".join(map(msgspec.json.encode, ROWS)) + b"\n"
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines))
-    assert traces.read(tmp_path / "a.jsonl") == traces.read(tmp_path / "a.jsonl.xz") == ROWS
+    assert read(tmp_path / "a.jsonl") == read(tmp_path / "a.jsonl.xz") == ROWS
 
 
 def test_ideal_reuse_counts_prefixes_only() -> None:
     """The last block of a prompt counts with the tokens it has."""
-    rows = [traces.TraceRow(0, 1024, 1, [1, 2]), traces.TraceRow(1, 600, 1, [1, 2]), traces.TraceRow(2, 600, 1, [9, 3])]
+    rows = [TraceRow(0, 1024, 1, [1, 2]), TraceRow(1, 600, 1, [1, 2]), TraceRow(2, 600, 1, [9, 3])]
     assert traces.ideal(rows) == (2 / 6, 600 / 2224)
 
 
@@ -81,7 +82,7 @@ def _best(asked: list[int], cached: frozenset[int], capacity: int) -> int:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_optimum_is_the_best_of_all_choices(seed: int) -> None:
     asked = [Random(seed * 100 + at).randrange(5) for at in range(14)]
-    rows = [traces.TraceRow(at, 512, 1, [block]) for at, block in enumerate(asked)]
+    rows = [TraceRow(at, 512, 1, [block]) for at, block in enumerate(asked)]
     assert eviction.belady(rows, 3) == _best(asked, frozenset(), 3)
 
 

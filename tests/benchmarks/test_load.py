@@ -20,14 +20,16 @@ from tests.router.http.fakes import FakeFrontend, serving
 
 
 class Counting:
-    """Answers with as many tokens as were asked for, two at a time; fails the request numbered `broken`."""
+    """Answers with as many tokens as were asked for, two at a time; fails the request numbered `broken`. No answer
+    begins before `together` requests have come."""
 
-    def __init__(self, broken: int = -1, missing: int = 0) -> None:
+    def __init__(self, broken: int = -1, missing: int = 0, together: int = 0) -> None:
         self.calls: list[GenerateCall] = []
         self.busiest = 0
         self._running = 0
         self._broken = broken
         self._missing = missing
+        self._together = together
 
     async def generate(self, call: GenerateCall, outlet: object = None) -> AsyncGenerator[GenerateEvent, None]:
         assert isinstance(call.prompt, list) and call.max_tokens is not None
@@ -39,10 +41,12 @@ class Counting:
             if number == self._broken:
                 raise ApiError("RESOURCE_EXHAUSTED", "the line is full", retry_after_s=1.0)
             yield Started(f"r{number}", "tiny", len(call.prompt))
+            while len(self.calls) < self._together:
+                await asyncio.sleep(0.002)
             count = call.max_tokens - self._missing
             for index in range(0, count, 2):
                 await asyncio.sleep(0.002)
-                yield Delta("", (5,) * min(2, count - index))
+                yield Delta("", (number,) * min(2, count - index))
             yield Finished(
                 reason=FinishReason.LENGTH,
                 prompt_tokens=len(call.prompt),
@@ -84,7 +88,7 @@ def serving_grpc(frontend: Counting) -> Iterator[int]:
 @contextmanager
 def target(kind: str, frontend: Counting) -> Iterator[list[str]]:
     """The flags that aim at a server of this kind."""
-    server = serving(frontend) if kind == "http" else serving_grpc(frontend)
+    server = serving(frontend, connections=400) if kind == "http" else serving_grpc(frontend)
     with server as port:
         yield ["--target", kind, "--address", f"127.0.0.1:{port}"]
 
@@ -173,10 +177,174 @@ def test_memory_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_wrong_usage_exits_with_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage: headrace bench" in refused(flags, capsys)
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of flags that are refused, in one line."""
     with pytest.raises(SystemExit) as caught:
         main(flags)
     assert caught.value.code == 2
-    assert "usage: headrace bench" in capsys.readouterr().err
+    return " ".join(capsys.readouterr().err.split())
+
+
+SLO = ["--slo", "ttft=1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate", "0"], "argument --rate: '0': each must be above zero and finite"),
+        (["--rate", "-1"], "above zero"),
+        (["--rate", "inf"], "finite"),
+        (["--rate", "fast"], "argument --rate: 'fast'"),
+        (["--rate", "2,2"], "twice"),
+        (["--rate", "1", "--concurrency", "2"], "--concurrency is of the closed loop"),
+        (["--rate", "1", "--workload", "stream"], "the stream workload runs one request at once"),
+        (["--rate", "1", "--burstiness", "0"], "the burstiness must lie in 0.05"),
+        (["--burstiness", "1"], "--burstiness needs --rate"),
+        (["--slo", "ttft=-1"], "argument --slo: 'ttft=-1': ttft=-1 is not a time above zero"),
+        (["--slo", "foo=1"], "'foo=1' is not LIMIT=TIME with a limit of ttft, itl, e2e"),
+        (["--search"], "--search needs --slo"),
+        (["--attainment", "0.5", *SLO], "--attainment needs --search"),
+        (["--search", *SLO, "--attainment", "90"], "the attainment must be above 0 and at most 1"),
+        (["--search", *SLO, "--tolerance", "0"], "the tolerance must be above 0"),
+        (["--search", *SLO, "--rate", "1,2"], "--search begins at one rate"),
+        (["--search", *SLO, "--rate", "9", "--max-rate", "3"], "--search begins above --max-rate"),
+        (["--search", *SLO, "--probe-s", "0"], "argument --probe-s"),
+        (["--think", "1"], "only the chat workload has turns"),
+        (["--workload", "chat", "--think", "-1"], "the time to think must be at least 0"),
+        (["--workload", "chat", "--turns", "0"], "a chat needs at least 1 turn"),
+        (["--workload", "trace"], "invalid choice: 'trace'"),
+        (["--trace-speed", "2"], "--trace-speed needs --trace"),
+        (["--trace", "/nowhere/to/be/found"], "No such file or directory: '/nowhere/to/be/found'"),
+    ],
+)
+def test_wrong_loops_and_limits_are_explained(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(flags, capsys)
+
+
+ROW = '{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "said"),
+    [
+        (["", ""], [], "the trace is empty"),
+        ([ROW, "", ROW[:40]], [], "line 3: Input data was truncated"),
+        ([ROW, ROW.replace("600", '"600"')], [], "line 2: Expected `int`, got `str` - at `$.input_length`"),
+        ([ROW.replace('"timestamp": 0, ', "")], [], "line 1: Object missing required field `timestamp`"),
+        ([ROW, ROW.replace("[1, 2]", "[1]")], [], "line 2: 1 hash_ids, and 600 tokens are 2 blocks of 512"),
+        ([ROW.replace("600", "-1")], [], "line 1: a time or a length below zero"),
+        ([ROW, ROW.replace(": 2,", ": 0,")], [], "row 2: no prompt or no answer"),
+        ([ROW], ["--trace-speed", "0"], "argument --trace-speed: '0': each must be above zero"),
+        ([ROW], ["--rate", "2"], "--rate and --trace exclude each other"),
+        ([ROW], ["--preset", "A"], "--preset and --trace exclude each other"),
+        ([ROW], ["--think", "1"], "--think and --trace exclude each other"),
+        ([ROW], ["--requests", "0"], "requests must be above zero"),
+        ([ROW, ROW], ["--search", *SLO], "all requests come at once, and no speed changes that"),
+    ],
+)
+def test_a_trace_that_cannot_be_played_is_explained(
+    lines: list[str], flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "some.jsonl"
+    trace.write_text("\n".join(lines))
+    assert said in refused(["--trace", str(trace), *flags], capsys)
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_an_open_loop_over_both_fronts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a client, or a connection, that has room for so many requests only: nobody is answered before all
+    have come."""
+    frontend, file = Counting(together=200), tmp_path / "figures.json"
+    with target(kind, frontend) as aim:
+        flags = [*aim, *SMALL, "--requests", "200", "--rate", "400", "--warmup", "0", "--timeout-s", "20"]
+        assert main([*flags, *SLO, "--json", str(file)]) == 0
+    assert frontend.busiest == 200
+    assert {call.max_tokens for call in frontend.calls} == {5}
+    report = json.loads(file.read_bytes())
+    assert (report["plan"]["loads"], report["plan"]["burstiness"], report["plan"]["slo"]) == ([400], 1, {"ttft_s": 1})
+    (level,) = report["levels"]
+    assert (level["rate_per_s"], level["concurrency"]) == (400, None)
+    assert level["slo"]["met"] / 200 == level["slo"]["share"]
+    assert level["slo"]["goodput_per_s"] == pytest.approx(level["slo"]["met"] / level["summary"]["wall_s"])
+    assert 0 <= level["summary"]["late_s"]["p50"] <= level["summary"]["late_s"]["p99"]
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("400/s", "attainment", "goodput, requests/s", "client late ms", "TTFT ms"))
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_chats_over_both_fronts(kind: str) -> None:
+    frontend = Counting()
+    chat = ["--workload", "chat", "--turns", "3", "--think", "0.01", "--warmup", "1"]
+    with target(kind, frontend) as aim:
+        assert main([*aim, *SMALL, *chat, "--rate", "300"]) == 0
+        assert main([*aim, *SMALL, *chat, "--concurrency", "1", "--seed", "4"]) == 0
+    prompts = [call.prompt for call in frontend.calls]
+    assert all(isinstance(prompt, list) for prompt in prompts)
+    assert sorted(map(len, prompts)) == [10] * 6 + [25] * 4 + [40] * 4
+    for prompt in prompts:
+        if len(prompt) > 10:
+            (asked,) = (other for other in prompts if other == prompt[:-15])
+            assert prompt[-15:-10] == [prompts.index(asked)] * 5, "what that request was answered"
+
+
+def test_a_trace_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROW, ROW.replace("0,", "2000,", 1), ROW.replace("0,", "4000,", 1).replace("600", "30").replace(", 2]", "]")]
+    trace, file = tmp_path / "some.jsonl", tmp_path / "figures.json"
+    trace.write_text("\n".join(rows))
+    frontend = Counting()
+    with target("grpc", frontend) as aim:
+        flags = [*aim, "--trace", str(trace), "--trace-speed", "20,40", "--warmup", "1", "--json", str(file)]
+        assert main(flags) == 0
+    assert [len(call.prompt) for call in frontend.calls] == [600, 600, 600, 30, 600, 600, 30]
+    warm, one, two, three, four, *_ = (call.prompt for call in frontend.calls)
+    assert one == two and one[:30] == three and not set(map(str, [warm, four])) & {str(one)}
+    assert {call.max_tokens for call in frontend.calls} == {2}
+    report = json.loads(file.read_bytes())
+    assert [level["trace_speed"] for level in report["levels"]] == [20, 40]
+    assert [level["rate_per_s"] for level in report["levels"]] == [15, 30]
+    assert report["plan"]["workload"]["kind"] == "trace" and report["plan"]["requests"] == 3
+    assert "speed 20 (15/s)" in capsys.readouterr().out
+
+
+def test_a_search_writes_all_its_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    with target("grpc", Counting()) as aim:
+        flags = [*aim, *SMALL, "--warmup", "0", "--json", str(file), "--probe-s", "0.1", "--search", "--slo", "e2e=10"]
+        assert main([*flags, "--rate", "50", "--max-rate", "200"]) == 0
+    report = json.loads(file.read_bytes())
+    assert report["search"] == {"passed": 200, "missed": None, "stopped": ""}
+    assert [level["rate_per_s"] for level in report["levels"]] == [50, 100, 200]
+    assert [level["summary"]["requests"] for level in report["levels"]] == [6, 10, 20]
+    assert report["plan"]["search"] == {"attainment": 0.9, "tolerance": 0.1, "most": 200, "probe_s": 0.1}
+    said = capsys.readouterr().out
+    assert "goodput: at least 200 requests/s: there at least 90 % of the requests kept e2e 10000 ms; more" in said
+    assert "100/s: 100.0% of 10 requests kept the limits" in said
+
+
+def test_a_search_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loads are speeds, and it says that four seconds of a trace are no proof."""
+    trace, file = tmp_path / "some.jsonl", tmp_path / "figures.json"
+    trace.write_text(f"{ROW}\n{ROW.replace('0,', '4000,', 1)}\n")
+    with target("grpc", Counting()) as aim:
+        flags = [*aim, "--trace", str(trace), "--trace-speed", "20", "--search", "--slo", "e2e=10", "--warmup", "0"]
+        assert main([*flags, "--max-rate", "80", "--json", str(file)]) == 0
+    assert [level["trace_speed"] for level in json.loads(file.read_bytes())["levels"]] == [20, 40, 80]
+    said = capsys.readouterr().out
+    assert "goodput: at least 80 times the trace's speed: there at least 90 % of the requests kept e2e 10000 ms" in said
+    assert "; the trace was over in 0 s, and only 111 s show a server that falls behind" in said
+
+
+def test_a_search_that_finds_none_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with target("grpc", Counting()) as aim:
+        flags = [*aim, *SMALL, "--warmup", "0", "--probe-s", "0.1", "--search", "--slo", "ttft=1ms"]
+        assert main([*flags, "--rate", "100"]) == 1
+    said = capsys.readouterr().out
+    assert "goodput: none found: at 100 requests/s, the lowest tried, less than 90 % of the requests kept" in said
 
 
 def test_a_request_that_hangs_counts_as_late() -> None:
