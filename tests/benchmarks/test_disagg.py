@@ -1,0 +1,28 @@
+"""The comparison of one pool with two, in small: the clusters are what their names say, and are asked the same."""
+
+import pytest
+
+from benchmarks.disagg import MODES, measure, workload
+from cluster.bench.slo import parse_slo
+
+
+@pytest.mark.slow
+def test_each_cluster_is_what_its_name_says() -> None:
+    """Guards a comparison of a cluster with itself: blocks migrate in a split one, never in one pool, and with `auto`
+    a chat's later turns are read where its answers are."""
+    table = measure(
+        [workload(24, 4, turns=2, think_s=0.01)],
+        [8.0],
+        workers=2,
+        requests=8,
+        rounds=1,
+        slo=parse_slo("ttft=60,itl=60"),
+        mixed_step_s=0.05,
+        seed=1,
+    )
+    lines = {str(line["mode"]): line for line in table}
+    assert list(lines) == list(MODES)
+    assert all(line["failed"] == 0 and line["within limits %"] == 100.0 for line in table)
+    assert lines["one pool"]["migrated blocks"] == 0
+    migrated = lines["split"]["migrated blocks"], lines["auto"]["migrated blocks"]
+    assert isinstance(migrated[0], int) and isinstance(migrated[1], int) and migrated[0] > migrated[1]
