@@ -1,10 +1,10 @@
 """Compares two pools with one, on equal resources: `python -m benchmarks.disagg`.
 
 Three clusters of real processes with the same number of workers, one compute thread each: `split`, half of them for
-prefill; `one pool`, where each worker reads its prompts itself; and `auto`, split, with decode workers that read prompts
-where that is predicted to be the cheaper (`router.local_prefill`). All are up at once and are asked in turn, so that what
-else the machine does falls on all alike. Requests come in an open loop (Poisson), for each length of prompt and each
-rate; with `--turns`, as chats, where each next prompt holds the answers before.
+prefill; `one pool`, where each worker reads its prompts itself; and `auto`, split, with decode workers that read
+prompts where that is predicted to be the cheaper (`router.local_prefill`). All are up at once and are asked in turn, so
+that what else the machine does falls on all alike. Requests come in an open loop (Poisson), for each length of prompt
+and each rate; with `--turns`, as chats, where each next prompt holds the answers before.
 
 Told of each: time to first token, the gaps between tokens, and the share of requests that kept both limits; the last is
 what splitting is for, and is also given against `split`.
