@@ -77,13 +77,15 @@ class Placer:
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
             wanted = demand(record, alike[0].info)
+            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
+            if not roomy:
+                continue  # as for most of those that wait while the cluster is full
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
             # 2. a prefill worker of the same model; 3. where there is none, the decode worker alone.
             if source is not None and source.info.fingerprint == key[0]:
                 views = [_whole_view(source.name, wanted)]
             else:
                 views = self._prefill_views(call, held, key[0], wanted, (), now) or [_LOCAL_VIEW]
-            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
             choice = self._policy.choose(wanted, views, roomy)
             if choice is not None and (best is None or _rank(choice) < _rank(best)):
                 best = choice
