@@ -52,41 +52,41 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
     TooLongError, naming the field."""
     prompt, output, held = record.prompt_tokens, record.max_tokens, len(record.tokens)
     _require(held > 0, "prompt", "must not be empty")
-    _require(1 <= prompt <= held, "prompt_tokens", f"must lie in 1 .. {held}")
-    _require(min(record.tokens) >= 0 and max(record.tokens) < vocab, "token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(1 <= prompt <= held, "prompt_tokens", "must lie in 1 .. {}", held)
+    _require(min(record.tokens) >= 0 and max(record.tokens) < vocab, "token_ids", "must lie in 0 .. {}", vocab - 1)
     _require(output >= 1, "max_tokens", "must be at least 1")
     _require(held < prompt + output, "max_tokens", "is already used up by the tokens of this record")
     if prompt + output > context_tokens:
         what = f"{prompt} prompt tokens and {output} output tokens exceed the context of {context_tokens}"
         raise TooLongError("max_tokens", what)
     are_ids = all(0 <= token < vocab for token in record.stop_token_ids)
-    _require(are_ids, "stop_token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(are_ids, "stop_token_ids", "must lie in 0 .. {}", vocab - 1)
     _require(0 <= record.seed < 1 << 64, "seed", "must be an unsigned 64-bit number")
     _require(0 <= record.sample_index < 1 << 32, "sample_index", "must be an unsigned 32-bit number")
     for name, limits in SAMPLING_RANGES.items():
         _require_number(name, getattr(record.sampling, name), limits)
     _require(record.sampling.top_k >= 0, "top_k", "must not be negative")
     is_known = -MAX_PRIORITY <= record.priority <= MAX_PRIORITY
-    _require(is_known, "priority", f"must lie in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
+    _require(is_known, "priority", "must lie in -{0} .. {0}", MAX_PRIORITY)
     if record.beams is not None:
         check_beams(record.beams)
 
 
 def check_beams(beams: BeamParams) -> None:
     """Raise FieldError unless a beam search can be made of it."""
-    _require(1 <= beams.width <= MAX_BEAM_WIDTH, "beam_width", f"must lie in 1 .. {MAX_BEAM_WIDTH}")
-    _require(1 <= beams.answers <= beams.width, "n", f"must not exceed beam_width, which is {beams.width}")
+    _require(1 <= beams.width <= MAX_BEAM_WIDTH, "beam_width", "must lie in 1 .. {}", MAX_BEAM_WIDTH)
+    _require(1 <= beams.answers <= beams.width, "n", "must not exceed beam_width, which is {}", beams.width)
     _require_number("length_penalty", beams.length_penalty, LENGTH_PENALTIES)
 
 
-def _require(is_sound: bool, field: str, allowed: str) -> None:
+def _require(is_sound: bool, field: str, allowed: str, *limits: float) -> None:
     if not is_sound:
-        raise FieldError(field, allowed)
+        raise FieldError(field, allowed.format(*limits))
 
 
 def _require_number(field: str, value: float, limits: tuple[float, float]) -> None:
     low, high = limits
-    _require(low <= value <= high, field, f"must be a number in {low:g} .. {high:g}")  # NaN lies in no range
+    _require(low <= value <= high, field, "must be a number in {:g} .. {:g}", low, high)  # NaN lies in no range
 
 
 def finish_reason(

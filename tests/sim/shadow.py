@@ -147,7 +147,8 @@ class ShadowRunner:
 
     def run(self, plan: StepPlan) -> list[Drawn]:
         rows, pool = self.kv.rows, self.kv.pool
-        self._copied.clear()
+        if self._copied:
+            self._copied.clear()
         for source, target in plan.copies:
             if not pool.refs(source):
                 raise Violation(f"{self.kv.process}: block {source} is copied but nobody holds it")
@@ -156,7 +157,8 @@ class ShadowRunner:
             self.copies += 1
         self.computed_tokens += plan.computed_tokens
         # Whoever holds a block only for its copy does not hold it any more.
-        self._copied = Counter(source for source, _ in plan.copies)
+        if plan.copies:
+            self._copied = Counter(source for source, _ in plan.copies)
         return [drawn for row in plan.rows for drawn in self._row(row)]
 
     def _row(self, row: Row) -> list[Drawn]:
