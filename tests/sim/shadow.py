@@ -56,8 +56,8 @@ def _likeliest(row: int) -> list[int]:
 
 def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
     """Return the likeliest tokens, with log probabilities of their own for every row."""
-    likely = _likeliest(row)[: count + len(banned)]
-    return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in likely if 63 - (one & 63) not in banned][:count])
+    likely = [one for one in _likeliest(row)[: count + len(banned)] if 63 - (one & 63) not in banned]
+    return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in likely[:count]])
 
 
 def expected_output(record: RequestRecord) -> list[int]:

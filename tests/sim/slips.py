@@ -156,13 +156,14 @@ def prefill_leaves_with_blocks_unread() -> list[Patch]:
 
 
 def pinned_segment_evicted() -> list[Patch]:
-    """Room on disk is made by removing the oldest segment, though it is being read."""
+    """Room on disk is made by removing a segment that is being read, before any other."""
     reserve = DiskIndex.reserve
 
     def ruthless(self: DiskIndex, *args: Any, **more: Any) -> Any:
         pins = {number: one.pins for number, one in self._segments.items()}
-        for one in self._segments.values():
-            one.pins = 0
+        for number in [number for number, count in pins.items() if count]:
+            self._segments[number].pins = 0
+            self._segments.move_to_end(number, last=False)
         try:
             return reserve(self, *args, **more)
         finally:
