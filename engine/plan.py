@@ -52,41 +52,41 @@ def check_record(record: RequestRecord, vocab: int, context_tokens: int) -> None
     TooLongError, naming the field."""
     prompt, output, held = record.prompt_tokens, record.max_tokens, len(record.tokens)
     _require(held > 0, "prompt", "must not be empty")
-    _require(1 <= prompt <= held, "prompt_tokens", f"must lie in 1 .. {held}")
-    _require(min(record.tokens) >= 0 and max(record.tokens) < vocab, "token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(1 <= prompt <= held, "prompt_tokens", "must lie in 1 .. {}", held)
+    _require(min(record.tokens) >= 0 and max(record.tokens) < vocab, "token_ids", "must lie in 0 .. {}", vocab - 1)
     _require(output >= 1, "max_tokens", "must be at least 1")
     _require(held < prompt + output, "max_tokens", "is already used up by the tokens of this record")
     if prompt + output > context_tokens:
         what = f"{prompt} prompt tokens and {output} output tokens exceed the context of {context_tokens}"
         raise TooLongError("max_tokens", what)
     are_ids = all(0 <= token < vocab for token in record.stop_token_ids)
-    _require(are_ids, "stop_token_ids", f"must lie in 0 .. {vocab - 1}")
+    _require(are_ids, "stop_token_ids", "must lie in 0 .. {}", vocab - 1)
     _require(0 <= record.seed < 1 << 64, "seed", "must be an unsigned 64-bit number")
     _require(0 <= record.sample_index < 1 << 32, "sample_index", "must be an unsigned 32-bit number")
     for name, limits in SAMPLING_RANGES.items():
         _require_number(name, getattr(record.sampling, name), limits)
     _require(record.sampling.top_k >= 0, "top_k", "must not be negative")
     is_known = -MAX_PRIORITY <= record.priority <= MAX_PRIORITY
-    _require(is_known, "priority", f"must lie in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
+    _require(is_known, "priority", "must lie in -{0} .. {0}", MAX_PRIORITY)
     if record.beams is not None:
         check_beams(record.beams)
 
 
 def check_beams(beams: BeamParams) -> None:
     """Raise FieldError unless a beam search can be made of it."""
-    _require(1 <= beams.width <= MAX_BEAM_WIDTH, "beam_width", f"must lie in 1 .. {MAX_BEAM_WIDTH}")
-    _require(1 <= beams.answers <= beams.width, "n", f"must not exceed beam_width, which is {beams.width}")
+    _require(1 <= beams.width <= MAX_BEAM_WIDTH, "beam_width", "must lie in 1 .. {}", MAX_BEAM_WIDTH)
+    _require(1 <= beams.answers <= beams.width, "n", "must not exceed beam_width, which is {}", beams.width)
     _require_number("length_penalty", beams.length_penalty, LENGTH_PENALTIES)
 
 
-def _require(is_sound: bool, field: str, allowed: str) -> None:
+def _require(is_sound: bool, field: str, allowed: str, *limits: float) -> None:
     if not is_sound:
-        raise FieldError(field, allowed)
+        raise FieldError(field, allowed.format(*limits))
 
 
 def _require_number(field: str, value: float, limits: tuple[float, float]) -> None:
     low, high = limits
-    _require(low <= value <= high, field, f"must be a number in {low:g} .. {high:g}")  # NaN lies in no range
+    _require(low <= value <= high, field, "must be a number in {:g} .. {:g}", low, high)  # NaN lies in no range
 
 
 def finish_reason(
@@ -153,6 +153,26 @@ NEWEST = 0.2
 def mean(known: float, latest: float) -> float:
     """The running mean after the newest measurement; `known` 0.0: there was none."""
     return latest if known == 0.0 else known + NEWEST * (latest - known)
+
+
+class TokenSpeed:
+    """The time of a prompt token, as measured, the latest steps counting most; by token, since a step of a few tokens
+    says little of what many take. Mutable state: seconds and tokens, both fading."""
+
+    __slots__ = ("_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def measured(self, seconds: float, tokens: int) -> None:
+        """Take in that `tokens` tokens, at least 1, took so many seconds."""
+        self._seconds = (1.0 - NEWEST) * self._seconds + seconds
+        self._tokens = (1.0 - NEWEST) * self._tokens + tokens
+
+    @property
+    def s_per_token(self) -> float:
+        """0.0 until measured."""
+        return self._seconds / self._tokens if self._tokens else 0.0
 
 
 class StageClock:

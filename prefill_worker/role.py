@@ -10,7 +10,7 @@ import msgspec
 from engine.handshake import Secrets
 from engine.messages import Load
 from engine.model.config import Progress
-from engine.plan import mean
+from engine.plan import TokenSpeed
 from engine.step import StepPlan
 from prefill_worker.journal import PrefillJournal
 from prefill_worker.scheduler.scheduler import PrefillScheduler
@@ -47,7 +47,7 @@ class PrefillRole:
         )
         self.source = self.scheduler.source
         self._metrics = parts.metrics
-        self._s_per_token = 0.0
+        self._speed = TokenSpeed()
 
     def hear(self, item: object, tell: Callable[[Never], None]) -> None:
         match item:
@@ -69,11 +69,11 @@ class PrefillRole:
         if plan is not None:
             tokens, again = plan.computed_tokens, plan.recomputed_tokens
             self._metrics.prompt_tokens(computed=tokens - again, prefix_hit=0, recomputed=again)
-            self._s_per_token = mean(self._s_per_token, seconds / max(1, tokens))
+            self._speed.measured(seconds, max(1, tokens))
 
     def load(self, load: Load, now: float) -> Load:
         waiting_tokens = self.scheduler.line.backlog_tokens
-        return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._s_per_token)
+        return msgspec.structs.replace(load, waiting_tokens=waiting_tokens, s_per_token=self._speed.s_per_token)
 
     def close(self) -> None:
         """Close nothing: this role has no streams."""

@@ -22,7 +22,7 @@ LONGEST = 64
 SHOWN = 20
 
 
-class FlightEvent(msgspec.Struct, frozen=True):
+class FlightEvent(msgspec.Struct, frozen=True, gc=False):  # it holds nothing that could hold it
     at_s: float
     """Seconds since the timeline began."""
     what: str

@@ -57,10 +57,9 @@ class Watchdog:
 
     def is_stuck(self, beat: int | None, now: float) -> bool:
         """`beat` changes with whatever gets done, and is None while there is nothing to do."""
-        passed_s = min(now - self._looked_s, LOOK_S)
-        self._looked_s = now
+        looked_s, self._looked_s = self._looked_s, now
         if beat is None or beat != self._beat:
             self._beat, self._stuck_s = beat, 0.0
             return False
-        self._stuck_s += passed_s
+        self._stuck_s += min(now - looked_s, LOOK_S)
         return self._stuck_s >= self._limit_s

@@ -240,6 +240,8 @@ class Readers:
 
     def tick(self, hear: Hear, now: float) -> None:
         """Refuse whom nobody has listed in time."""
+        if not self._unlisted:
+            return
         for stream, (_, since) in list(self._unlisted.items()):
             if now - since >= LISTED_S:
                 del self._unlisted[stream]

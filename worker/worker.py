@@ -158,7 +158,8 @@ class Worker(Generic[E]):
                 continue
             self._backlog.add(item)
             left -= self._hear_streams(left)
-        self._hear_streams(left)
+        if self._backlog:
+            self._hear_streams(left)
 
     def _hear_streams(self, limit: int) -> int:
         """Hear what waits of the streams, up to `limit` records; return how many they were."""
@@ -185,7 +186,8 @@ class Worker(Generic[E]):
         interval_s = HEARTBEAT_S if plan is None else REPORT_S
         if self._report_now or now - self._reported_at >= interval_s:
             self._report(now)
-        self._tell_holdings()
+        if self._holdings:
+            self._tell_holdings()
         if self._leave_by is not None and (self.scheduler.is_idle or now >= self._leave_by):
             self._end()
         return plan is not None or bool(self._backlog) or bool(self._holdings)
@@ -276,9 +278,11 @@ class Worker(Generic[E]):
         self._reported_at, self._report_now = now, False
         evicted = self.parts.kv.take_evicted()
         load = self._load(evicted, now)
-        # Of a tier that was dropped, a report would be larger than a frame may be.
-        pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)] or [[]]
-        frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces]
+        frames = [encode([load])]
+        if len(evicted) > EVICTED_AT_ONCE:
+            # Of a tier that was dropped, a report would be larger than a frame may be.
+            pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)]
+            frames = [encode([msgspec.structs.replace(load, evicted=piece)]) for piece in pieces]
         for router in self.parts.routers.values():
             for frame in frames:
                 router.send(frame)

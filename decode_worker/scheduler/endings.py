@@ -144,10 +144,12 @@ class Endings:
         requests = self.admission.requests
         self.departures.tick(now)
         self.orphans.tick(now)
-        commands = self.end_all([r for r in requests.values() if now >= r.deadline], FinishReason.DEADLINE, now)
-        alone = [r for r in requests.values() if now >= r.owner.orphan_until]
-        self.orphans.expired += len(alone)
-        commands += self.end_all(alone, FinishReason.CANCELLED, now)
+        commands: list[Command] = []
+        if late := [r for r in requests.values() if now >= r.deadline]:
+            commands = self.end_all(late, FinishReason.DEADLINE, now)
+        if alone := [r for r in requests.values() if now >= r.owner.orphan_until]:
+            self.orphans.expired += len(alone)
+            commands += self.end_all(alone, FinishReason.CANCELLED, now)
         for request in self.prefills.handoffs.overdue(now):
             commands += self.settle(self.prefills.abandon(request, now), now)
         return commands

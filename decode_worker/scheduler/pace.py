@@ -1,17 +1,17 @@
 """How many prompt tokens a decode worker's next step takes, and how long a prompt will take that way. Pure.
 
 A step lasts `rows_s + s_per_token · prompt tokens`: what the rows of running requests take, and what each token of the
-prompts beside them adds. Both are running means of what was measured. While requests run, a step is to last no longer
-than `bound_s`, so that prompts that are computed here hold no stream up for longer than that; where the rows alone
-take as long, prompts go on by one block a step. Where no request runs, nobody waits for the step: it is as large as it
-may be.
+prompts beside them adds. Both are of what was measured, the latest counting most, and the second by token: a step of a
+few tokens says little of what many take. While requests run, a step is to last no longer than `bound_s`, so that
+prompts that are computed here hold no stream up for longer than that; where the rows alone take as long, prompts go on
+by one block a step. Where no request runs, nobody waits for the step: it is as large as it may be.
 """
 
-from engine.plan import mean
+from engine.plan import TokenSpeed, mean
 
 
 class Pace:
-    """Mutable state: the two means, in seconds; 0.0 until measured. Owner: the batch."""
+    """Mutable state: the mean of steps without prompts, and what prompt tokens add to others. Owner: the batch."""
 
     def __init__(self, most_tokens: int, least_tokens: int, bound_s: float) -> None:
         """A step takes from `least_tokens` to `most_tokens` prompt tokens, if there are so many."""
@@ -19,10 +19,10 @@ class Pace:
         self._least_tokens = min(least_tokens, most_tokens)
         self._bound_s = bound_s
         self._rows_s = 0.0
-        self._s_per_token = 0.0
+        self._added = TokenSpeed()
 
     def __repr__(self) -> str:
-        return f"Pace({self._rows_s * 1e3:.1f} ms + {self._s_per_token * 1e6:.0f} µs a prompt token)"
+        return f"Pace({self._rows_s * 1e3:.1f} ms + {self._added.s_per_token * 1e6:.0f} µs a prompt token)"
 
     def measured(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Take in that a step with `rows` of running requests and so many prompt tokens has lasted `seconds`."""
@@ -30,17 +30,17 @@ class Pace:
             self._rows_s = mean(self._rows_s, seconds)
             return
         beside_s = self._rows_s if rows else 0.0
-        self._s_per_token = mean(self._s_per_token, max(seconds - beside_s, 0.0) / prompt_tokens)
+        self._added.measured(max(seconds - beside_s, 0.0), prompt_tokens)
 
     def tokens(self, rows: int) -> int:
         """Return how many prompt tokens the next step may take beside `rows` of running requests."""
-        if not rows or not self._s_per_token:
+        if not rows or not self._added.s_per_token:
             return self._most_tokens
-        fitting = int((self._bound_s - self._rows_s) / self._s_per_token)
+        fitting = int((self._bound_s - self._rows_s) / self._added.s_per_token)
         return min(max(fitting, self._least_tokens), self._most_tokens)
 
     def s_per_token(self, rows: int) -> float:
         """Return the time that a prompt token is predicted to take here while `rows` run, its part of what they take
         included; 0.0 until measured."""
         beside_s = self._rows_s / self.tokens(rows) if rows else 0.0
-        return self._s_per_token and self._s_per_token + beside_s
+        return self._added.s_per_token and self._added.s_per_token + beside_s

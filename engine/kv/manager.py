@@ -18,7 +18,7 @@ comes back by `engine.kv.tiers.fetches`.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.radix_cache import TOKEN_BYTES, Node, RadixCache
@@ -52,7 +52,7 @@ class KVCacheManager:
         self._promised = 0
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
-        self._leases: WeakSet[Lease] = WeakSet()
+        self._leases: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
         """All that are not released and that somebody still has: one that was dropped has leaked its blocks."""
         self._identities: set[bytes] = set()
         """The names of all cached blocks, where there are tiers."""
@@ -118,7 +118,7 @@ class KVCacheManager:
         own = self._allocate(namespace, new, BlockState.RESERVED if migrating else BlockState.ACTIVE)
         self._promised += promised
         lease = Lease(shared + own, len(shared) * self.block_size, [], promised, namespace, match.nodes)
-        self._leases.add(lease)
+        self._leases[lease] = None
         if partial is not None:
             lease.copies.append((partial.block, own[0]))
             lease.cached_tokens += match.partial_tokens
@@ -249,7 +249,7 @@ class KVCacheManager:
         if lease.released:
             raise ValueError("a lease is released once")
         lease.released = True
-        self._leases.discard(lease)
+        self._leases.pop(lease, None)
         self.copied(lease)
         self._promised -= lease.promised
         lease.promised = 0
@@ -259,8 +259,8 @@ class KVCacheManager:
     # what the shell must know
 
     def leases(self) -> Iterator[Lease]:
-        """Every lease that somebody has and that is not released, in no order."""
-        return iter(self._leases)
+        """Every lease that somebody has and that is not released, the oldest first."""
+        return iter(self._leases.keys())
 
     def take_handed_out(self) -> list[BlockId]:
         """Blocks allocated since the last call: their generation in memory must be advanced before they are written."""

@@ -104,8 +104,9 @@ class BlockTable:
         known as another block's (two have coincided), the path ends before it."""
         path = self.find(keys)
         known = _leading(path > 0)
-        above = np.concatenate((np.array([parent], np.int32), path[: known - 1])) if known else path[:0]
-        same = _leading(self.parents[path[:known]] == above)
+        above, same = self.parents[path[:known]], 0
+        if known and above.item(0) == parent:
+            same = 1 + _leading(above[1:] == path[: known - 1])
         missing = len(keys) - known
         if same < known or not missing:
             return path[:same]
@@ -207,6 +208,8 @@ class BlockTable:
 
     def _bucket(self, keys: Keys) -> NDArray[np.int64]:
         """Identities are digests: their lowest bits are as good as any hash of them."""
+        if not self._split:
+            return (keys & np.uint64(self._buckets - 1)).view(np.int64)
         low = (keys & np.uint64(2 * self._buckets - 1)).view(np.int64)
         # A bucket of the second half that has not been made yet is still part of its twin.
         return np.where(low < self._buckets + self._split, low, low - self._buckets)
@@ -260,8 +263,14 @@ class BlockTable:
             assert self._masks[number] == mask and (not number or uses[number] == self._uses[number] > 0)
         assert uses[0] == 0, "a node is held by nobody"
         assert uses.sum() == sum(uses[number] for number in self._numbers.values())
-        for node, parent in zip(living.tolist(), parents.tolist(), strict=True):
-            assert not parent or not self.mask(node) & ~self.mask(parent), "a block is held without its parent"
+        below = parents > 0
+        pairs = zip(self._sets[living[below]].tolist(), self._sets[parents[below]].tolist(), strict=True)
+        for mine, above in set(pairs):
+            assert not self._masks[mine] & ~self._masks[above], "a block is held without its parent"
+
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Yield every set of holders that there is, as bits, and how many blocks it holds."""
+        return ((mask, self._uses[number]) for mask, number in self._numbers.items() if number)
 
 
 def _grown(array: NDArray[Number], size: int, used: int) -> NDArray[Number]:
@@ -273,7 +282,10 @@ def _grown(array: NDArray[Number], size: int, used: int) -> NDArray[Number]:
 
 def _leading(true: NDArray[np.bool_]) -> int:
     """How many elements are true before the first that is not."""
-    return len(true) if true.all() else int(true.argmin())
+    if not len(true):
+        return 0
+    first = int(true.argmin())
+    return len(true) if true.item(first) else first
 
 
 def _runs(numbers: Nodes) -> Iterator[tuple[int, int, int]]:

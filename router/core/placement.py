@@ -85,9 +85,11 @@ class Placer:
         for key in sorted({w.key for w in decodes}):
             alike = [w for w in decodes if w.key == key]
             wanted = demand(record, alike[0].info)
+            roomy = [v for w in alike if _fits(demand(record, w.info), v := self._decode_view(w, held))]
+            if not roomy:
+                continue  # as for most of those that wait while the cluster is full
             # Its prompt is read by, in this order: 1. the decode worker that yielded it and has the KV of all of it;
             # 2. a prefill worker of the same model; 3. where there is none, or that is the cheaper, the decode worker.
-            local: dict[str, PrefillView] = {}
             if source is not None and source.info.fingerprint == key[0]:
                 views = [_whole_view(source.name, wanted)]
             else:
@@ -95,11 +97,7 @@ class Placer:
                 views = self._prefill_views(call, held, readers, wanted)
                 if self._local_prefill or not views:
                     local = self._local_views(call, held, alike, readers, wanted)
-            roomy = [
-                v
-                for w in alike
-                if _fits(demand(record, w.info), v := self._decode_view(w, held, local.get(w.name)))
-            ]
+                    roomy = [msgspec.structs.replace(v, local=local[v.name]) for v in roomy]
             choice = self._policy.choose(wanted, views, roomy)
             if choice is not None and choice.prefill.name == choice.decode.name:
                 choice = self._by_itself(choice, has_readers=bool(views))
@@ -202,7 +200,7 @@ class Placer:
         waiting = sum(w.queued_requests for w in alike) / len(alike)
         return delaying_tokens(self._shares, call.chain(alike[0].key), found, alike[0].key[1], waiting)
 
-    def _decode_view(self, worker: WorkerEntry, held: "_Held", local: PrefillView | None = None) -> DecodeView:
+    def _decode_view(self, worker: WorkerEntry, held: "_Held") -> DecodeView:
         load = worker.load
         return DecodeView(
             worker.name,
@@ -213,7 +211,6 @@ class Placer:
             load.s_per_block if load else {},
             len(worker.own),
             worker.least_s_per_block,
-            local,
         )
 
 

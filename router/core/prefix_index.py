@@ -191,26 +191,24 @@ class PrefixIndex:
         bits = {tier.bit: cache for cache in self._caches.values() for tier in cache.tiers}
         assert {bit for bit, owner in enumerate(self._owners) if owner is not None} == bits.keys()
         marked = dict.fromkeys(bits, 0)
-        for node in self._table.living():
-            for bit in _bits(self._table.mask(node)):
-                marked[bit] += 1
+        for mask, blocks in self._table.held():
+            for bit in _bits(mask):
+                marked[bit] += blocks
         for cache in self._caches.values():
             self._check_cache(cache)
             for tier in cache.tiers:
                 assert marked[tier.bit] == tier.blocks <= tier.capacity, f"{tier} of {marked[tier.bit]} blocks"
 
     def _check_cache(self, cache: BelievedCache) -> None:
-        assert cache.tops == {nodes_of(path).item(0): use for use, path in cache.stretches.items()}
-        uses = {node: use for use, path in cache.stretches.items() for node in nodes_of(path).tolist()}
+        paths = {use: nodes_of(path) for use, path in cache.stretches.items()}
+        assert cache.tops == {path.item(0): use for use, path in paths.items()}
+        uses = {node: use for use, path in paths.items() for node in path.tolist()}
         assert len(uses) == cache.whole.blocks, "two stretches share a block"
-        for use, path in cache.stretches.items():
-            above = 0
-            for at, node in enumerate(nodes_of(path).tolist()):
-                parent = self._table.parents.item(node)
-                assert at == 0 or parent == above, "a stretch is no piece of a chain"
-                assert not parent or uses[parent] >= use, "a block is newer than its parent"
-                assert self._table.mask(node) >> cache.whole.bit & 1
-                above = node
+        assert all(self._holds(cache, node) for node in uses)
+        for use, path in paths.items():
+            top, *parents = self._table.parents[path].tolist()
+            assert parents == path[:-1].tolist(), "a stretch is no piece of a chain"
+            assert not top or uses[top] >= use, "a block is newer than its parent"
 
 
 def _keys(chain: Chain) -> Keys:

@@ -120,7 +120,8 @@ class Registry:
 
     def live(self, role: str, now: float) -> list[WorkerEntry]:
         """Workers of a role that reported within `silent_s`."""
-        return [w for w in self.role(role) if w.seen_s >= now - self._silent_s]
+        since_s = now - self._silent_s
+        return [w for w in self._workers.values() if w.info.role == role and w.seen_s >= since_s]
 
     def takers(self, role: str, now: float) -> list[WorkerEntry]:
         """Live workers of a role that take new requests."""

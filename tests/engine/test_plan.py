@@ -8,6 +8,7 @@ from engine.plan import (
     MAX_BEAM_WIDTH,
     NEWEST,
     StageClock,
+    TokenSpeed,
     banned_tokens,
     check_record,
     finish_reason,
@@ -173,3 +174,16 @@ def test_only_the_row_that_computes_the_last_token_draws() -> None:
 def test_a_mean_begins_with_the_first_measurement() -> None:
     assert mean(0.0, 4.0) == 4.0
     assert mean(4.0, 9.0) == pytest.approx(4.0 + NEWEST * 5.0)
+
+
+def test_a_speed_is_by_token_and_the_latest_counts_most() -> None:
+    """Guards predictions of long prompts against the many short ones whose time is that of reading the weights."""
+    speed = TokenSpeed()
+    assert speed.s_per_token == 0.0
+    speed.measured(0.1, 100)
+    assert speed.s_per_token == pytest.approx(0.001)
+    speed.measured(0.01, 1)
+    assert speed.s_per_token == pytest.approx(0.09 / 81)
+    for _ in range(40):
+        speed.measured(0.2, 100)
+    assert speed.s_per_token == pytest.approx(0.002, rel=0.01)

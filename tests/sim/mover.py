@@ -107,7 +107,7 @@ class SimMover:
             while self._commands:
                 self._execute(self._commands.popleft())
         worked = self._sending.push()
-        for peer in list(self._recvs):
+        for peer in [peer for peer, queue in self._recvs.items() if queue]:
             worked |= self._pull(peer)
         if worked or self._commands:
             self.wake()

@@ -89,6 +89,8 @@ class Sending:
 
     def push(self) -> bool:
         """Move one block further on each pipe; True if there was anything to do."""
+        if not self._sends:
+            return False
         worked = False
         busy: set[int] = set()
         for send in list(self._sends):

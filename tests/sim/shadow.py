@@ -49,15 +49,15 @@ def draw(row: int, key: tuple[int, int, int], banned: tuple[int, ...]) -> int:
 
 
 @lru_cache(4096)
-def _likeliest(row: int) -> tuple[tuple[int, float], ...]:
-    order = sorted([((row ^ past) * 0x2545F4914F6CDD1D & _MASK) >> 40 << 6 | 63 - token for token, past in _PASTS])
-    return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in order])
+def _likeliest(row: int) -> list[int]:
+    """Return all tokens, the likeliest first: each as its cost, then 63 less the token in the last six bits."""
+    return sorted([((row ^ past) * 0x2545F4914F6CDD1D & _MASK) >> 40 << 6 | 63 - token for token, past in _PASTS])
 
 
 def candidates(row: int, count: int, banned: tuple[int, ...]) -> Candidates:
     """Return the likeliest tokens, with log probabilities of their own for every row."""
-    likely = _likeliest(row)
-    return likely[:count] if not banned else tuple(one for one in likely if one[0] not in banned)[:count]
+    likely = [one for one in _likeliest(row)[: count + len(banned)] if 63 - (one & 63) not in banned]
+    return tuple([(63 - (one & 63), -(one >> 6) / (1 << 18)) for one in likely[:count]])
 
 
 def expected_output(record: RequestRecord) -> list[int]:
@@ -147,7 +147,8 @@ class ShadowRunner:
 
     def run(self, plan: StepPlan) -> list[Drawn]:
         rows, pool = self.kv.rows, self.kv.pool
-        self._copied.clear()
+        if self._copied:
+            self._copied.clear()
         for source, target in plan.copies:
             if not pool.refs(source):
                 raise Violation(f"{self.kv.process}: block {source} is copied but nobody holds it")
@@ -156,7 +157,8 @@ class ShadowRunner:
             self.copies += 1
         self.computed_tokens += plan.computed_tokens
         # Whoever holds a block only for its copy does not hold it any more.
-        self._copied = Counter(source for source, _ in plan.copies)
+        if plan.copies:
+            self._copied = Counter(source for source, _ in plan.copies)
         return [drawn for row in plan.rows for drawn in self._row(row)]
 
     def _row(self, row: Row) -> list[Drawn]:

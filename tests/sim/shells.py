@@ -85,6 +85,8 @@ class SimThread:
         self._due = float("inf")
         self._busy = False
         self._ended = False
+        self.in_turn = False
+        """True while its state may be half changed: whoever is killed in the middle of a step proves nothing."""
         self.failure: BaseException | None = None
         _world.threads[self.process.pid] = self
 
@@ -113,6 +115,7 @@ class SimThread:
         items = self._inbox.take()
         shell, world = self.shell, self._world
         now = world.clock.now
+        self.in_turn = True
         try:
             shell.hear(items)
             if items:
@@ -121,6 +124,7 @@ class SimThread:
                 if self._linger_until is None:
                     self._linger_until = now + world.rng.uniform(0, self._linger_s)
                 if now < self._linger_until:
+                    self.in_turn = False
                     self._wake(self._linger_until - now)
                     return
             self._linger_until = None
@@ -130,6 +134,7 @@ class SimThread:
         except Exception as error:
             what = f"{self.process}: the engine dies of {type(error).__name__}: {error}"
             raise Violation(what) from error
+        self.in_turn = False
         if self._busy:
             world.audit.check(self.process)
         if self._ended:

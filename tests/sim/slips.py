@@ -156,15 +156,16 @@ def prefill_leaves_with_blocks_unread() -> list[Patch]:
 
 
 def pinned_segment_evicted() -> list[Patch]:
-    """Room on disk is made by removing the oldest segment, though it is being read."""
+    """Room on disk is made by removing a segment that is being read, before any other."""
     reserve = DiskIndex.reserve
 
-    def ruthless(self: DiskIndex, *args: Any) -> Any:
+    def ruthless(self: DiskIndex, *args: Any, **more: Any) -> Any:
         pins = {number: one.pins for number, one in self._segments.items()}
-        for one in self._segments.values():
-            one.pins = 0
+        for number in [number for number, count in pins.items() if count]:
+            self._segments[number].pins = 0
+            self._segments.move_to_end(number, last=False)
         try:
-            return reserve(self, *args)
+            return reserve(self, *args, **more)
         finally:
             for number, one in self._segments.items():
                 one.pins = pins.get(number, 0)
@@ -179,14 +180,17 @@ def pinned_slot_reused() -> list[Patch]:
 
     def lax(self: HostIndex, identity: bytes) -> Any:
         slot = pin(self, identity)
-        self._idle[identity] = None
+        self._join(identity)
         return slot
 
     def late(self: HostIndex, identity: bytes, **more: Any) -> bool:
-        if identity in self._slots:
-            return unpin(self, identity, **more)
-        self._pins.pop(identity, None)
-        return False
+        if identity not in self._slots or identity not in self._pins:
+            self._pins.pop(identity, None)
+            return False
+        if identity in self._idle:
+            del self._idle[identity]
+            self.shares.occupy(self._owners[identity], identity)
+        return unpin(self, identity, **more)
 
     return [(HostIndex, "pin", lax), (HostIndex, "unpin", late), (HostIndex, "check", lambda self: None)]
 

@@ -6,6 +6,7 @@ store fails, or what it wrote is worn when it is wanted.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -54,9 +55,14 @@ def open_tiers(
     blocks = plan.decode_tier_blocks if world.starting.role == "decode" else plan.tier_blocks
     if not blocks:
         return None
-    segments = Random(f"segments {plan.seed}").choice(SEGMENTS)
-    tiers = Tiers(blocks, BLOCK_BYTES, segments * segment_bytes(max(1, blocks // 4), BLOCK_BYTES))
+    tiers = Tiers(blocks, BLOCK_BYTES, _segments(plan.seed) * segment_bytes(max(1, blocks // 4), BLOCK_BYTES))
     return SimpleNamespace(tiers=tiers, mover=SimTierMover(world, memory, on_event))
+
+
+@lru_cache(1)
+def _segments(seed: int) -> int:
+    """Draw how many segments the disk of each worker has room for."""
+    return Random(f"segments {seed}").choice(SEGMENTS)
 
 
 class SimTierMover:
@@ -64,7 +70,6 @@ class SimTierMover:
 
     def __init__(self, world: "World", memory: ShadowKV, on_event: Callable[[TierEvent], None]) -> None:
         self._world = world
-        self._rng = Random(world.plan.seed)  # of its own: the rest of the run does not depend on it
         self._process: Process = world.starting
         self._memory = memory
         self._on_event = on_event
@@ -72,7 +77,6 @@ class SimTierMover:
         self._segments: dict[int, list[list[int]]] = {}
         self._stored: set[int] = set()
         """Slots with a digest."""
-        self._hangs = Random(f"hangs {world.plan.seed}")
         self._hung: Callable[[], None] | None = None
         """Ends the load whose read does not come back, as far as it has come."""
         self._has_disk = True
@@ -81,6 +85,15 @@ class SimTierMover:
         self._spilling: Spill | None = None
         self._lost: set[int] = set()
         """Segments that could not be read: they may go whoever reads them."""
+
+    @cached_property
+    def _rng(self) -> Random:
+        """A generator of its own: the rest of the run does not depend on it. Many lives end before they need one."""
+        return Random(self._world.plan.seed)
+
+    @cached_property
+    def _hangs(self) -> Random:
+        return Random(f"hangs {self._world.plan.seed}")
 
     @property
     def beat(self) -> int | None:

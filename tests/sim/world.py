@@ -91,6 +91,8 @@ class World:
 
     def kill(self, process: Process) -> None:
         """Kill a process as SIGKILL does: its state is gone, its streams break, nothing of it runs any more."""
+        if process.pid not in self.workers or not self.threads[process.pid].in_turn:
+            self.audit.recompute(process)
         if process.pid in self.workers:
             self.witness.collect(process)
             self.witness.kills(process)
@@ -118,6 +120,7 @@ class World:
         if self.say is not None:
             self.say(process.name, "has left")
         self.witness.collect(process)
+        self.audit.recompute(process)
         in_time = self.clock.now < self.leave_by[process.pid] - 1e-9
         if in_time and (owed := self.audit.owes(process)):
             raise Violation(f"{process} leaves before its grace is over, and {owed}")
@@ -277,6 +280,7 @@ class World:
                 break
             if clock.now > healed_at + PATIENCE_S:
                 raise Violation(f"{PATIENCE_S} s after the last fault: {why}")
+        self.audit.recompute_all()
         for process in self.live.values():
             if process.pid in self.workers:
                 self.witness.collect(process)

@@ -54,6 +54,15 @@ def test_prompt_tokens_are_not_charged_with_the_rows_beside_them() -> None:
     assert 0.0 <= pace.s_per_token(0) < 1e-4
 
 
+def test_a_step_of_a_few_tokens_says_little_of_many() -> None:
+    """Guards the prediction against steps whose time is that of reading the weights, whatever is computed."""
+    pace = Pace(64, 16, 0.05)
+    for _ in range(20):
+        pace.measured(0, 64, 0.064)
+    pace.measured(0, 1, 0.010)
+    assert pace.s_per_token(0) == pytest.approx(0.001, rel=0.05)
+
+
 def test_the_batch_keeps_the_pace() -> None:
     """Guards the joint: what the shell has measured bounds the next step."""
     bench = Fetching(local_chunk_tokens=32, mixed_step_s=0.02, blocks=64)

@@ -277,3 +277,14 @@ def test_no_more_is_promised_than_there_is() -> None:
     assert kv.grow(lease, 3) and (lease.promised, kv.available) == (4, 0)
     assert not kv.grow(lease, 1)
     kv.check()
+
+
+def test_leases_are_told_by_age_and_not_by_address() -> None:
+    """Guards the simulator's promise that a seed is one run: what a worker tells a router that attaches follows this
+    order, and was once that of addresses in memory."""
+    kv = KVCacheManager(64, 4, "model")
+    leases = [kv.acquire(b"", [number], match_limit=0, room_tokens=4) for number in range(60)]
+    for lease in leases[::3]:
+        assert lease is not None
+        kv.release(lease)
+    assert list(kv.leases()) == [lease for at, lease in enumerate(leases) if at % 3]
