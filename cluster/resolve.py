@@ -120,6 +120,12 @@ def resolve(
                 raise ConfigError(f"{origin}: unknown setting {key!r}{_suggestion(key, known)}")
             values[key] = _convert(key, raw, known[key][0], origin, is_text)
             origins[key] = origin
+    if not values["prefill_workers"]:
+        # Nobody is of that pool: it agrees with the other one, unless it is told otherwise.
+        for name in ("device", "dtype", "kv_dtype"):
+            ours, theirs = f"prefill.engine.{name}", f"decode.engine.{name}"
+            if origins[ours] == "default" != origins[theirs]:
+                values[ours], origins[ours] = values[theirs], "computed: no prefill workers, as decode"
     devices = {_pool(key): device or str(values[key]) for key in DEVICE_KEYS}
     values |= {f"{pool}.engine.device": device for pool, device in devices.items()}
     for key, default in defaults_on(devices).items():
@@ -162,7 +168,7 @@ def _work_out(
         if origins[key] == "default":
             values[key] = default_threads(workers)
             origins[key] = f"computed: cores / {workers} workers"
-    if not config.prefill_workers and origins["decode.local_chunk_tokens"] == "default":
+    if not config.prefill_workers and origins["decode.local_chunk_tokens"].startswith("default"):
         values["decode.local_chunk_tokens"] = config.prefill.chunk_tokens
         origins["decode.local_chunk_tokens"] = "computed: no prefill workers, a prefill worker's chunk"
     for pool, (share_key, drain_key) in SHARE_KEYS.items():

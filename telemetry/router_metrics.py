@@ -126,6 +126,7 @@ class RouterMetrics(ProcessMetrics):
             role=(),
             state=(),
         )
+        self._pools = set(ROLES)
         self._ready = families.gauge(
             "pool_ready_workers", "Workers that take requests.", role=ROLES
         )
@@ -228,7 +229,12 @@ class RouterMetrics(ProcessMetrics):
         self._running.set(running)
         self._states.clear()
         self._index.clear()
-        for role in ROLES:
+        # A cluster without prefill workers has no such pool that could be empty.
+        pools = {role for role in ROLES if role == "decode" or any(w.role == role for w in workers)}
+        if pools != self._pools:
+            self._ready.clear()
+        self._pools = pools
+        for role in pools:
             self._ready[role].set(sum(w.role == role and w.state == "ready" for w in workers))
         for worker in workers:
             for state in WORKER_STATES:

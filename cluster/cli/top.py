@@ -125,7 +125,7 @@ def _row(process: ProcessStatus, view: WorkerOverview | None) -> list[Renderable
         state,
         str(load.running_requests),
         str(load.waiting_requests),
-        str(load.waiting_tokens) if is_prefill else "",
+        str(load.waiting_tokens) if is_prefill or load.waiting_tokens else "",
         f"{used}/{view.blocks}",
         _bar(view),
         speed,

@@ -85,6 +85,21 @@ def test_a_list_of_names_is_the_same_from_everywhere(tmp_path: Path) -> None:
     assert empty.config.router.shadow_policies == ()
 
 
+def test_one_pool_is_two_settings_and_what_follows() -> None:
+    """Guards `--workers`: nobody is of the prefill pool, so that nothing of it must be set to agree."""
+    found = resolved("--workers", "3")
+    assert (found.config.prefill_workers, found.config.decode_workers) == (0, 3)
+    assert origin(found, "prefill_workers") == origin(found, "decode_workers") == "flag --workers"
+    assert found.config.decode.local_chunk_tokens == found.config.prefill.chunk_tokens == 128
+    assert resolved("--prefill", "2").config.decode.local_chunk_tokens == 64
+    given = resolved("--workers", "3", "--set", "decode.local_chunk_tokens=32")
+    assert given.config.decode.local_chunk_tokens == 32
+    on_gpu = resolved("--workers", "2", "--set", "decode.engine.device=cuda", "--set", "decode.engine.kv_dtype=int8")
+    assert on_gpu.config.prefill.engine.device == "cuda" and on_gpu.config.prefill.engine.kv_dtype == "int8"
+    assert on_gpu.config.decode.local_chunk_tokens == 4096
+    assert on_gpu.config.decode.engine.device_share == 0.5, "of the two that there are"
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [

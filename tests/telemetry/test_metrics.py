@@ -124,6 +124,18 @@ def test_every_transport_that_there_is_is_counted_from_zero() -> None:
         )
 
 
+def test_one_pool_has_no_empty_prefill_pool() -> None:
+    """Guards a cluster without prefill workers, or whose last one was scaled away, against an alert for ever; one whose
+    prefill workers are lost has it."""
+    metrics, role = RouterMetrics("m"), (("role", "prefill"),)
+    here, lost = WorkerView("decode-0", "decode", "ready", 7), WorkerView("prefill-0", "prefill", "lost", 0)
+    for workers, shown in ((([here]), None), ([here, lost], 0), ([here], None)):
+        metrics.cluster(0, 0, workers)
+        seen = samples(metrics.render())
+        assert seen.get(("headrace_pool_ready_workers", role)) == shown
+        assert seen["headrace_pool_ready_workers", (("role", "decode"),)] == 1
+
+
 def test_targets_are_judged_exactly() -> None:
     """Guards against goodput read off bucket bounds, and against callers' faults that spoil it."""
     metrics = RouterMetrics("m", slo_ttft_s=0.3, slo_itl_s=0.02)
