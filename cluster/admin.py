@@ -219,9 +219,8 @@ class AdminServer:
         if slot is not None and slot.kind != "router" and not order.replace:
             others = [s for s in slots.values() if s.kind == slot.kind and s.name != slot.name]
             if not others:
-                raise LaunchError(
-                    f"{slot.name} is the last {slot.kind} worker: replace it, or take all down"
-                )
+                instead = "scale prefill=0" if slot.kind == "prefill" else "take all down"
+                raise LaunchError(f"{slot.name} is the last {slot.kind} worker: replace it, or {instead}")
         self._cluster.drain(order.worker, order.timeout_s, again=order.replace)
         return self.status()
 

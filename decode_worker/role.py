@@ -124,7 +124,8 @@ class DecodeRole:
     def turned(self, plan: StepPlan | None, seconds: float, now: float) -> None:
         """Take what the scheduler has counted in this turn."""
         if plan is not None:
-            self._s_per_step = mean(self._s_per_step, seconds)
+            if self.scheduler.batch.running_rows:
+                self._s_per_step = mean(self._s_per_step, seconds)
             self.scheduler.batch.lasted(seconds)
         self._peers.redial(now)
         scheduler, metrics = self.scheduler, self._metrics

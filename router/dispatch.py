@@ -133,7 +133,10 @@ class Links:
             self._tasks[role, peer] = asyncio.create_task(again, name=f"link {worker}")
 
     async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
-        """Dial new workers, and leave those that are not named any more."""
+        """Dial new workers, and leave those that are not named any more. A prefill worker without an address is down,
+        and will be named again: one that is not named at all there will not be."""
+        expected = {peer.name for peer in prefill}
+        prefill = [peer for peer in prefill if peer.address]
         lives = [(p.name, p.incarnation) for p in (*prefill, *decode) if p.incarnation]
         peers = {peer.name: peer for peer in (*prefill, *decode)}
         self._named = {
@@ -146,6 +149,7 @@ class Links:
         for key in set(self._tasks) - wanted:
             await _end(self._tasks.pop(key))
             self._hub.lost(key[1].name, for_good=True)
+        self._hub.expect_only("prefill", expected)
         self._hub.named([peer.name for peer in decode], lives)
         for key in wanted - set(self._tasks):
             self._hub.expect(key[1].name, key[0])

@@ -8,7 +8,7 @@ so that what goes wrong with one request stays with it.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.messages import (
@@ -130,6 +130,10 @@ class Hub:
     def named(self, decode: Sequence[str], lives: Sequence[Life] = ()) -> None:
         """Take in the names of all decode workers, and the lives of all workers as far as they are known."""
         self._handle(events.WorkersNamed(tuple(decode), tuple(lives)))
+
+    def expect_only(self, role: str, names: Collection[str]) -> None:
+        """These are all workers that a pool is to have: one that is lost, and not among them, will not be back."""
+        self.roster.expect_only(role, names)
 
     def expect(self, worker: str, role: str) -> None:
         """A worker is dialled for the first time, or at another address."""

@@ -4,6 +4,7 @@ A worker that is lost stays listed until it is back, so that whoever scrapes it 
 it was asked to, and is not named again, is taken off.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -56,6 +57,12 @@ class Roster:
         member.state, member.is_gone = "ready", False
         member.metrics_address, member.incarnation = info.metrics_address, info.incarnation
         return fresh
+
+    def expect_only(self, role: str, names: Collection[str]) -> None:
+        """Forget the members of a role that are lost, and not among those that will be there again."""
+        for name, member in list(self._members.items()):
+            if member.role == role and member.state == "lost" and name not in names:
+                del self._members[name]
 
     def has(self, role: str) -> bool:
         """Return True if there is a member of this role, in whatever state."""

@@ -37,8 +37,8 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     """Most requests in one decode step. On a GPU 256, by default: its steps take as long as weights and KV take to be
     read, nearly whatever the number of rows (`cluster.defaults` has this and what follows from it)."""
     max_handoffs: int = 16
-    """Most open handoffs; past it the worker says no, and the router offers again. On a GPU 128, by default: also half
-    a batch."""
+    """Most open handoffs, and prompts that it computes itself; past it the worker says no, and the router offers again.
+    On a GPU 128, by default: also half a batch."""
     local_chunk_tokens: int = 64
     """Most prompt tokens that one step prefills here: where the router finds that cheaper than a prefill worker, or
     there is none. On a GPU 512, by default; in a cluster without prefill workers as many as a prefill worker's step."""

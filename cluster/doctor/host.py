@@ -134,7 +134,8 @@ def _memory(config: ClusterConfig) -> Iterator[Check]:
     cores = usable_cores()
     threads = config.prefill_workers * config.prefill.engine.threads
     threads += config.decode_workers * config.decode.engine.threads
-    crowded = threads > cores and config.prefill.engine.threads > 1
+    most = max(config.prefill.engine.threads, config.decode.engine.threads)
+    crowded = threads > cores and most > 1
     found = f"{cores} cores for {workers} workers with {threads} compute threads"
     fix = "lower prefill.engine.threads and decode.engine.threads: crowded threads cost latency"
     yield Check("cores", "warn" if crowded else "ok", found, fix if crowded else "")

@@ -103,10 +103,11 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the router that these are all its workers."""
+    """Tell the router that these are all its workers; `down` are prefill workers that there will be again."""
 
     prefill: tuple[PeerAddress, ...]
     decode: tuple[PeerAddress, ...]
+    down: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,8 +364,8 @@ class Cluster:
                     self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
-                case Announce(prefill, decode):
-                    self._tell_router(list(prefill), list(decode))
+                case Announce(prefill, decode, down):
+                    self._tell_router([*prefill, *(PeerAddress(name, "") for name in down)], list(decode))
                 case EndCluster(reason):
                     raise LaunchError(reason)
 

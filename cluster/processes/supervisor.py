@@ -6,7 +6,8 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
     STARTING --ProcessEnded, or too slow--> PAUSING
     UP --LeaveWanted--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
-    the same, and nobody else of its pool is up; or the router: the cluster ends
+    the same, and nobody is up who does its work (a decode worker can do a prefill worker's); or the router: the cluster
+    ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. When many die together, at most `at_once` workers start at a time: loading
@@ -51,7 +52,8 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     limit: int = 5
     """Deaths of one process within `window_s` that are made good. After the next one it stays down for as long again,
-    if another one of its pool is up; else the cluster ends. 0: the first death ends it."""
+    if another one of its pool is up, or, for a prefill worker, a decode worker, which reads prompts itself; else the
+    cluster ends. 0: the first death ends it."""
     window_s: float = 300.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
@@ -232,9 +234,11 @@ class Supervisor:
         return [Discard(name), *(self._tell() if was_up else [])]
 
     def _has_company(self, name: str, slot: Slot) -> bool:
-        """Say whether another worker of its pool is up."""
+        """Say whether another worker is up that does its work: one of its pool, or for a prefill worker a decode
+        worker, which reads prompts itself."""
+        kinds = {slot.kind, "decode"} if slot.kind == "prefill" else {slot.kind}
         return any(
-            other.kind == slot.kind and other.state is SlotState.UP
+            other.kind in kinds and other.state is SlotState.UP
             for others_name, other in self._slots.items()
             if others_name != name
         )
@@ -258,7 +262,7 @@ class Supervisor:
                     slot.deaths, slot.due_s = [], float("-inf")
                 if not again:
                     del self._slots[name]
-                    commands.append(Discard(name))
+                    commands += [Discard(name), *self._tell()]
             elif slot is not None:
                 if any(other.state not in _SETTLED for other in self._slots.values()):
                     break
@@ -297,7 +301,8 @@ class Supervisor:
             reached = (SlotState.UP, SlotState.LEAVING)
             return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
 
-        return Announce(up("prefill"), up("decode"))
+        down = {name for name, slot in self._slots.items() if slot.kind == "prefill"} - {p.name for p in up("prefill")}
+        return Announce(up("prefill"), up("decode"), tuple(sorted(down)))
 
     def check(self) -> None:
         """Recompute the invariants."""

@@ -112,7 +112,7 @@ class Admission:
             return [Tell(link, Ended(request=name, placement=message.placement, reason=why, stats=stats, fault=fault))]
         self.kv.entitle(record.namespace, record.cache_share)
         parent = self._parent(message)
-        lease = None if barred else self._lease(record, parent)
+        lease = None if barred else self._lease(record, parent, here=not message.prefill.name)
         if lease is None:
             return [Tell(link, Refused(name, message.placement, self.blocks(record)))]
         request = self._take(link, message, router, lease, now)
@@ -130,10 +130,10 @@ class Admission:
             return None
         return self.prefills.forks.parent(message.record, other)
 
-    def _lease(self, record: RequestRecord, parent: Request | None) -> Lease | None:
+    def _lease(self, record: RequestRecord, parent: Request | None, *, here: bool) -> Lease | None:
         if parent is not None:
             return self.promise(record, len(record.tokens))
-        return None if self.prefills.is_busy else self.acquire(record, record.tokens)
+        return None if self.prefills.is_busy(here=here) else self.acquire(record, record.tokens)
 
     def _take(self, link: int, message: Place, router: Incarnation, lease: Lease, now: float) -> Request:
         record, group = message.record, message.record.group

@@ -35,7 +35,7 @@ class Alike:
             if first is request:
                 self._waits[other] = request, 0
 
-    def computable(self, line: Sequence[Request], now: float) -> Iterator[Request]:
+    def computable(self, line: Sequence[Request]) -> Iterator[Request]:
         """Go over those of the line that need not wait now; who has waited goes on behind what it shares."""
         for at, request in enumerate(line):
             waited = self._waits.get(request)
@@ -43,7 +43,7 @@ class Alike:
                 first, shared_tokens = waited
                 if first.known < shared_tokens:
                     continue
-                self._take_over(request, first, now)
+                self._take_over(request, first)
                 del self._waits[request]
                 self.joined(request, line[:at])
             if request not in self._waits:
@@ -68,7 +68,7 @@ class Alike:
                 best = other, shared_tokens
         return best
 
-    def _take_over(self, request: Request, first: Request, now: float) -> None:
+    def _take_over(self, request: Request, first: Request) -> None:
         """Give `request` what is cached by now of its tokens."""
         if first.state is RequestState.LOCAL:
             self._kv.commit(first.lease, first.tokens[: first.known])
@@ -79,8 +79,7 @@ class Alike:
         self.saved_tokens += gained
         if request.output_tokens == 0:
             request.origin.prefill_cached_tokens = request.known
-        # From here on it is computed: what it cost is measured by that.
-        request.prefill.local_since, request.prefill.local_from = now, request.known
+        request.prefill.local_from = request.known
 
     def check(self, line: Sequence[Request]) -> None:
         """Recompute the invariants: `line` is all that is computed here."""

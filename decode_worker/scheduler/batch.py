@@ -42,7 +42,9 @@ class Batch:
         self._kv = kv
         self._max_rows = config.max_batch
         self._stepping: list[Request] = []
-        self._running_rows = self._prompt_tokens = 0
+        self.running_rows = 0
+        """Rows of the step planned last that are not of prompts."""
+        self._prompt_tokens = 0
         self._steps = 0
 
     def add_ready(self, request: Request) -> None:
@@ -53,11 +55,11 @@ class Batch:
         request.move(RequestState.READY)
         self.ready.append(request)
 
-    def add_local(self, request: Request, now: float) -> None:
+    def add_local(self, request: Request) -> None:
         """Compute here what is missing of its KV; blocks for all of its tokens are in its lease."""
         self._kv.extend(request.lease, len(request.tokens))
         request.move(RequestState.LOCAL)
-        request.prefill.local_since, request.prefill.local_from = now, request.known
+        request.prefill.is_local, request.prefill.local_from = True, request.known
         self.alike.joined(request, self.local)
         self.local.append(request)
 
@@ -108,14 +110,16 @@ class Batch:
             else:
                 self._kv.extend(request.lease, len(request.tokens))
                 rows.append(self._row(request, len(request.tokens)))
-        self._running_rows = len(rows)
+        self.running_rows = len(rows)
         if self.local:
             # As many as the batch has room for, and always one: for so many rows a step's memory was counted.
-            local = [*islice(self.alike.computable(self.local, now), max(1, self._max_rows - len(rows)))]
+            local = [*islice(self.alike.computable(self.local), max(1, self._max_rows - len(rows)))]
             missing = [len(request.tokens) - request.known for request in local]
             shares = share_budget(missing, self.pace.tokens(len(rows)))
             for request, share in zip(local, shares, strict=True):
                 if share:
+                    if request.prefill.local_since is None:
+                        request.prefill.local_since = now
                     rows.append(self._row(request, request.known + share))
                     self._prompt_tokens += share
         if not rows:
@@ -130,7 +134,7 @@ class Batch:
 
     def lasted(self, seconds: float) -> None:
         """Note how long the step took that was planned last."""
-        self.pace.measured(self._running_rows, self._prompt_tokens, seconds)
+        self.pace.measured(self.running_rows, self._prompt_tokens, seconds)
 
     @property
     def backlog_tokens(self) -> int:

@@ -182,7 +182,7 @@ class Endings:
         for request in requests:
             self.orphans.leave(request, now)
             if request.state is RequestState.ASKING:
-                self.prefills.compute_prompt(request, now)
+                self.prefills.compute_prompt(request)
 
     def _take_back(self, departure: Departure, now: float) -> list[Command]:
         """Run a request on as an orphan: its router is gone before anybody went on with it."""

@@ -29,15 +29,18 @@ class Pace:
         if not prompt_tokens:
             self._rows_s = mean(self._rows_s, seconds)
             return
-        beside_s = self._rows_s if rows else 0.0
-        self._added.measured(max(seconds - beside_s, 0.0), prompt_tokens)
+        if rows:
+            # They took no longer than the whole step, whatever they took before.
+            self._rows_s = min(self._rows_s, seconds)
+            seconds -= self._rows_s
+        self._added.measured(seconds, prompt_tokens)
 
     def tokens(self, rows: int) -> int:
         """Return how many prompt tokens the next step may take beside `rows` of running requests."""
-        if not rows or not self._added.s_per_token:
+        each_s, left_s = self._added.s_per_token, self._bound_s - self._rows_s
+        if not rows or not each_s or left_s >= self._most_tokens * each_s:
             return self._most_tokens
-        fitting = int((self._bound_s - self._rows_s) / self._added.s_per_token)
-        return min(max(fitting, self._least_tokens), self._most_tokens)
+        return max(int(left_s / each_s), self._least_tokens)
 
     def s_per_token(self, rows: int) -> float:
         """Return the time that a prompt token is predicted to take here while `rows` run, its part of what they take

@@ -170,7 +170,7 @@ class Preemption:
         least = few if request.stash is None else kv.block_size
         loads = missing > least and self.swapping.looks_up(request)
         here = not request.prefill.worker.name or missing <= max(few, least)
-        if not here and prefills.is_busy:
+        if not here and prefills.is_busy(here=False):
             return None
         lease = self.admission.acquire(record, tokens, migrating=loads or not here, spare=spare)
         if lease is None:
@@ -186,7 +186,7 @@ class Preemption:
             return []
         # 4. Little is missing, or no prefill worker is left for it: that is computed here.
         if here:
-            prefills.compute_rest(request, lease.cached_tokens, now)
+            prefills.compute_rest(request, lease.cached_tokens)
             return []
         # 5. Its tokens so far are a new prompt for its prefill worker.
         return prefills.begin(request, now)

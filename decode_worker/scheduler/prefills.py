@@ -42,10 +42,10 @@ class Prefills:
         """Return the number of requests whose KV is being fetched."""
         return len(self.handoffs) + len(self._loads)
 
-    @property
-    def is_busy(self) -> bool:
-        """True when no further handoff or load may begin."""
-        return len(self) >= self.config.max_handoffs
+    def is_busy(self, *, here: bool) -> bool:
+        """Return True when no further handoff or load may begin, or no further prompt that is to be computed `here`:
+        whoever waits at the router can still go elsewhere."""
+        return len(self) + (len(self.batch.local) if here else 0) >= self.config.max_handoffs
 
     # begun
 
@@ -59,7 +59,7 @@ class Prefills:
         """Have the prompt filled in, by its prefill worker or here."""
         prefill = request.prefill
         if not prefill.worker.name:
-            self.compute_prompt(request, now)
+            self.compute_prompt(request)
             return []
         prefill.asked = now
         prefill.asked_tokens = len(request.tokens) - request.have_blocks * self.kv.block_size
@@ -92,7 +92,7 @@ class Prefills:
         request.move(RequestState.LOADING)
         return True
 
-    def compute_prompt(self, request: Request, now: float) -> None:
+    def compute_prompt(self, request: Request) -> None:
         """Compute what is missing here: no prefill worker will do."""
         if request.prefill.worker.name and not request.arrived:
             self.handoffs.note("fallback", request)
@@ -101,14 +101,14 @@ class Prefills:
             request.origin.prefill_cached_tokens = known
             self.batch.hit_tokens += min(known, request.origin.decode_cached_tokens)
         request.prefill.worker = NO_PREFILL
-        self.compute_rest(request, known, now)
+        self.compute_rest(request, known)
 
-    def compute_rest(self, request: Request, known: int, now: float) -> None:
+    def compute_rest(self, request: Request, known: int) -> None:
         """Compute all but `known` tokens, whose KV is here, in chunks beside the running batch."""
         self.kv.landed(request.lease)
         request.known, request.arrived = known, True
         self.kv.commit(request.lease, request.tokens[:known])
-        self.batch.add_local(request, now)
+        self.batch.add_local(request)
 
     # here
 
@@ -123,7 +123,7 @@ class Prefills:
         request.close_prefill(now)
         request.clock.enter("decode_queue", now)
         prefill, origin = request.prefill, request.origin
-        here = self.name if prefill.local_since is not None else prefill.worker.name
+        here = self.name if prefill.is_local else prefill.worker.name
         origin.prefilled_by = origin.prefilled_by or here
         self.swapping.arrived(request, now)
         self.batch.add_ready(request)
@@ -132,7 +132,7 @@ class Prefills:
     def share(self, parent: Request, now: float) -> None:
         """Let those that wait for the prompt of `parent` share its blocks, if it is here, and compute the rest."""
         for request, tokens in self.forks.fork(parent):
-            self.compute_rest(request, tokens, now)
+            self.compute_rest(request, tokens)
 
     # events
 
@@ -159,7 +159,7 @@ class Prefills:
             request.preempted.way = "here" if here else "pool"
         if not here:
             return self.begin(request, now)
-        self.compute_rest(request, have_tokens, now)
+        self.compute_rest(request, have_tokens)
         return []
 
     def use_worker(self, request: Request, worker: PeerAddress | None, now: float) -> list[Result]:
@@ -167,7 +167,7 @@ class Prefills:
         if request.state is not RequestState.ASKING:
             return []
         if worker is None or request.arrived or request.prefill.tries >= MAX_ATTEMPTS:
-            self.compute_prompt(request, now)
+            self.compute_prompt(request)
             return []
         request.prefill.worker = worker
         return self._settle(self.handoffs.begin(request, now), now)
@@ -181,7 +181,7 @@ class Prefills:
                     if request.prefill.first is not None:
                         self.ready(request, now)
                 case Unserved(request) if request.link == NOBODY:
-                    self.compute_prompt(request, now)
+                    self.compute_prompt(request)
                 case Unserved(request):
                     # What has landed is kept.
                     request.move(RequestState.ASKING)

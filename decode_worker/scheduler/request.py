@@ -100,9 +100,12 @@ class PrefillProgress:
     elsewhere: bool = False
     """The next attempt is to be with another prefill worker."""
     abandoned: bool = False
+    is_local: bool = False
+    """It is, or was, computed here."""
     local_since: float | None = None
+    """When a step first computed some of it."""
     local_from: int = 0
-    """Tokens that were known when it began to be computed here."""
+    """Tokens that were known then."""
 
     @property
     def tries(self) -> int:
@@ -202,8 +205,9 @@ class Request:
         """Attribute the wait for the first token to its stages."""
         prefill, first = self.prefill, self.prefill.first
         queue_s, run_s = (0.0, 0.0) if first is None else (first.queue_s, first.run_s)
-        if prefill.local_since is not None:
-            queue_s, run_s = prefill.local_since - prefill.since, now - prefill.local_since
+        if prefill.is_local:
+            began = now if prefill.local_since is None else prefill.local_since
+            queue_s, run_s = began - prefill.since, now - began
         self.clock.split(queue_s, run_s, now)
 
     def stats(self, now: float, decode_worker: str, block_bytes: int, kept: int | None) -> RequestStats:
@@ -211,7 +215,7 @@ class Request:
         if self.clock.stage == "prefill":
             self.close_prefill(now)
         self.clock.enter("over", now)
-        here, origin = self.prefill.local_since is not None, self.origin
+        here, origin = self.prefill.is_local, self.origin
         prefill_worker = decode_worker if here else self.prefill.worker.name
         return RequestStats(
             stages={name: s for name, s in self.clock.seconds.items() if name != "prefill"},

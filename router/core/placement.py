@@ -23,7 +23,6 @@ FALLBACK = "fallback"
 
 LOCAL = PeerAddress("", "")
 """Stands in the place of a prefill worker: the decode worker prefills by itself."""
-_LOCAL_VIEW = PrefillView(LOCAL.name, 0, 0, 0.0, 0)
 
 
 def demand(record: RequestRecord, info: WorkerInfo) -> Demand:
@@ -52,6 +51,8 @@ class Placer:
         prompt = f"{record.prompt_tokens} tokens"
         for role, field, what in (("decode", "max_tokens", whole), ("prefill", "prompt", prompt)):
             workers = self._registry.role(role)
+            if role == "prefill" and self._local_prefill:
+                continue  # a decode worker reads it
             if workers and not any(_holds(w, record) for w in workers):
                 room = max(w.info.blocks * w.info.block_size for w in workers)
                 most = f"the largest {role} worker's {room} tokens of KV memory"
@@ -128,7 +129,7 @@ class Placer:
         if not _fits(wanted, view):
             return None
         prefill = self._registry.get(host.prefill)
-        reader = _LOCAL_VIEW if prefill is None else _whole_view(prefill.name, wanted)
+        reader = _whole_view(LOCAL.name if prefill is None else prefill.name, wanted)
         return self._policy.choose(wanted, [reader], [view])
 
     def has_room_elsewhere(self, call: Call, home: WorkerEntry, promised: int, now: float) -> bool:

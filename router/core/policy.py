@@ -13,6 +13,7 @@ Views of workers come in, a choice goes out; no clock, and randomness is a gener
 """
 
 from collections.abc import Sequence
+from heapq import nsmallest
 from random import Random
 from typing import Protocol
 
@@ -156,23 +157,24 @@ class LeastCost:
     def choose(
         self, demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
     ) -> Choice | None:
+        found = _Cheapest()
+        for at, decode in enumerate(decodes):
+            if decode.local is not None:
+                reader_s = sum(_prefill_terms(demand, decode.local)) + _others_s(decode.local)
+                found.add(reader_s + _pressure_s(decode), 2 * decode.outstanding, (-1, at))
         readers = [(sum(_prefill_terms(demand, view)) + _others_s(view), at) for at, view in enumerate(prefills)]
-        sides = [(_least_s(demand, view), _pressure_s(view), at) for at, view in enumerate(decodes)]
+        sides = [(_likely_s(demand, view), at) for at, view in enumerate(decodes)]
         if len(readers) * len(sides) > MANY_PAIRS:
             # Who is left out of those that tie, is drawn by lot.
             self._random.shuffle(readers)
             self._random.shuffle(sides)
+            readers, sides = nsmallest(SHORTLIST, readers, key=_first), nsmallest(SHORTLIST, sides, key=_first)
         readers.sort(key=_first)
         sides.sort(key=_first)
-        if len(readers) * len(sides) > MANY_PAIRS:
-            readers, sides = readers[:SHORTLIST], sides[:SHORTLIST]
-        found = _Cheapest()
-        for least_s, pressure_s, at in sides:
+        for _, at in sides:
             decode = decodes[at]
-            if decode.local is not None:
-                reader_s = sum(_prefill_terms(demand, decode.local)) + _others_s(decode.local)
-                found.add(reader_s + pressure_s, 2 * decode.outstanding, (-1, at))
-            missing_blocks = _missing_blocks(demand, decode)
+            pressure_s, missing_blocks = _pressure_s(decode), _missing_blocks(demand, decode)
+            least_s = pressure_s + missing_blocks * min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
             for reader_s, reader in readers:
                 if found.is_below(reader_s + least_s):
                     break
@@ -215,7 +217,6 @@ def _first(side: tuple[float, ...]) -> float:
     return side[0]
 
 
-def _least_s(demand: Demand, decode: DecodeView) -> float:
-    """Return what a pair with this decode worker costs at least, beside its prefill worker's part."""
-    quickest_s = min(decode.least_s_per_block, ASSUMED_S_PER_BLOCK)
-    return _missing_blocks(demand, decode) * quickest_s + _pressure_s(decode)
+def _likely_s(demand: Demand, decode: DecodeView) -> float:
+    """Return about what a pair with this decode worker costs, beside its prefill worker's part."""
+    return _missing_blocks(demand, decode) * (decode.least_s_per_block or ASSUMED_S_PER_BLOCK) + _pressure_s(decode)

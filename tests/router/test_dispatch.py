@@ -96,6 +96,29 @@ def test_a_stranger_is_no_worker(wrong: str, caplog: pytest.LogCaptureFixture) -
         asyncio.run(body())
 
 
+def test_a_prefill_worker_that_is_down_is_not_dialled_and_is_expected() -> None:
+    """Guards readiness between a prefill worker's death and its next life, and after its pool was taken away."""
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        app = _app()
+        try:
+            await app.start()
+            await workers.start()
+            (prefill,), (decode,) = workers.peers
+            await app.set_workers([prefill], [decode])
+            await until(app.hub.ready)
+            await app.set_workers([PeerAddress(prefill.name, "")], [decode])
+            assert not app.hub.ready()
+            await app.set_workers([], [decode])
+            assert app.hub.ready()
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    asyncio.run(body())
+
+
 def _refusals(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "is refused" in record.getMessage()]
 

@@ -25,7 +25,7 @@ class Watched:
         self.hub = Hub(self.bench.router, lambda: self.bench.now, self.metrics)
 
     def join(self, name: str, life: int = 1) -> None:
-        info = worker_info(name, "decode", life)
+        info = worker_info(name, "prefill" if name.startswith("p") else "decode", life)
         info = msgspec.structs.replace(info, metrics_address=f"{name}:{9000 + life}")
         self.hub.joined(PeerAddress(name, f"{name}:1"), info)
 
@@ -54,6 +54,23 @@ def test_a_supervisor_is_listed_where_there_is_one() -> None:
     """Guards the alerts about deaths: their page is found like any other."""
     own = ScrapeTarget(["10.0.0.7:9"], {"instance": "supervisor", "worker": "supervisor", "pool": "supervisor"})
     assert Watched().hub.roster.targets("r:80", "10.0.0.7:9") == [ROUTER, own]
+
+
+def test_a_router_is_ready_without_the_prefill_pool_that_was_taken_away() -> None:
+    """Guards one pool that two were made of: a prefill worker that died before is not waited for, nor missed by an
+    alert, once its pool is to have nobody."""
+    watched = Watched()
+    hub = watched.hub
+    watched.join("d0")
+    assert hub.ready() and watched.value("pool_ready_workers", role="prefill") is None, "there never was one"
+    watched.join("p0")
+    assert hub.ready()
+    hub.lost("p0")
+    hub.lost("p0", for_good=True)
+    hub.expect_only("prefill", {"p0"})
+    assert not hub.ready() and watched.value("pool_ready_workers", role="prefill") == 0, "it will be started again"
+    hub.expect_only("prefill", set())
+    assert hub.ready() and watched.value("pool_ready_workers", role="prefill") is None
 
 
 def test_a_lost_worker_stays_listed_until_it_is_back() -> None:

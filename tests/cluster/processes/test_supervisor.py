@@ -148,6 +148,21 @@ def test_the_last_of_a_pool_that_keeps_dying_ends_the_cluster() -> None:
     assert commands == [EndCluster("decode-0: no memory (4 times in 100 s)")]
 
 
+def test_prefill_workers_that_keep_dying_end_nothing_while_a_decode_worker_serves() -> None:
+    """Guards a cluster of one pool against a prefill worker that is added to it and cannot start: decode workers read
+    prompts themselves. The router is told that it will be tried again, and, once it is taken away, that it will not."""
+    one = pools(1, 1)
+    now, commands = die_often(one, "prefill-0", 0.0, POLICY.limit + 1)
+    assert not any(isinstance(command, EndCluster) for command in commands)
+    assert one.state("prefill-0") is SlotState.FAILED
+    assert (one.announcement().prefill, one.announcement().down) == ((), ("prefill-0",))
+    one.handle(Resize("prefill", 0, 9.0), now)
+    commands = one.handle(TimePassed(), now)
+    assert commands == [Discard("prefill-0"), one.announcement()] and one.announcement().down == ()
+    _, commands = die_often(one, "decode-0", now, POLICY.limit + 1)
+    assert any(isinstance(command, EndCluster) for command in commands)
+
+
 def test_many_that_die_together_do_not_start_together() -> None:
     """Guards a host that loses its workers for want of memory, and loses them again as all load at once."""
     one = pools(1, 8, RestartConfig(limit=3, first_pause_s=1.0, at_once=2))
@@ -191,7 +206,8 @@ def test_who_does_not_run_leaves_at_once() -> None:
     one = pools(1, 2)
     die_often(one, "decode-1", 0.0, POLICY.limit + 1)
     one.handle(LeaveWanted(("decode-1",), 9.0, False), 50.0)
-    assert one.handle(TimePassed(), 50.0) == [Discard("decode-1")] and "decode-1" not in one
+    commands = one.handle(TimePassed(), 50.0)
+    assert commands == [Discard("decode-1"), one.announcement()] and "decode-1" not in one
     one.handle(ProcessEnded("decode-0", "x"), 60.0)
     one.handle(Resize("decode", 2, 9.0), 60.0)
     assert one.handle(TimePassed(), 60.0) == [Launch("decode-1")]

@@ -54,6 +54,27 @@ def test_the_line_goes_on_when_the_first_is_cancelled() -> None:
     assert chunks(bench.step()) == {"b": (21, 22), "c": (20, 21)}
 
 
+def test_who_waits_in_line_is_in_the_queue() -> None:
+    """Guards the table of stages: a prompt whose turn has not come wants another worker, not a quicker one."""
+    bench = Fetching(blocks=64, local_chunk_tokens=8)
+    bench.place("a", [1] * 32, max_tokens=1)
+    bench.place("b", [2] * 32, max_tokens=1)
+    while len(bench.of(Ended)) < 2:
+        bench.step()
+    first, second = (end.stats.stages for end in bench.of(Ended) if isinstance(end, Ended))
+    assert second["prefill_queue"] >= first["prefill_run"] > 0 and second["prefill_run"] <= first["prefill_run"] + 1
+
+
+def test_a_worker_takes_so_many_prompts_and_no_more() -> None:
+    """Guards the router's line: prompts that wait here can go nowhere else, and come before those of other tenants."""
+    bench = Fetching(blocks=400, max_handoffs=2, local_chunk_tokens=8)
+    taken = [bench.place(f"r{number}", [number] * 8) for number in range(5)]
+    assert taken == [True, True, False, False, False]
+    for _ in range(4):
+        bench.step()
+    assert bench.place("later", [9] * 8)
+
+
 def test_nothing_is_shared_between_tenants_or_in_the_middle_of_a_block() -> None:
     bench = Fetching(blocks=64, local_chunk_tokens=8)
     bench.place("a", SHARED)

@@ -63,6 +63,22 @@ def test_a_step_of_a_few_tokens_says_little_of_many() -> None:
     assert pace.s_per_token(0) == pytest.approx(0.001, rel=0.05)
 
 
+@pytest.mark.parametrize("stale_s", [0.06, 0.3])
+def test_one_slow_step_is_outlived(stale_s: float) -> None:
+    """Guards a worker that is never without prompts: its rows would be taken to be slow for good, prompts would go on
+    by one block a step, and what a token takes would fade to nothing, by which the engine divides."""
+    pace = Pace(4096, 64, 0.05)
+    pace.measured(0, 4096, 0.08)
+    pace.measured(1, 0, stale_s)
+    for _ in range(5000):
+        tokens = pace.tokens(1)
+        pace.measured(1, tokens, 0.008 + 2e-5 * tokens)
+    assert pace.tokens(1) == pytest.approx((0.05 - 0.008) / 2e-5, rel=0.2)
+    for _ in range(5000):
+        pace.measured(1, 64, 0.001)  # a clock that stands still is no reason to end either
+        assert 64 <= pace.tokens(1) <= 4096 and pace.s_per_token(1) >= 0.0
+
+
 def test_the_batch_keeps_the_pace() -> None:
     """Guards the joint: what the shell has measured bounds the next step."""
     bench = Fetching(local_chunk_tokens=32, mixed_step_s=0.02, blocks=64)

@@ -153,7 +153,7 @@ def test_who_gives_way_keeps_its_place_and_nothing_else() -> None:
     assert len(tokens) == 8 and bench.scheduler.kv.matched_tokens(b"", tokens, 8) == 7, "to the token"
     assert request.clock.stage == "decode_queue"
     assert request.clock.seconds == {
-        "prefill_queue": 0.0, "prefill_run": 1.0, "migrate": 0.0, "prefill": 0.0, "decode_queue": 1.0, "decode_run": 5.0
+        "prefill_queue": 1.0, "prefill_run": 0.0, "migrate": 0.0, "prefill": 0.0, "decode_queue": 1.0, "decode_run": 5.0
     }
 
 
@@ -167,7 +167,7 @@ def test_who_is_preempted_while_its_prompt_is_computed_has_waited_for_that() -> 
     bench.now = 3.0
     bench.scheduler.preemption.preempt([request], bench.now)
     assert dict(bench.scheduler.preemption.preempted) == {"local": 1}
-    assert request.clock.seconds["prefill_run"] == 3.0 and request.clock.stage == "decode_queue"
+    assert request.clock.seconds["prefill_run"] == 2.0 and request.clock.stage == "decode_queue"
     assert bench.scheduler.kv.matched_tokens(b"", request.tokens, 10) == 4, "and no more was computed"
 
 

@@ -104,6 +104,23 @@ def test_one_pool_is_priced_worker_by_worker() -> None:
     assert choice is not None and choice.decode.name == second.name
 
 
+def test_a_sample_beside_its_host_adds_one_token_to_the_queue() -> None:
+    """Guards one pool against queues of prompts that nobody computes: its sample shares the host's."""
+    parts = Parts()
+    parts.join("d0")
+    host, call = parts.run("a"), waiting(name="b")
+    choice = parts.placer.beside(call, host, 0.0)
+    assert choice is not None and pair(choice) == (LOCAL.name, "d0") and choice.prefill.cached_tokens == 39
+
+
+def test_what_a_decode_worker_reads_is_not_impossible() -> None:
+    parts = Parts(local_prefill="auto")
+    parts.join("d0")
+    parts.join("p0", blocks=2)
+    assert parts.placer.impossible(request_record()) is None
+    assert pair(parts.placer.choose(waiting(), 0.0)) == (LOCAL.name, "d0")
+
+
 def test_beside_prefill_workers_decode_workers_read_only_if_told_to() -> None:
     """Guards streams of decode workers against prompts that a prefill worker is there for."""
     for local_prefill, expected in (("never", "p0"), ("auto", LOCAL.name)):

@@ -170,6 +170,19 @@ def test_the_simpler_policies_know_of_no_local_prefill(name: str) -> None:
     assert choice is not None and choice.prefill.name == "p"
 
 
+@pytest.mark.parametrize("readers", [63, 64])
+def test_who_holds_the_conversation_is_on_the_shortlist(readers: int) -> None:
+    """Guards local prefill in large clusters: what a worker would compute itself has no part in what is left out."""
+    demand = Demand(1000, 63, 70, 70)
+    prefills = [PrefillView(f"p{n}", 0, 0, 0.001, 0) for n in range(readers)]
+    decodes = [
+        DecodeView(f"d{n}", 0, 0, 1000, 0.01, {}, 0, 0.0, PrefillView(f"d{n}", 0, 0, 0.001, 0)) for n in range(65)
+    ]
+    decodes[40] = DecodeView("holder", 62, 500, 1000, 0.01, {}, 8, 0.0, PrefillView("holder", 992, 10, 0.001, 8))
+    choice = LeastCost(Random(0)).choose(demand, prefills, decodes)
+    assert choice is not None and (choice.prefill.name, choice.decode.name) == ("holder", "holder")
+
+
 def test_a_thousand_workers_are_decided_on_in_milliseconds_and_ties_are_drawn() -> None:
     """Guards a decision whose time grows with the pairs: 262,144 of them took 148 ms."""
     policy = LeastCost(Random(0))
