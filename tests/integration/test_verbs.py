@@ -124,7 +124,7 @@ def test_a_cluster_from_up_to_down(shell: Shell) -> None:
     shell("drain", "decode-0")
     assert "decode-0" not in shell.status()
     assert "is the last decode worker" in shell("drain", "decode-1", fails=1).stderr
-    assert "is not prefill=N or decode=N" in shell("scale", "decode=0", fails=2).stderr
+    assert "is not prefill=N, or decode=N" in shell("scale", "decode=0", fails=2).stderr
     assert shell("generate", "--max-tokens", "4", "Hi").stdout, "it was not found by its name"
     little = ("--requests", "2", "--concurrency", "1", "--input-tokens", "16", "--output-tokens", "4")
     assert shell.server in shell("bench", *little).stdout, "it was not found by its name"

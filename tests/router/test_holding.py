@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import decode_worker.role
-import prefill_worker.role
 import worker.opening
 from decode_worker.role import open_decode_worker
+from engine import plan
 from engine.identity import chain
 from engine.kv.layout import KVLayout
 from engine.messages import PeerAddress
@@ -124,7 +124,7 @@ def hit_rates(told: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float
     that are as quick as each other."""
     monkeypatch.setattr(worker.opening, "open_device", lambda *config: fake_device(LAYOUT, 4000))
     # Else all goes to the one that seems quicker.
-    monkeypatch.setattr(prefill_worker.role, "mean", lambda *measured: policy.ASSUMED_S_PER_TOKEN)
+    monkeypatch.setattr(plan.TokenSpeed, "s_per_token", policy.ASSUMED_S_PER_TOKEN)
     monkeypatch.setattr(decode_worker.role, "mean", lambda *measured: 0.0)
     if not told:
         monkeypatch.setattr(Worker, "_tell_holdings", lambda one: one._holdings.clear())

@@ -55,6 +55,7 @@ class Struct:
         kw_only: bool = False,
         dict: bool = False,
         forbid_unknown_fields: bool = False,
+        gc: bool = True,
     ) -> None:
         cls._frozen = cls._frozen if frozen is None else frozen
         cls._array_like |= array_like
