@@ -120,6 +120,8 @@ def test_a_supervisor_that_has_written_nothing_is_found(tmp_path: Path) -> None:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
         try:
+            # What marks a process can be read a moment after it has begun.
+            assert eventually(lambda: len(rundir.processes()) == 2, 5.0)
             found = {one.pid: one.name for one in rundir.processes()}
             assert found.keys() == {supervisor.pid, child} and found[supervisor.pid] == "supervisor"
             other = RunDir(ClusterConfig(run_dir=str(tmp_path / "run"), name="other"), {})
