@@ -18,9 +18,10 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from benchmarks.routing.cluster import stand_in
 from engine import identity
-from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestStats, WorkerInfo
-from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from engine.messages import Accepted, Ended, Load, PeerAddress, Place, RequestStats
+from engine.types import FinishReason, RequestId, RequestRecord
 from router.config import RouterConfig
 from router.core.core import Router
 from router.core.decisions import RecordedPolicy, RepeatablePolicy
@@ -109,19 +110,7 @@ def measure(
     names = []
     for number in range(workers):
         role = ("prefill", "decode")[number % 2]
-        info = WorkerInfo(
-            name=f"{role}{number}",
-            role=role,
-            incarnation=Incarnation(number),
-            address="",
-            model="m",
-            fingerprint="f",
-            block_size=BLOCK_TOKENS,
-            blocks=pool_blocks,
-            context_tokens=1 << 20,
-            pid=0,
-            host="",
-        )
+        info = stand_in(f"{role}{number}", role, number, BLOCK_TOKENS, pool_blocks)
         names.append(info.name)
         router.handle(Connected(PeerAddress(info.name, ""), info), 0.0)
     fill(router, names, prompt_blocks, pool_blocks, random)

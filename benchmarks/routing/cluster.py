@@ -39,6 +39,23 @@ HEARTBEAT_S = 0.25
 REPORT_S = 0.05
 
 
+def stand_in(name: str, role: str, incarnation: int, block_size: int, blocks: int) -> WorkerInfo:
+    """Return what a worker of no process says of itself; all are of one model."""
+    return WorkerInfo(
+        name=name,
+        role=role,
+        incarnation=Incarnation(incarnation),
+        address="",
+        model="m",
+        fingerprint="f",
+        block_size=block_size,
+        blocks=blocks,
+        context_tokens=1 << 20,
+        pid=0,
+        host="",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """An 8B model on a card of 80 GB, about: seconds, per token of here (TOKEN_SCALE of the model) or per block."""
@@ -379,19 +396,8 @@ class SimulatedCluster:
 
     def _join(self, role: str, number: int, blocks: int) -> None:
         name = f"{role}-{number}"
-        info = WorkerInfo(
-            name=name,
-            role=role,
-            incarnation=Incarnation(len(self.prefills) + len(self.decodes) + 1),
-            address="",
-            model="m",
-            fingerprint="f",
-            block_size=BLOCK,
-            blocks=blocks,
-            context_tokens=1 << 20,
-            pid=0,
-            host="",
-        )
+        number_of_all = len(self.prefills) + len(self.decodes) + 1
+        info = stand_in(name, role, number_of_all, BLOCK, blocks)
         if role == "prefill":
             slow = self.shape.slow if number == 0 else 1.0
             self.prefills[name] = SimulatedPrefill(

@@ -121,7 +121,7 @@ class Admission:
         accepted = Tell(link, Accepted(name, message.placement, cached_tokens))
         if parent is None:
             return [accepted, *self.prefills.start(request, now)]
-        self.prefills.wait(request, parent, now)
+        self.prefills.wait(request, parent)
         return [accepted]
 
     def _parent(self, message: Place) -> Request | None:

@@ -121,7 +121,7 @@ class Endings:
         them takes its place, and room."""
         if request.arrived:
             self.prefills.handoffs.done(request)
-            self.prefills.share(request, now)
+            self.prefills.share(request)
             self.kv.commit(request.lease, request.tokens[: request.known], tail=True)
         self.kv.release(request.lease)
         forks = self.prefills.forks

@@ -65,11 +65,11 @@ class Prefills:
         prefill.asked_tokens = len(request.tokens) - request.have_blocks * self.kv.block_size
         return self._settle(self.handoffs.begin(request, now), now)
 
-    def wait(self, request: Request, parent: Request, now: float) -> None:
+    def wait(self, request: Request, parent: Request) -> None:
         """Let a new sample begin as soon as the prompt of `parent` is here, which may be now."""
         self.forks.wait(request, parent)
         if parent.state in (RequestState.READY, RequestState.RUNNING):
-            self.share(parent, now)
+            self.share(parent)
 
     def load(self, request: Request, *, here: bool) -> bool:
         """Load the whole blocks after the cached ones, where a tier returns them sooner than computing them, `here` or
@@ -127,9 +127,9 @@ class Prefills:
         origin.prefilled_by = origin.prefilled_by or here
         self.swapping.arrived(request, now)
         self.batch.add_ready(request)
-        self.share(request, now)
+        self.share(request)
 
-    def share(self, parent: Request, now: float) -> None:
+    def share(self, parent: Request) -> None:
         """Let those that wait for the prompt of `parent` share its blocks, if it is here, and compute the rest."""
         for request, tokens in self.forks.fork(parent):
             self.compute_rest(request, tokens)
