@@ -95,7 +95,7 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        return sum(call.state is State.WAITING for call in self._calls.values())
+        return len(self._table.waiting)
 
     @property
     def open(self) -> int:
@@ -216,7 +216,7 @@ class Router:
         self.registry.accepted(call.decode, record.request)
         self.registry.accepted(call.prefill, record.request)
         if call.state is State.OFFERED:
-            call.move(State.RUNNING)
+            self._table.move(call, State.RUNNING)
             self._view.accepted(call, record)
             out.append(Begin(record.request))
         elif call.state is not State.CLOSING:
@@ -303,9 +303,13 @@ class Router:
     def _move(self, now: float, out: list[Command]) -> None:
         """Ask leaving decode workers for requests that others could go on with."""
         leaving = [worker for worker in self.registry.role("decode") if worker.leaving]
-        for call in due_moves(self._calls.values(), leaving, self._placer, self._config.moves_at_once, now):
+        if not leaving:
+            return
+        near = self._table.around(leaving)
+        for call in due_moves(near, leaving, self._placer, self._config.moves_at_once, now):
             if not self._adoptions.is_unsure(call.record.request, now):
                 call.yielding = True
+                self._table.moves(call)
                 out.append(TellWorker(call.decode, Yield(call.record.request, call.placement)))
 
     def _yielded(self, call: Call, record: Yielded, now: float, out: list[Command]) -> None:
@@ -319,6 +323,7 @@ class Router:
             call.moved(together(call.earlier, record.stats))
             self._queue.rejoin(call)
             call.source, call.source_placement = life, record.placement
+            self._table.moves(call)
             out.append(Moved(record.request, worker, record.stats.stages))
         # 3. Its end has crossed the yield: nothing is left to do, and its client hears of it if it has not yet.
         else:
@@ -333,7 +338,7 @@ class Router:
         call = self._calls.get(event.request)
         if call is None or call.state is not State.RUNNING:
             return
-        call.move(State.FINISHING)
+        self._table.move(call, State.FINISHING)
         del call.emitted[event.tokens_kept :]
         out.append(TellWorker(call.decode, Finish(event.request, call.placement, event.tokens_kept)))
 
@@ -351,7 +356,7 @@ class Router:
         if call.state is State.WAITING:
             self._table.forget(call, out)
             return
-        call.move(State.CLOSING)
+        self._table.move(call, State.CLOSING)
         told = reason if reason is FinishReason.DEADLINE else FinishReason.CANCELLED
         out.append(TellWorker(call.decode, Cancel(request, call.placement, told)))
 
@@ -359,9 +364,8 @@ class Router:
 
     def _tick(self, now: float, out: list[Command]) -> None:
         self._losses.give_up(self._detector.look(now), now, out)
-        overdue = [r for r, c in self._calls.items() if c.deadline_s is not None and c.deadline_s <= now]
-        for request in overdue:  # all of them, before the queue moves up
-            self._close(request, FinishReason.DEADLINE, out)
+        for call in self._table.overdue(now):  # all of them, before the queue moves up
+            self._close(call.record.request, FinishReason.DEADLINE, out)
         if self.registry.live("decode", now):
             self._no_decode_since_s = None
             self._queue.advance(now, out)
@@ -371,7 +375,7 @@ class Router:
         if now - self._no_decode_since_s < self._config.unplaceable_s:
             return
         fault = Fault("UNAVAILABLE", "no live decode worker")
-        for call in [c for c in self._calls.values() if c.state is State.WAITING]:
+        for call in self._table.waiting_in_turn():
             request = call.record.request
             self._table.forget(call, out, Fail(request, fault, FinishReason.ERROR, self._config.retry_after_s))
 

@@ -47,7 +47,7 @@ class WaitingQueue:
 
     def rejoin(self, call: Call) -> None:
         """Put a call back into the queue at its old place."""
-        call.move(State.WAITING)
+        self._table.move(call, State.WAITING)
         self._view.release(call)
         call.prefill = call.decode = ""
         call.prefill_life = call.decode_life = None
@@ -101,7 +101,7 @@ class WaitingQueue:
         choice = choice or self._placer.choose(call, now)
         if choice is None:
             return False
-        call.move(State.OFFERED)
+        self._table.move(call, State.OFFERED)
         call.placement = max(call.placement, call.highest) + 1
         prefill = self._view.offered(call, choice)
         record = call.record

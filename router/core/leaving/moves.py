@@ -4,8 +4,6 @@ A move is no loss: the worker yields the request, and whoever goes on reads its 
 request, it stays and runs on: it may well end before there is room. Pure; time is an argument.
 """
 
-from collections.abc import Iterable
-
 import msgspec
 
 from engine.messages import RequestStats
@@ -15,12 +13,10 @@ from router.core.registry import WorkerEntry
 
 
 def due_moves(
-    calls: Iterable[Call], leaving: list[WorkerEntry], placer: Placer, at_once: int, now: float
+    known: list[Call], leaving: list[WorkerEntry], placer: Placer, at_once: int, now: float
 ) -> list[Call]:
-    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time."""
-    if not leaving:
-        return []
-    known = sorted(calls, key=lambda call: call.turn)
+    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time. `known`,
+    oldest first, are at least those that they have, those that move, and those that wait."""
     # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
     waits = next((call.turn for call in known if call.state is State.WAITING), None)
     pending = [call for call in known if call.yielding or call.state is State.WAITING]

@@ -2,12 +2,16 @@
 the caller to the workers and back they are tried in tests/router/front/test_samples.py, their tokens in tests/parity,
 their shared blocks in tests/decode_worker/scheduler/samples."""
 
+from collections.abc import Iterator
+from typing import NoReturn
+
 import pytest
 
 from engine.messages import Place, Refused, Tokens
 from engine.types import RequestId, RequestRecord
-from router.core.call import State
-from router.core.events import Begin, Command, Lost, Submit
+from router.core.call import Call, State
+from router.core.call_table import MIN_DEADLINES
+from router.core.events import Begin, Command, Fail, Lost, Submit, Tick, WorkerSaid
 from tests.router.bench import A, Bench, is_told
 from tests.router.core.parts import Parts, request_record
 from tests.router.fake_cluster import load
@@ -103,3 +107,58 @@ def test_hosts_are_the_first_sample_on_each_worker_by_their_index() -> None:
     parts.table.open(request_record("other", group="h"), None, State.RUNNING).decode = "d9"
     waits = parts.table.open(request_record("s0", group="g", sample_index=0), None)
     assert [host.record.request for host in parts.table.hosts(waits)] == ["s1", "s3", "s5"]
+
+
+def test_calls_are_overdue_once_and_oldest_first() -> None:
+    """Guards the order of their ends, which is that of their arrival and not of their deadlines; and a name that is
+    used again, whose first call has ended."""
+    parts = Parts()
+    for name, deadline_s in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", 9.0), ("e", None)):
+        parts.table.open(request_record(name), deadline_s)
+    parts.table.forget(parts.table.calls[RequestId("c")], parts.out)
+    parts.table.open(request_record("c"), 2.5)
+    assert parts.table.overdue(0.5) == []
+    assert [call.record.request for call in parts.table.overdue(3.0)] == ["a", "b", "c"]
+    assert parts.table.overdue(3.0) == []
+
+
+def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
+    """Guards memory: requests end in a second, and their deadlines are minutes away."""
+    parts = Parts()
+    waits = parts.table.open(request_record("waits"), 700.0)
+    for at in range(3 * MIN_DEADLINES):
+        parts.table.forget(parts.table.open(request_record(f"r{at}"), 600.0 + at), parts.out)
+    assert len(parts.table._deadlines) <= MIN_DEADLINES + 4
+    assert parts.table.overdue(900.0) == [waits]
+
+
+class Unseen(dict[RequestId, Call]):
+    """The calls of a router that must not be looked through."""
+
+    def _fail(self) -> NoReturn:
+        raise AssertionError("all requests were looked at")
+
+    def __iter__(self) -> Iterator[RequestId]:
+        self._fail()
+
+    def values(self) -> NoReturn:  # type: ignore[override]
+        self._fail()
+
+    def items(self) -> NoReturn:  # type: ignore[override]
+        self._fail()
+
+
+def test_ticks_and_reports_do_not_look_at_all_requests() -> None:
+    """Guards the loop: with 10,000 open streams each look would take a millisecond, 20 times a second, and once more
+    with every report while a worker leaves."""
+    bench = Bench(decodes=2)
+    ((home, _),) = placed(submit(bench, 0))
+    bench.accept(A, 1, home)
+    bench.submit(RequestId("late"), deadline_s=1.0)
+    table = bench.router._table
+    table.calls = bench.router._calls = Unseen(table.calls)
+    router, bench.now = bench.router, 2.0
+    late = [c for c in router.handle(Tick(), bench.now) if isinstance(c, Fail)]
+    assert [fail.request for fail in late] == ["late"]
+    told = router.handle(WorkerSaid(home, load(active=4, leaving=True)), bench.now)
+    assert not told and router.waiting == 0

@@ -130,6 +130,7 @@ def test_the_kv_that_it_kept_is_gone() -> None:
         assert worker is not None
         calls.append(parts.wait(name))
         calls[-1].source = worker.life
+        parts.table.moves(calls[-1])
     lose(parts)
     assert [call.source for call in calls] == [None, ("d1", Incarnation(1))]
 
