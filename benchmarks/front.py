@@ -97,18 +97,23 @@ def _ticks() -> int:
 # ---- the router
 
 
-def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]]) -> None:
-    """Serve until the pipe closes; its first word is the two addresses."""
+def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], front: str) -> None:
+    """Serve until the pipe closes; its first word is the address of `front`. Without the HTTP front, gRPC's has all
+    descriptors of the process."""
     limits = FrontLimits(connections=16_384, connections_per_address=16_384)
     config = RouterConfig(
-        grpc_port=0, http_port=0, limits=limits, max_waiting=16_384, default_max_tokens=CONTEXT_TOKENS // 2
+        grpc_port=0,
+        http_port=0 if front == "sse" else -1,
+        limits=limits,
+        max_waiting=16_384,
+        default_max_tokens=CONTEXT_TOKENS // 2,
     )
     server = RouterServer(config, "", SECRETS, text=HexText())
     addresses = server.start()
     server.set_workers(workers["prefill"], workers["decode"])
     while not server.ready():
         time.sleep(0.02)
-    pipe.send((addresses.grpc, addresses.http))
+    pipe.send(addresses.http if front == "sse" else addresses.grpc)
     _wait_closed(pipe)
     os._exit(0)
 
@@ -363,8 +368,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the line of one router with `streams` open streams, each of `rate` tokens a second."""
     fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv())
-    address = dict(zip(("grpc", "sse"), to_router.recv(), strict=True))[front]
+    router, to_router = _start(serve_router, to_fleet.recv(), front)
+    address = to_router.recv()
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)

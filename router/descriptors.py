@@ -11,6 +11,9 @@ import resource
 from router.config import FrontLimits
 
 RESERVE = 64
+PENDING_CALLS = 1_000
+"""Calls that may wait for the event loop to take them in, even where fewer connections are allowed. gRPC cancels some
+of those beyond this, at random, and all beyond thrice as many; the client is told nothing but CANCELLED."""
 LEAST = 8
 """Every front takes as many, however little there is."""
 
@@ -35,4 +38,6 @@ def grpc_options(limits: FrontLimits, connections: int) -> list[tuple[str, int]]
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", round(limits.header_s * 1e3)),
         ("grpc.max_connection_idle_ms", round(limits.idle_s * 1e3)),
+        ("grpc.server.max_pending_requests", max(PENDING_CALLS, connections)),
+        ("grpc.server.max_pending_requests_hard_limit", 3 * max(PENDING_CALLS, connections)),
     ]

@@ -21,9 +21,9 @@ MIN_DEADLINES = 1024
 class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn given;
-    # (deadline, turn, request) of calls that have one, and calls that were asked to move or have moved. Of these two,
-    # entries that are over are dropped when they are met.
+    # Mutable state: the calls by request, those that wait, those of each group by sample index, and the last turn
+    # given; (deadline, turn, request) of calls that have one, and calls that were asked to move or have moved. Of these
+    # two, entries that are over are dropped when they are met.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}

@@ -15,8 +15,9 @@ from router.core.registry import WorkerEntry
 def due_moves(
     known: list[Call], leaving: list[WorkerEntry], placer: Placer, at_once: int, now: float
 ) -> list[Call]:
-    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time. `known`,
-    oldest first, are at least those that they have, those that move, and those that wait."""
+    """The calls that the decode workers `leaving` are to yield now, oldest first, `at_once` off each at a time.
+
+    `known`, oldest first, are at least the calls that they have, those that move, and those that wait."""
     # Whoever waits and is older is placed first: a request that left its worker would stand behind it.
     waits = next((call.turn for call in known if call.state is State.WAITING), None)
     pending = [call for call in known if call.yielding or call.state is State.WAITING]

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,9 +16,11 @@ from engine.messages import Cancel, Finish, Place
 from engine.types import FinishReason, SamplingParams
 from protos import headrace_pb2 as pb
 from router.app import RouterApp
-from router.config import RouterConfig
+from router.config import FrontLimits, RouterConfig
+from router.descriptors import PENDING_CALLS, grpc_options
 from router.front.api import ApiError, ChatMessage, Delta, Finished, GenerateCall, Started
 from router.grpc.client import Client
+from router.grpc.service import Service
 from router.status.observer import NullObserver
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
@@ -365,3 +369,29 @@ def test_synchronous_client(cluster: Callable[..., None]) -> None:
         assert await asyncio.to_thread(talk) == "hello world"
 
     cluster(body)
+
+
+def test_calls_that_come_while_the_loop_is_busy_are_answered(runner: asyncio.Runner) -> None:
+    """Guards thousands of streams that are opened at once: gRPC's library cancels calls, one here and one there, once a
+    thousand wait to be taken in. A connection for each has room for that many."""
+    calls = 2 * PENDING_CALLS
+
+    def ask_all(port: int) -> list[grpc.StatusCode]:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            asked = [check.future(health_pb2.HealthCheckRequest(), timeout=60.0) for _ in range(calls)]
+            return [one.code() for one in asked]
+
+    async def body() -> None:
+        service = Service(cast(Any, None), lambda: True)
+        port = await service.start("127.0.0.1", 0, 1 << 20, grpc_options(FrontLimits(), calls))
+        await service.update_health()
+        try:
+            asking = asyncio.create_task(asyncio.to_thread(ask_all, port))
+            await asyncio.sleep(0.05)
+            time.sleep(1.5)  # the loop hears nobody meanwhile
+            assert await asking == [grpc.StatusCode.OK] * calls
+        finally:
+            await service.stop(0.0)
+
+    runner.run(body())

@@ -66,3 +66,5 @@ def test_grpc_is_told_the_same_limits() -> None:
     assert told["grpc.max_allowed_incoming_connections"] == 77
     assert told["grpc.server_handshake_timeout_ms"] == 2500
     assert told["grpc.max_connection_idle_ms"] == 30_000
+    assert told["grpc.server.max_pending_requests"] == 1000
+    assert dict(grpc_options(FrontLimits(), 5000))["grpc.server.max_pending_requests"] == 5000
