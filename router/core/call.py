@@ -10,6 +10,7 @@ A request is forgotten when its worker says `Ended`, or is lost and nothing is l
 has been answered and its worker has not yet said that it let go.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -73,7 +74,7 @@ class Call:
     believed_decode_blocks: int = 0
     is_counted: bool = False
     """True once the work that it brings is part of the shares of its beginnings (`router.core.reuse`)."""
-    emitted: list[int] = field(default_factory=list)
+    emitted: "array[int]" = field(default_factory=lambda: array("I"))
     losses: int = 0
     """Placements that ended because the decode worker that had accepted them was lost."""
     unheard: int = 0
@@ -102,7 +103,7 @@ class Call:
     @property
     def tokens(self) -> list[int]:
         """The prompt and everything emitted."""
-        return self.record.tokens[: self.record.prompt_tokens] + self.emitted
+        return self.record.tokens[: self.record.prompt_tokens] + self.emitted.tolist()
 
     def chain(self, key: ModelKey) -> list[bytes]:
         """Identities of the full blocks of the record's tokens, computed once per kind of worker."""

@@ -27,7 +27,7 @@ from router.front.api import ApiError, GenerateCall, GenerateEvent, Position, St
 from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.outlet import Outlet, WakeQueue
-from router.front.output import Output, ServedModel
+from router.front.output import Output, OutputHistory, ServedModel
 from router.front.resume import Resumables, unknown_token, unpack
 from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
@@ -132,6 +132,10 @@ class Frontend:
         deadline_s: float = float("inf"),
         admission: TenantAdmission | None = None,
     ) -> SampleStream:
+        # Kept is what may be asked for again: by a client that comes back, or by the chat's next turn.
+        is_resumable = bool(samples.started.resume_token)
+        keeps = is_resumable or samples.remember is not None
+        history = OutputHistory(events=is_resumable) if keeps else None
         return SampleStream(
             Started(record.request, self.model.name, record.prompt_tokens),
             Output(self.model.detokenizer(), stop),
@@ -142,6 +146,7 @@ class Frontend:
             is_adopted=is_adopted,
             deadline_s=deadline_s,
             admission=admission,
+            history=history,
         )
 
     async def _serve(self, samples: Samples, reader: SamplesReader) -> AsyncGenerator[GenerateEvent, None]:

@@ -5,10 +5,13 @@ Text that may be the beginning of a stop string is held back until it is decided
 shown is ever taken back. Half a character is never shown: that is the detokenizer's promise.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
+
+from router.front.api import Delta
 
 
 class IncrementalDecoder(Protocol):
@@ -43,6 +46,42 @@ class Stopped(msgspec.Struct, frozen=True):
 
     tokens_kept: int
     matched: str
+
+
+class OutputHistory:
+    """What the reader of an answer was given, in a few bytes a token: for the chat's next turn, and, with `events`, for
+    a client that reads it again event by event."""
+
+    # Mutable state: the ids, the text in UTF-8, and how far both reached behind each event.
+
+    def __init__(self, *, events: bool) -> None:
+        self._keeps_events = events
+        self._ids = array("I")
+        self._text = bytearray()
+        self._ends = array("Q")
+
+    def add(self, delta: Delta) -> None:
+        self._ids.extend(delta.token_ids)
+        self._text += delta.text.encode()
+        if self._keeps_events:
+            self._ends.extend((len(self._ids), len(self._text)))
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids.tolist()
+
+    @property
+    def text(self) -> str:
+        return self._text.decode()
+
+    def events(self) -> Iterator[Delta]:
+        """Yield what was given, event by event; all as one where the events were not kept."""
+        ends = self._ends if self._keeps_events else (len(self._ids), len(self._text))
+        ids_from = text_from = 0
+        for ids_end, text_end in zip(ends[::2], ends[1::2], strict=True):
+            text = self._text[text_from:text_end].decode()
+            yield Delta(text, tuple(self._ids[ids_from:ids_end]))
+            ids_from, text_from = ids_end, text_end
 
 
 class Output:

@@ -1,12 +1,13 @@
 """The client's side of one sample: what it was given so far, and what is still to be read.
 
-The hub fills it as output arrives; one reader at a time takes events from it (`router.front.samples`). A resumable
-stream outlives its reader: it keeps what was given (never more than `max_tokens`), and the next reader says what it
-has. It gets the rest, once.
+The hub fills it as output arrives; one reader at a time takes events from it (`router.front.samples`), and what it has
+taken is let go. A resumable stream outlives its reader: it keeps what was given, packed (never more than `max_tokens`),
+and the next reader says what it has. It gets the rest, once. A chat's is kept too, for its next turn.
 """
 
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from engine.types import FinishReason
 from router.core.endings import LEFT
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Finished, Position, Started, invalid
-from router.front.output import Output
+from router.front.output import Output, OutputHistory
 from router.front.timing import Timeline
 from router.status.journal import RequestSummary, RouterJournal
 from router.status.observer import Observer
@@ -38,7 +39,8 @@ class Signal(Protocol):
 
 
 class SampleStream:
-    # Mutable state: the deltas given so far, how the request ended, and the present reader.
+    # Mutable state: the deltas that no reader has taken yet, what was taken, how the request ended, and the present
+    # reader.
 
     def __init__(
         self,
@@ -52,11 +54,14 @@ class SampleStream:
         is_adopted: bool = False,
         deadline_s: float = float("inf"),
         admission: TenantAdmission | None = None,
+        history: OutputHistory | None = None,
     ) -> None:
-        """`admission` is charged with the output, and told of the end."""
+        """`admission` is charged with the output, and told of the end. `history` keeps what was taken; without it the
+        stream is read once."""
         self.started = started
         self.output = output
-        self.deltas: list[Delta] = []
+        self._deltas: list[Delta] = []
+        self._history = history
         self.end: Complete | ApiError | None = None
         self.begun = is_adopted
         self.reader: Reader | None = None
@@ -72,11 +77,19 @@ class SampleStream:
 
     @property
     def ids(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.token_ids]
+        """All output, as far as it is kept."""
+        taken = self._history.ids if self._history is not None else []
+        return taken + [token for delta in self._deltas for token in delta.token_ids]
 
     @property
     def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
+        taken = self._history.text if self._history is not None else ""
+        return taken + "".join(delta.text for delta in self._deltas)
+
+    @property
+    def untaken(self) -> int:
+        """How many deltas have come that no reader has taken."""
+        return len(self._deltas)
 
     # ---- what the hub tells
 
@@ -169,7 +182,7 @@ class SampleStream:
             raise invalid("text_bytes", "lies inside a character") from error
         # Delta by delta as it was given: a front that makes one event of each makes the same events again.
         behind = []
-        for delta in self.deltas:
+        for delta in self._events():
             data = delta.text.encode()
             rest = Delta(data[text_bytes:].decode(), delta.token_ids[next_index:])
             text_bytes = max(text_bytes - len(data), 0)
@@ -190,15 +203,28 @@ class SampleStream:
             self._count(reason, now, self._finished.stats.stages)
         return self._finished
 
-    def join(self, at: int, until: int) -> Delta:
-        """Return deltas `at` to `until`, at least one, as one. It takes their place, so that whoever reads the stream
+    def join(self, count: int) -> Delta:
+        """Return the next `count` deltas, at least one, as one. It takes their place, so that whoever reads the stream
         again gets what was given before."""
-        deltas, until = self.deltas, min(until, at + MAX_JOINED)
-        if at + 1 < until:
-            parts = deltas[at:until]
+        deltas, count = self._deltas, min(count, MAX_JOINED)
+        if count > 1:
+            parts = deltas[:count]
             ids = tuple(chain.from_iterable([part.token_ids for part in parts]))
-            deltas[at:until] = [Delta("".join([part.text for part in parts]), ids)]
-        return deltas[at]
+            deltas[:count] = [Delta("".join([part.text for part in parts]), ids)]
+        return deltas[0]
+
+    def taken(self, count: int = 1) -> None:
+        """Note that the reader has the next `count` deltas."""
+        if self._history is not None:
+            for delta in self._deltas[:count]:
+                self._history.add(delta)
+        del self._deltas[:count]
+
+    def _events(self) -> Iterator[Delta]:
+        """Yield all output that is kept, as it was given and will be."""
+        if self._history is not None:
+            yield from self._history.events()
+        yield from self._deltas
 
     def _let_go(self) -> None:
         """Give the tenant's place back, once."""
@@ -207,7 +233,7 @@ class SampleStream:
             self._admission = None
 
     def _show(self, text: str, ids: list[int]) -> None:
-        self.deltas.append(Delta(text, tuple(ids)))
+        self._deltas.append(Delta(text, tuple(ids)))
         self.changed.set()
 
     def _count(self, outcome: FinishReason, now: float, stages: dict[str, float]) -> None:
@@ -230,7 +256,7 @@ class SampleStream:
             stats=self._finished.stats if self._finished is not None else None,
         )
         self._journal.ended(summary)
-        line.gaps_s = []
+        line.gaps_s = array("d")
 
 
 class Reader:
@@ -239,15 +265,15 @@ class Reader:
     `position` is what its client has, and nothing is given before the stream is there; None where it is the first.
     """
 
-    # Mutable state: the position that is still to be reached, what is given again, how many deltas were passed, and how
-    # many may be.
+    # Mutable state: the position that is still to be reached, what is given again, how many deltas of the stream that
+    # covers, and how many of those behind them may be given.
 
     def __init__(self, stream: SampleStream, position: Position | None = None) -> None:
         self._stream = stream
         self._is_first = position is None
         self._position = position
         self._backlog: deque[Delta] = deque()
-        self._at = self._until = 0
+        self._covered = self._until = 0
 
     def is_ready(self) -> bool:
         """Return whether the client can be told that its request has begun, or goes on. Raises ApiError for one that
@@ -255,7 +281,7 @@ class Reader:
         stream = self._stream
         if self._position is not None and not stream.is_behind(self._position):
             self._backlog = deque(stream.since(self._position))
-            self._at, self._position = len(stream.deltas), None
+            self._covered, self._until, self._position = stream.untaken, 0, None
         if self._is_first and not stream.begun:
             if isinstance(stream.end, ApiError):
                 raise stream.end
@@ -264,18 +290,26 @@ class Reader:
 
     def look(self) -> None:
         """It is the reader's turn: what has come until now may be polled."""
-        self._until = len(self._stream.deltas)
+        self._skip()
+        self._until = self._stream.untaken
 
     def deliver(self, take: Callable[[Delta], bool]) -> bool:
         """Give new output to `take`, if it takes it; return whether nothing is left to read."""
         stream = self._stream
         if self._position is not None or self._backlog:
             return False
-        while self._at < len(stream.deltas):
-            if not take(stream.join(self._at, len(stream.deltas))):
+        self._skip()
+        while stream.untaken:
+            if not take(stream.join(stream.untaken)):
                 return False
-            self._at += 1
+            stream.taken()
         return stream.end is None
+
+    def _skip(self) -> None:
+        """Take what is given again from the stream: only now, since another reader had it until this one's turn."""
+        if self._covered:
+            self._stream.taken(self._covered)
+            self._covered = 0
 
     def poll(self) -> Delta | Complete | None:
         """Take the next event, if there is one; the last is Complete. Raises ApiError for a request that failed. Output
@@ -285,13 +319,14 @@ class Reader:
             return None
         if self._backlog:
             return self._backlog.popleft()
-        if self._at < self._until:
-            count = len(stream.deltas)
-            delta = stream.join(self._at, self._until)
-            self._until -= count - len(stream.deltas)
-            self._at += 1
+        self._skip()
+        if self._until:
+            count = stream.untaken
+            delta = stream.join(self._until)
+            stream.taken()
+            self._until -= count - stream.untaken
             return delta
-        if self._at < len(stream.deltas):
+        if stream.untaken:
             return None
         if isinstance(stream.end, ApiError):
             raise stream.end

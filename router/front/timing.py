@@ -18,6 +18,8 @@ that placement. An adopted request was received earlier by as much: the age that
 when it was heard. So `unattributed` is never negative. No clocks are compared.
 """
 
+from array import array
+
 import msgspec
 
 from engine.messages import RequestStats
@@ -36,7 +38,7 @@ class Timeline:
         self.received_s = received_s
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
-        self.gaps_s: list[float] = []
+        self.gaps_s = array("d")
         self._last_token_s: float | None = None
         self._replayed_tokens = 0
         self._seconds = dict.fromkeys(("admit", "route", "reserve"), 0.0)

@@ -6,6 +6,7 @@ Told of everything by the hub (commands of the core) and by the streams (how a r
 import logging
 import struct
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -32,7 +33,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     e2e_s: float
     ttft_s: float | None
-    gaps_s: list[float]
+    gaps_s: Sequence[float]
     stages: dict[str, float]
     stats: RequestStats | None = None
 

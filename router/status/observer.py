@@ -11,7 +11,7 @@ class Observer(Protocol):
         self,
         outcome: str,
         ttft_s: float | None,
-        itl_s: list[float],
+        itl_s: Sequence[float],
         e2e_s: float,
         stages: dict[str, float],
     ) -> None: ...

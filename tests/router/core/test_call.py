@@ -1,6 +1,8 @@
 """One request's state: the table of moves, and what the next placement is told. Who moves it, and when, is tried in the
 tests of the parts beside this one; any order of events in test_core_machine.py and tests/sim."""
 
+from array import array
+
 import pytest
 
 from engine.identity import chain, root
@@ -40,7 +42,7 @@ def test_the_next_placement_goes_on_behind_what_the_client_has() -> None:
     """Guards against tokens that are sampled twice, or history that is told twice, after a second loss."""
     call = Call(request_record(tokens=3), turn=1, deadline_s=None)
     for emitted, tokens in ([7, 8], [0, 1, 2, 7, 8]), ([9], [0, 1, 2, 7, 8, 9]):
-        call.emitted += emitted
+        call.emitted.extend(emitted)
         call.rewrite()
         assert call.record.tokens == call.tokens == tokens
         assert call.record.prompt_tokens == 3
@@ -52,7 +54,7 @@ def test_a_chain_is_of_the_tokens_as_they_are_now() -> None:
     for tokens in [0, 1, 2, 3], [0, 1, 2, 3, 7, 8]:
         for model, block_size in ("f", 2), ("f", 4), ("g", 2):
             assert call.chain((model, block_size)) == chain(root(b"", model), tokens, block_size)
-        call.emitted = [7, 8]
+        call.emitted = array("I", [7, 8])
         call.rewrite()
 
 
@@ -67,7 +69,7 @@ def test_after_losses_no_more_is_called_cached_than_at_the_first_placement() -> 
 
 def test_a_move_keeps_what_its_worker_has_told() -> None:
     """Guards against the router's guess where the worker that yielded the request has said what was cached."""
-    call = Call(request_record(tokens=8), turn=1, deadline_s=None, believed_prefill_tokens=6, emitted=[5])
+    call = Call(request_record(tokens=8), turn=1, deadline_s=None, believed_prefill_tokens=6, emitted=array("I", [5]))
     stats = RequestStats(prefill_cached_tokens=2, output_tokens=1)
     call.moved(stats)
     assert (call.earlier, call.cached_tokens_bound) == (stats, 2)

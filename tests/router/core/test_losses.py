@@ -83,7 +83,7 @@ def test_a_second_victim_makes_it_poisonous() -> None:
     parts = cluster()
     call = parts.run("a", 7)
     call.victims["p9", Incarnation(4)] = Death(-2.5, "given up: silent", 1, 0)
-    call.emitted.clear()
+    del call.emitted[:]
     named, failed = lose(parts)
     told = "p9 (given up: silent; after 0 tokens, alone), 2.5 s later d0 (its stream broke; after 0 tokens, alone)"
     assert named == Poisonous(call.record.request, told) == poisonous(call)

@@ -14,7 +14,7 @@ from engine.types import FinishReason, RequestId
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started
 from router.front.outlet import AT_ONCE, Outlet, ReaderSignal, WakeQueue
-from router.front.output import Output
+from router.front.output import Output, OutputHistory
 from router.front.samples import Samples
 from router.front.stream import Reader, SampleStream
 from router.front.timing import Timeline
@@ -28,7 +28,7 @@ FAST = 1e9
 def stream_of(samples: Samples, stop: tuple[str, ...] = ()) -> SampleStream:
     stream = SampleStream(
         Started("r", "m", 1), Output(ByteDetokenizer(), stop), Timeline(0.0), NullObserver(), samples.changed,
-        RouterJournal(),
+        RouterJournal(), history=OutputHistory(events=True),
     )  # fmt: skip
     samples.put(len(samples.streams), stream)
     stream.accepted(0.0)

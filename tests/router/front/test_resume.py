@@ -23,7 +23,7 @@ from router.front.api import (
     Position,
     Started,
 )
-from router.front.output import Output
+from router.front.output import Output, OutputHistory
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
 from router.grpc.client import Client
@@ -223,6 +223,7 @@ def test_every_position_is_one_to_go_on_from(stop: tuple[str, ...]) -> None:
             NullObserver(),
             asyncio.Event(),
             RouterJournal(),
+            history=OutputHistory(events=True),
         )
         stream.accepted(0.0)
         had: list[tuple[int, int]] = [(0, 0)]

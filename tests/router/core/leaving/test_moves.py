@@ -253,7 +253,7 @@ class Leaving(Parts):
 
     def call(self, name: str, state: State = State.RUNNING, emitted: int = 1) -> Call:
         call = self.table.open(request_record(name), None, state)
-        call.emitted += range(emitted)
+        call.emitted.extend(range(emitted))
         if state is not State.WAITING:
             call.decode = "d0"
         return call
