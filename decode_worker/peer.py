@@ -34,7 +34,7 @@ from engine.types import Incarnation
 from transfer.handoff.commands import Connect
 from transfer.handoff.negotiation import Agreement, NegotiationError, check_whole, narrow_bytes, negotiate
 from transfer.transport import Transport
-from worker.rpc import InboxStream, Put, RpcLoop, Send, records_of
+from worker.rpc import InboxStream, Put, RpcLoop, Send
 from worker.streams import READ
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class PeerStream(InboxStream):
         self.claimed: list[Handoff] = []
 
     def decode(self, data: bytes) -> list[Record]:
-        return records_of(data, decode_from_prefill_frame, self.address.name)
+        return self.records_of(data, decode_from_prefill_frame, self.address.name)
 
     def proven(self, peer: Party) -> None:
         """Raises HandshakeError where another worker answers: it has taken the port of an earlier one."""

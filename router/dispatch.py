@@ -24,6 +24,7 @@ from engine.messages import (
     DecodeRecord,
     LifeOfProcess,
     PeerAddress,
+    Place,
     ProcessesTold,
     Record,
     RouterHello,
@@ -43,8 +44,11 @@ ATTACH = {
 FIRST_FRAME_S = 5.0
 RECORDS_AT_ONCE = 1024
 """Records of one frame that are heard before others have their turn on the loop."""
-MAX_UNSENT_RECORDS = 65_536
-"""Records that wait for one worker; past it, it is given up as one that does not listen."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Bytes that wait for one worker, by an estimate from above; past it, it is given up as one that does not listen."""
+RECORD_BYTES = 1024
+"""The most that a record takes beside what a prompt, a list of processes or a caller's note adds to it."""
+TOKEN_BYTES = 5
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
 
@@ -74,22 +78,37 @@ class Outbox:
     def __init__(self, cut: Callable[[], object]) -> None:
         self._cut = cut
         self._records: list[Record] = []
+        self._unsent_bytes = 0
         self._filled = asyncio.Event()
 
     def put(self, record: RouterRecord) -> None:
         self._records.append(record)
+        self._unsent_bytes += _most_bytes(record)
         self._filled.set()
-        if len(self._records) > MAX_UNSENT_RECORDS:
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             log.error("a worker takes nothing, and %d records wait: its stream is ended", len(self._records))
             self._records.clear()
+            self._unsent_bytes = 0
             self._cut()
 
     async def frames(self) -> list[bytes]:
         """The next frames, as soon as there is something to send."""
         await self._filled.wait()
         self._filled.clear()
-        records, self._records = self._records, []
+        records, self._records, self._unsent_bytes = self._records, [], 0
         return frames(records)
+
+
+def _most_bytes(record: RouterRecord) -> int:
+    """Return what a record that waits may take as a frame, without writing it."""
+    size = RECORD_BYTES
+    if isinstance(record, Place):
+        one = record.record
+        stops = len(one.stop_token_ids)
+        size += TOKEN_BYTES * (len(one.tokens) + stops) + len(one.context)
+    elif isinstance(record, ProcessesTold):
+        size += RECORD_BYTES * len(record.processes)
+    return size
 
 
 class OtherModelError(Exception):

@@ -122,10 +122,24 @@ class InboxStream(ABC):
         self._put = put
         # Each is written by one thread alone: the loop's, and the engine's.
         self._came_bytes = self._heard_bytes = 0
+        self._is_broken = False
 
     @abstractmethod
     def decode(self, data: bytes) -> list[Record]:
-        """Return the records of a frame; none of one that is not of this stream's protocol, which is logged."""
+        """Return the records of a frame (`records_of`)."""
+
+    def records_of(self, data: bytes, decode: Callable[[bytes], Sequence[Record]], whose: str) -> list[Record]:
+        """Return what `decode` makes of a frame. One that is not of its protocol ends the stream, and nothing more is
+        heard of it: what that frame was to say would be missed."""
+        if self._is_broken:
+            return []
+        try:
+            return list(decode(data))
+        except msgspec.MsgspecError as error:
+            log.error("%s: a frame is not of this protocol, and its stream is ended: %s", whose, error)
+            self._is_broken = True
+            self.send(None)
+            return []
 
     def say(self, records: Sequence[Record]) -> None:
         """Send records, as many frames as they need."""
@@ -170,15 +184,6 @@ class StreamEnded(msgspec.Struct, frozen=True):
 
     stream: InboxStream
     why: str
-
-
-def records_of(data: bytes, decode: Callable[[bytes], Sequence[Record]], whose: str) -> list[Record]:
-    """Return the records of a frame; none of one that is not of this protocol, which is logged."""
-    try:
-        return list(decode(data))
-    except msgspec.MsgspecError as error:
-        log.error("%s: a frame is not of this protocol, and is dropped: %s", whose, error)
-        return []
 
 
 def dialable(host: str) -> str:

@@ -37,7 +37,7 @@ from transfer.handoff.negotiation import NegotiationError, negotiate
 from transfer.liveness import ProcessWatch
 from transfer.registry import choose
 from transfer.transport import Transport
-from worker.rpc import InboxStream, Put, Send, ServedStream, records_of
+from worker.rpc import InboxStream, Put, Send, ServedStream
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RouterStream(InboxStream):
         self.router = router
 
     def decode(self, data: bytes) -> list[Record]:
-        return records_of(data, decode_router_frame, f"router stream {self.link}")
+        return self.records_of(data, decode_router_frame, f"router stream {self.link}")
 
 
 class ReaderStream(InboxStream):
@@ -77,7 +77,7 @@ class ReaderStream(InboxStream):
         self.reader = reader
 
     def decode(self, data: bytes) -> list[Record]:
-        return records_of(data, decode_to_prefill_frame, f"reader {self.reader.name}")
+        return self.records_of(data, decode_to_prefill_frame, f"reader {self.reader.name}")
 
 
 def methods(role: str, put: Put) -> dict[str, ServedStream]:

@@ -3,18 +3,20 @@ real processes, in `tests/chaos`."""
 
 import asyncio
 import logging
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 import router.dispatch
 from engine.handshake import Keyring
-from engine.messages import Cancel, PeerAddress
-from engine.types import FinishReason, RequestId
+from engine.messages import Cancel, LifeOfProcess, PeerAddress, Place, ProcessesTold, RouterRecord, frames
+from engine.types import FinishReason, Incarnation, RequestId
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.dispatch import Outbox, _end
+from router.dispatch import RECORD_BYTES, Outbox, _end
 from router.status.observer import NullObserver
+from tests.router.core.parts import request_record
 from tests.router.fake_cluster import ByteText, FakeWorkers, until
 from tests.secrets_of_tests import SECRETS
 
@@ -149,11 +151,58 @@ def test_every_worker_is_told_of_all_as_their_supervisor_knows_them() -> None:
     asyncio.run(body())
 
 
-def test_a_worker_that_takes_nothing_costs_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.dispatch, "MAX_UNSENT_RECORDS", 3)
+@pytest.mark.parametrize("record", ["cancel", "place", "processes"])
+def test_a_worker_that_takes_nothing_costs_its_stream(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a router's memory against a worker that does not read: long prompts count as what they are."""
+    said: dict[str, tuple[RouterRecord, int]] = {
+        "cancel": (Cancel(RequestId("r"), 1, FinishReason.CANCELLED), RECORD_BYTES),
+        "place": (Place(record=request_record(tokens=50_000), placement=1, prefill=None), 250_000 + RECORD_BYTES),
+        "processes": (ProcessesTold([LifeOfProcess("p", Incarnation(1), 7, "h")] * 100), 101 * RECORD_BYTES),
+    }
+    told, most_bytes = said[record]
+    assert len(frames([told])[0]) <= most_bytes, "the estimate is from above"
+    monkeypatch.setattr(router.dispatch, "MAX_UNSENT_BYTES", 3 * most_bytes)
     cut: list[bool] = []
     outbox = Outbox(lambda: cut.append(True))
     for _ in range(4):
         assert not cut
-        outbox.put(Cancel(RequestId("r"), 1, FinishReason.CANCELLED))
+        outbox.put(told)
     assert cut == [True]
+
+
+def test_what_has_left_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(router.dispatch, "MAX_UNSENT_BYTES", 2 * RECORD_BYTES)
+        cut: list[bool] = []
+        outbox = Outbox(lambda: cut.append(True))
+        for _ in range(5):
+            outbox.put(Cancel(RequestId("r"), 1, FinishReason.CANCELLED))
+            assert await outbox.frames()
+        assert not cut
+
+    asyncio.run(body())
+
+
+def test_a_frame_that_is_no_frame_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards requests whose tokens were in it: what is missed would never come. The worker is dialled again."""
+
+    async def body() -> None:
+        workers = FakeWorkers()
+        app = _app()
+        try:
+            await app.start()
+            await workers.start()
+            await app.set_workers(*workers.peers)
+            await until(app.hub.ready)
+            links = app._links
+            before = links._outboxes["d0"]
+            workers._outbox.put_nowait(cast(Any, "no record"))
+            await until(lambda: links._outboxes.get("d0") not in (None, before))
+            await until(app.hub.ready)
+        finally:
+            await app.stop(0.0)
+            await workers.stop()
+
+    with caplog.at_level(logging.INFO, "router.dispatch"):
+        asyncio.run(body())
+    assert "no stream to worker d0" in caplog.text
