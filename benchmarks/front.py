@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import figures, output
+from benchmarks.front_disturbed import serve_disturber
 from engine.handshake import Keyring, Party
 from engine.messages import (
     Accepted,
@@ -54,11 +55,13 @@ TICK_S = 1e-4
 BLOCKS = 1 << 22
 CONTEXT_TOKENS = 1 << 22
 SETTLE_S = 1.5
+WINDOWS = 5
+"""Seconds with, and as many without, whoever disturbs."""
 CHARACTERS = 5
 """The length of a token's text."""
 TEXT = re.compile(rb'"text":"([^"]*)"')
 TIMED, TOKENS, MESSAGES, OPEN = range(4)
-"""The words that a client shares with its parent: whether it shall note ages, and counts."""
+"""The words that a client shares with its parent: in which of two lists it shall note ages, if in any, and counts."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -71,14 +74,17 @@ class HexText:
     stop_ids = frozenset({VOCABULARY})
 
     def __init__(self) -> None:
-        from tokenizers import Tokenizer, decoders, models
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+        # Words are looked up in native code, as a model's are: a thread that tokenizes leaves the loop alone.
+        self._words = Tokenizer(models.WordLevel({f"{i:04x}": i for i in range(VOCABULARY)}, "0000"))
+        self._words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer = Tokenizer(models.BPE({f"Ġ{i:04x}": i for i in range(VOCABULARY)}, []))
         tokenizer.decoder = decoders.ByteLevel()
         self._detokenizers = DetokenizerFactory(tokenizer)
 
     def encode(self, text: str, *, add_special: bool, is_literal: bool = False) -> list[int]:
-        return [int(part, 16) for part in text.split()]
+        return list(self._words.encode(text, add_special_tokens=False).ids)
 
     def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, is_literal: bool = True) -> str:
         return " ".join(content for _, content in messages)
@@ -97,13 +103,13 @@ def _ticks() -> int:
 # ---- the router
 
 
-def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], front: str) -> None:
-    """Serve until the pipe closes; its first word is the address of `front`. Without the HTTP front, gRPC's has all
+def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], has_http: bool) -> None:
+    """Serve until the pipe closes; its first word is the two addresses. Without the HTTP front, gRPC's has all
     descriptors of the process."""
     limits = FrontLimits(connections=16_384, connections_per_address=16_384)
     config = RouterConfig(
         grpc_port=0,
-        http_port=0 if front == "sse" else -1,
+        http_port=0 if has_http else -1,
         limits=limits,
         max_waiting=16_384,
         default_max_tokens=CONTEXT_TOKENS // 2,
@@ -113,7 +119,7 @@ def serve_router(pipe: Connection, workers: dict[str, list[PeerAddress]], front:
     server.set_workers(workers["prefill"], workers["decode"])
     while not server.ready():
         time.sleep(0.02)
-    pipe.send(addresses.http if front == "sse" else addresses.grpc)
+    pipe.send((addresses.grpc, addresses.http))
     _wait_closed(pipe)
     os._exit(0)
 
@@ -219,7 +225,7 @@ class ClientCounts:
 
     def __init__(self, shared: Any) -> None:
         self.shared = shared
-        self.ages: list[int] = []
+        self.ages: tuple[list[int], list[int]] = ([], [])
         self.first_s: list[float] = []
 
     def opened(self, asked_s: float) -> None:
@@ -231,9 +237,10 @@ class ClientCounts:
         assert not rest, f"text is missing: {text!r}"
         self.shared[TOKENS] += count
         self.shared[MESSAGES] += 1
-        if self.shared[TIMED]:
+        if window := self.shared[TIMED]:
             now = _ticks()
-            self.ages += [(now - int(text[at + 1 : at + 5], 16)) % VOCABULARY for at in range(0, len(text), CHARACTERS)]
+            sent = [int(text[at + 1 : at + 5], 16) for at in range(0, len(text), CHARACTERS)]
+            self.ages[window - 1].extend([(now - at) % VOCABULARY for at in sent])
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -364,12 +371,14 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
 
 
 def measure(
-    front: str, workers: int, streams: int, rate: int, seconds: float, clients: int, together: bool
+    front: str, workers: int, streams: int, rate: int, seconds: float, clients: int, together: bool, disturb: str = ""
 ) -> dict[str, Any]:
-    """Return the line of one router with `streams` open streams, each of `rate` tokens a second."""
+    """Return the line of one router with `streams` open streams, each of `rate` tokens a second; `disturb` says by whom
+    they are disturbed while half of the ages are read."""
     fleet, to_fleet = _start(serve_workers, workers)
-    router, to_router = _start(serve_router, to_fleet.recv(), front)
-    address = to_router.recv()
+    router, to_router = _start(serve_router, to_fleet.recv(), front == "sse" or bool(disturb))
+    grpc_address, http = to_router.recv()
+    address = http if front == "sse" else grpc_address
     to_fleet.send(min(20.0, 2000.0 / streams))
     time.sleep(0.5)
     empty_bytes, began_cpu_s = rss_bytes(router.pid), cpu_s(router.pid)
@@ -387,6 +396,10 @@ def measure(
                 raise RuntimeError("a client has failed") from pipe.recv()
         return int(sum(words[word] for words in shared))
 
+    beside = []
+    if disturb:
+        disturber, to_disturber = _start(serve_disturber, disturb, http)
+        beside.append(disturber)
     while count(OPEN) < streams:
         time.sleep(0.02)
     open_cpu_s, stream_bytes = cpu_s(router.pid) - began_cpu_s, (rss_bytes(router.pid) - empty_bytes) / streams
@@ -397,19 +410,28 @@ def measure(
     tokens, messages = count(TOKENS) - tokens, count(MESSAGES) - messages
     took_s, router_s = time.monotonic() - began_s, cpu_s(router.pid) - router_s
     # Ages are read in a second of their own, as it costs the clients time.
-    for words in shared:
-        words[TIMED] = 1
-    time.sleep(1.0)
+    for window in (1, 2) * WINDOWS if disturb else (1,):
+        if disturb:
+            to_disturber.send(window == 2)
+            time.sleep(0.5)
+        for words in shared:
+            words[TIMED] = window
+        time.sleep(1.0)
+        for words in shared:
+            words[TIMED] = 0
     ages: list[int] = []
+    disturbed: list[int] = []
     first_s: list[float] = []
     for _, pipe in readers:
         pipe.send("tell")
         told = pipe.recv()
-        ages += told[0]
+        ages += told[0][0]
+        disturbed += told[0][1]
         first_s += told[1]
     ages.sort()
+    disturbed.sort()
     first_s.sort()
-    for process in (*(process for process, _ in readers), router, fleet):
+    for process in (*(process for process, _ in readers), *beside, router, fleet):
         process.kill()
         process.join()
     return {
@@ -423,6 +445,7 @@ def measure(
         "a message, tokens": tokens / max(messages, 1),
         "late p50, ms": _ms(ages, 0.5),
         "late p99, ms": _ms(ages, 0.99),
+        **({"disturbed p50": _ms(disturbed, 0.5), "disturbed p99, ms": _ms(disturbed, 0.99)} if disturb else {}),
         "TTFT p99, ms": first_s[int(0.99 * (len(first_s) - 1))] * 1e3,
         "open, CPU ms": open_cpu_s / streams * 1e3,
         "KiB a stream": stream_bytes / 1024,
@@ -442,9 +465,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--together", action="store_true", help="all streams arrive at once")
+    parser.add_argument("--disturb", default="", choices=["slow", "prompt"], help="by clients over HTTP")
     options = parser.parse_args()
     lines = [
-        measure(front, options.workers, streams, rate, options.seconds, options.clients, options.together)
+        measure(
+            front, options.workers, streams, rate, options.seconds, options.clients, options.together, options.disturb
+        )
         for front in options.fronts.split(",")
         for streams in figures.numbers(options.streams)
         for rate in figures.numbers(options.rates)
