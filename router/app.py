@@ -38,7 +38,7 @@ from telemetry.tracing import unix_offset_s
 
 TICK_S = 0.05
 IDLE_CHECK_S = 10.0
-LISTEN_BACKLOG = 1024
+LISTEN_BACKLOG = 4096
 
 
 class RouterAddresses(msgspec.Struct, frozen=True):
