@@ -70,6 +70,11 @@ class RouterServer:
         change = app.set_workers(prefill, decode)
         asyncio.run_coroutine_threadsafe(change, loop).result(CALL_TIMEOUT_S)
 
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        """Name all routers that serve behind the same ports."""
+        loop, app = self._running()
+        loop.call_soon_threadsafe(app.set_routers, routers)
+
     def ready(self) -> bool:
         """True while a prefill and a decode worker are connected and alive."""
         loop, app = self._loop, self._app
@@ -143,6 +148,7 @@ class RouterServer:
         config = self._config
         observer = self._observer or RouterMetrics(
             text.name,
+            config.name,
             policy=config.policy,
             shadows=config.shadow_policies,
             slo_ttft_s=config.slo_ttft_s,
