@@ -92,9 +92,19 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RouterHello(Record):
-    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of others."""
+    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of earlier
+    lives under its name."""
 
     incarnation: Incarnation
+    name: str = "router"
+
+
+class Claim(Record):
+    """Give me the requests of this `RequestRecord.resume_key`, whoever has them: their client has come to me. Of this
+    cache namespace only, where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
+
+    key: bytes
+    namespace: bytes | None = None
 
 
 class Place(Record, kw_only=True):
@@ -152,7 +162,7 @@ class ProcessesTold(Record):
     processes: list[LifeOfProcess]
 
 
-DecodeOrder = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
+DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release
 """What a router says to a decode worker's scheduler."""
 RouterRecord = ProcessesTold | DecodeOrder
 
@@ -240,6 +250,16 @@ class Orphan(Record, kw_only=True):
     losses: int = 0
 
 
+class Taken(PlacementMessage):
+    """Another router goes on with this request: it is yours no more, and nothing more is said of it here."""
+
+
+class ClaimTold(Record):
+    """There is no more of what was claimed, for now."""
+
+    key: bytes
+
+
 class OrphansTold(Record):
     """There are no more orphans for now."""
 
@@ -269,6 +289,8 @@ DecodeRecord = (
     | Ended
     | Orphan
     | OrphansTold
+    | Taken
+    | ClaimTold
     | Load
     | HoldingTold
 )

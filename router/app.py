@@ -78,7 +78,7 @@ class RouterApp:
         core = Router(config, policy, text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
-        self._links = Links(self.hub, incarnation, secrets, fingerprint)
+        self._links = Links(self.hub, incarnation, secrets, fingerprint, config.name)
         self._authenticator = Authenticator(config.access)
         self._certificates = ServerCertificates(config.access) if config.access.has_tls else None
         self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)

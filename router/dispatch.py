@@ -102,14 +102,17 @@ class Links:
     # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, the
     # processes of all workers, and as much as is known of the fingerprint.
 
-    def __init__(self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "") -> None:
-        """`fingerprint` is that of the prepared model; workers of another one are refused, and none if it is empty.
-        Where this host has not read the model's weights, the first worker that fits says the rest for all others."""
+    def __init__(
+        self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "", name: str = "router"
+    ) -> None:
+        """`name` is this router's, `fingerprint` that of the prepared model; workers of another one are refused, and
+        none if it is empty. Where this host has not read the model's weights, the first worker that fits says the rest
+        for all others."""
         self._hub = hub
         self._secrets = secrets
         self._fingerprint = fingerprint
-        self._me = Party("router", "router", incarnation)
-        self._hello = RouterHello(incarnation)
+        self._me = Party("router", name, incarnation)
+        self._hello = RouterHello(incarnation, name)
         self._named: dict[str, LifeOfProcess] = {}
         self._met: dict[str, LifeOfProcess] = {}
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}

@@ -147,7 +147,7 @@ class Service:
     async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             tenant = tenant_of(self._caller(context))
-            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
+            await self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
         except ApiError as error:
             await _abort(context, error)
         return b""

@@ -435,9 +435,11 @@ def test_a_router_that_takes_its_own_requests_back_hands_nothing_on() -> None:
     bench.hear(1, RouterHello(A))
     bench.place(1)
     kept, request = bench.scheduler.endings.orphans, bench.scheduler._requests[R]
-    kept.joined(2, A)
+    kept.joined(2, A, "router")
     assert kept.adopt(request, 2) and (request.link, request.owner.handovers) == (2, 0)
-    kept.joined(3, B)
+    kept.joined(3, B, "router")
+    kept.left(1)
+    kept.left(2)
     assert kept.adopt(request, 3) and (request.owner.router, request.owner.handovers) == (B, 1)
 
 
