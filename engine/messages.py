@@ -279,6 +279,13 @@ class HoldingTold(Record):
     runs: list[HeldRun]
 
 
+class CachedTold(Record):
+    """To every router, where several are attached: what has been cached here since the last one, for whichever router's
+    requests. Used just now, parents first."""
+
+    runs: list[HeldRun]
+
+
 DecodeRecord = (
     WorkerInfo
     | Accepted
@@ -293,6 +300,7 @@ DecodeRecord = (
     | ClaimTold
     | Load
     | HoldingTold
+    | CachedTold
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.messages import (
+    CachedTold,
     ClaimTold,
     DecodeRecord,
     Fault,
@@ -186,7 +187,7 @@ class Hub:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
                     self._give_up(record.record.request)
-                elif not isinstance(record, WorkerInfo | Load | OrphansTold | HoldingTold | ClaimTold):
+                elif not isinstance(record, WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold):
                     self._give_up(record.request)
 
     def tick(self) -> None:

@@ -14,11 +14,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.handshake import PartyRole, Secrets
+from engine.identity import SHORT_BYTES
 from engine.kv.holding import Holding
 from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
+    CachedTold,
     FirstToken,
     Handoff,
     HeldRun,
@@ -31,6 +33,7 @@ from engine.messages import (
     WorkerInfo,
     encode,
 )
+from engine.messages import frames as split_frames
 from engine.model.config import Progress
 from engine.types import Incarnation
 from telemetry.audit import BLOCK_LEDGERS, AuditError, Auditor, Ledger
@@ -219,6 +222,7 @@ class Worker(Generic[E]):
                 parts.readers.ended(reader, why, self._tell)
             case RouterStream():
                 parts.routers[item.link] = item
+                parts.kv.tells_cached = len(parts.routers) > 1
                 item.say([self.info, self._load([], time.monotonic())])
                 self._holdings[item.link] = Holding(parts.kv)
             case RecordsIn(RouterStream(link=link), records):
@@ -229,6 +233,7 @@ class Worker(Generic[E]):
             case StreamEnded(RouterStream(link=link), why):
                 log.info("router stream %d ended: %s", link, why)
                 del parts.routers[link]
+                parts.kv.tells_cached = len(parts.routers) > 1
                 self._holdings.pop(link, None)
                 parts.readers.router_lost(link)
                 self._role.hear(item, self._tell)
@@ -279,6 +284,10 @@ class Worker(Generic[E]):
         evicted = self.parts.kv.take_evicted()
         load = self._load(evicted, now)
         frames = [encode([load])]
+        if cached := self.parts.kv.take_cached():
+            # Before what was evicted: some of it may be gone again.
+            runs = [HeldRun(parent[:SHORT_BYTES], b"".join(one[:SHORT_BYTES] for one in run)) for parent, run in cached]
+            frames = [*split_frames([CachedTold(runs)]), *frames]
         if len(evicted) > EVICTED_AT_ONCE:
             # Of a tier that was dropped, a report would be larger than a frame may be.
             pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)]

@@ -13,6 +13,7 @@ ended alone.
 
 from engine.messages import (
     Accepted,
+    CachedTold,
     Cancel,
     ClaimTold,
     Ended,
@@ -196,6 +197,10 @@ class Router:
         if isinstance(record, HoldingTold):
             for run in record.runs:
                 self.index.recall(worker, run.parent, run.blocks)
+            return
+        if isinstance(record, CachedTold):
+            for run in record.runs:
+                self.index.learn(worker, run.parent, run.blocks)
             return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)
