@@ -1,7 +1,9 @@
 """What a conversation finds in the caches when its turns reach different routers, beside one whose turns reach one."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -19,17 +21,22 @@ def reused(cluster: Cluster, names: list[str]) -> float:
     """The share of prompt tokens found in a cache by later turns of conversations whose turns go to these routers in
     turn."""
     cached = prompts = 0
-    for talk in range(TALKS):
-        text = f"{'/'.join(names)} {talk} " * 40
-        for turn in range(TURNS):
-            url = f"http://{cluster.routers[names[turn % len(names)]].own}/v1/completions"
+    texts = [f"{'/'.join(names)} {talk} " * 40 for talk in range(TALKS)]
+    for turn in range(TURNS):
+        url = f"http://{cluster.routers[names[turn % len(names)]].own}/v1/completions"
+
+        def ask(text: str, url: str = url) -> dict[str, Any]:
             body = {"prompt": text, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-            reply = httpx.post(url, json=body, timeout=60).json()
-            if turn:
-                cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-                prompts += reply["usage"]["prompt_tokens"]
-            text += reply["choices"][0]["text"] + f" and then {turn}" * 4
-            time.sleep(GAP_S)
+            return httpx.post(url, json=body, timeout=60).json()  # type: ignore[no-any-return]
+
+        with ThreadPoolExecutor(TALKS) as pool:  # at once, so that they are spread over the workers
+            replies = list(pool.map(ask, texts))
+        if turn:
+            cached += sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
+            prompts += sum(reply["usage"]["prompt_tokens"] for reply in replies)
+        said = [reply["choices"][0]["text"] for reply in replies]
+        texts = [text + more + f" and then {turn}" * 4 for text, more in zip(texts, said, strict=True)]
+        time.sleep(GAP_S)
     return cached / prompts
 
 
