@@ -162,9 +162,23 @@ class ProcessesTold(Record):
     processes: list[LifeOfProcess]
 
 
+TenantUse = tuple[int, int, float]
+"""What a tenant uses at one router: tokens since that began, running samples, and what is left of its burst."""
+
+
+class TenantsTold(Record):
+    """From a router to its siblings, by way of a worker, which says from whom it has it: what tenants with limits use
+    there. `number` counts up with each; two ways may be used."""
+
+    number: int
+    uses: dict[str, TenantUse]
+    router: str = ""
+    incarnation: Incarnation = Incarnation(0)
+
+
 DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release
 """What a router says to a decode worker's scheduler."""
-RouterRecord = ProcessesTold | DecodeOrder
+RouterRecord = ProcessesTold | TenantsTold | DecodeOrder
 
 
 # decode worker -> router
@@ -301,6 +315,7 @@ DecodeRecord = (
     | Load
     | HoldingTold
     | CachedTold
+    | TenantsTold
 )
 
 

@@ -15,7 +15,7 @@ from access.config import check_exposed
 from access.limits import TenantLimits
 from access.tls import ServerCertificates
 from engine.handshake import Secrets
-from engine.messages import PeerAddress
+from engine.messages import PeerAddress, TenantsTold
 from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
@@ -82,6 +82,8 @@ class RouterApp:
         self._authenticator = Authenticator(config.access)
         self._certificates = ServerCertificates(config.access) if config.access.has_tls else None
         self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)
+        self.hub.hear_siblings_with(self._hear_sibling)
+        self._told = 0
         self._frontend = Frontend(text, self.hub, config, clock, observer, self._limits)
         self._service = Service(self._frontend, self.hub.ready, self._authenticator, self._certificates)
         self._observer = observer
@@ -176,11 +178,23 @@ class RouterApp:
             self.hub.tick()
             self._frontend.tick()
             self._limits.tick(self.ticked_s)
+            if self.hub.has_siblings():
+                self._tell_siblings(self.ticked_s)
             await self._service.update_health()
             idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
             if idle_s >= IDLE_CHECK_S:
                 self.hub.core.check()
                 idle_s = 0.0
+
+
+    def _tell_siblings(self, now: float) -> None:
+        uses = self._limits.news(now)
+        if uses is not None:
+            self._told += 1
+            self._links.tell_siblings(TenantsTold(self._told, uses))
+
+    def _hear_sibling(self, told: TenantsTold, now: float) -> None:
+        self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)
 
 
 def _listeners(config: RouterConfig, observer: Observer) -> list[DecisionLog | ShadowPolicy]:

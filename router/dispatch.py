@@ -28,6 +28,7 @@ from engine.messages import (
     Record,
     RouterHello,
     RouterRecord,
+    TenantsTold,
     WorkerInfo,
     decode_worker_frame,
     frames,
@@ -45,6 +46,7 @@ RECORDS_AT_ONCE = 1024
 """Records of one frame that are heard before others have their turn on the loop."""
 MAX_UNSENT_RECORDS = 65_536
 """Records that wait for one worker; past it, it is given up as one that does not listen."""
+WAYS = 2
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
 
@@ -123,6 +125,11 @@ class Links:
     def send(self, worker: str, record: RouterRecord) -> None:
         """Queue a record. Raises KeyError if no stream to the worker is open."""
         self._outboxes[worker].put(record)
+
+    def tell_siblings(self, told: TenantsTold) -> None:
+        """Send a record that workers pass on to the other routers, by way of two of them where there are so many."""
+        for worker in sorted(self._outboxes)[:WAYS]:
+            self._outboxes[worker].put(told)
 
     def sever(self, worker: str) -> None:
         """End the stream to a worker that was given up, and dial again in a while: another life may answer then."""

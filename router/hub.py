@@ -23,6 +23,7 @@ from engine.messages import (
     PeerAddress,
     Place,
     RouterRecord,
+    TenantsTold,
     Tokens,
     UsePrefill,
     WorkerInfo,
@@ -36,6 +37,8 @@ from router.status.journal import RouterJournal
 from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
+
+_OF_NO_REQUEST = WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold | TenantsTold
 
 
 class Sink(Protocol):
@@ -62,6 +65,7 @@ class Sink(Protocol):
 
 Send = Callable[[str, RouterRecord], None]
 Sever = Callable[[str], None]
+HearSibling = Callable[[TenantsTold, float], None]
 GiveOver = Callable[[RequestRecord], None]
 """Takes note that another router goes on with a request."""
 Revive = Callable[[Orphan, float], Sink | None]
@@ -89,6 +93,7 @@ class Hub:
         self._sever: Sever = lambda worker: None
         self._revive: Revive = lambda orphan, now: None
         self._give_over: GiveOver = lambda record: None
+        self._hear_sibling: HearSibling = lambda told, now: None
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self.core!r})"
@@ -100,6 +105,10 @@ class Hub:
     def adopt_with(self, revive: Revive, give_over: GiveOver) -> None:
         """Get the sinks of other routers' requests from `revive`; tell `give_over` of ours that others go on with."""
         self._revive, self._give_over = revive, give_over
+
+    def hear_siblings_with(self, hear: HearSibling) -> None:
+        """Tell `hear` what other routers say of their tenants."""
+        self._hear_sibling = hear
 
     def has_siblings(self) -> bool:
         """Return True where other routers serve beside this one."""
@@ -179,7 +188,9 @@ class Hub:
         """Take in one frame of a worker."""
         for record in records:
             try:
-                if isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
+                if isinstance(record, TenantsTold):
+                    self._hear_sibling(record, self._clock())
+                elif isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
                     self._deliver(record.request, ids, self._clock())
                 else:
                     self._handle(events.WorkerSaid(worker, record))
@@ -187,7 +198,7 @@ class Hub:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
                     self._give_up(record.record.request)
-                elif not isinstance(record, WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold):
+                elif not isinstance(record, _OF_NO_REQUEST):
                     self._give_up(record.request)
 
     def tick(self) -> None:

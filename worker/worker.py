@@ -30,6 +30,7 @@ from engine.messages import (
     PrefillFailed,
     ProcessesTold,
     Record,
+    TenantsTold,
     WorkerInfo,
     encode,
 )
@@ -229,6 +230,8 @@ class Worker(Generic[E]):
                 for told in records:
                     if isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
+                    elif isinstance(told, TenantsTold):
+                        self._pass_on(link, told)
                 self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
                 log.info("router stream %d ended: %s", link, why)
@@ -253,6 +256,14 @@ class Worker(Generic[E]):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")
             case _:
                 self._role.hear(item, self._tell)
+
+    def _pass_on(self, link: int, told: TenantsTold) -> None:
+        """Tell the other routers what one says to them, in the name that it has proven."""
+        sender = self.parts.routers[link].router
+        told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
+        for router in self.parts.routers.values():
+            if router.router.incarnation != sender.incarnation:
+                router.say([told])
 
     def _tell(self, event: SharedEvent | E) -> None:
         self._role.journal.heard(event, time.monotonic())

@@ -27,6 +27,7 @@ from engine.messages import (
     Refused,
     Release,
     Taken,
+    TenantsTold,
     Tokens,
     UsePrefill,
     WorkerInfo,
@@ -185,8 +186,8 @@ class Router:
 
     def _heard(self, event: WorkerSaid, now: float, out: list[Command]) -> None:
         worker, record = event.worker, event.record
-        if isinstance(record, WorkerInfo):
-            return  # `Connected` has told it
+        if isinstance(record, WorkerInfo | TenantsTold):
+            return  # `Connected` has told it; and what tenants use is no business of placements
         if isinstance(record, Load):
             self.registry.report(worker, record, now)
             self.index.evict(worker, record.evicted)
