@@ -57,7 +57,7 @@ class RouterServer:
         self._stopping: asyncio.Event | None = None
         self._app: RouterApp | None = None
         self._grace_s = 0.0
-        self._journal = RouterJournal(tracing.current())
+        self._journal = RouterJournal(tracing.current(), config.name)
 
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""
