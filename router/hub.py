@@ -102,7 +102,7 @@ class Hub:
         """Send records for workers with `send`, and end a worker's stream with `sever`; neither may block."""
         self._send, self._sever = send, sever or self._sever
 
-    def adopt_with(self, revive: Revive, give_over: GiveOver) -> None:
+    def adopt_with(self, revive: Revive, give_over: GiveOver = lambda record: None) -> None:
         """Get the sinks of other routers' requests from `revive`; tell `give_over` of ours that others go on with."""
         self._revive, self._give_over = revive, give_over
 

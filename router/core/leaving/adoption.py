@@ -126,7 +126,8 @@ class Adoptions:
             return
         # 3. It goes on here, instead of where a lower placement was adopted.
         # Above whatever a router before has placed, one that has begun after this one included.
-        highest = self._life + round((now - (self._waits_since_s or now)) * 1e3)
+        since_s = now if self._waits_since_s is None else self._waits_since_s
+        highest = self._life + round((now - since_s) * 1e3)
         if known is not None:
             highest = max(highest, known.highest, known.placement)
             if known.state is not State.WAITING:
