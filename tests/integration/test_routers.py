@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
+from access.config import AccessConfig
+from access.keys import make_key
+from access.tenants import CredentialTable, Tenant
 from cluster.config import ClusterConfig
 from cluster.processes.launch import Cluster, make_launcher
 from cluster.processes.supervisor import RestartConfig
@@ -207,3 +211,59 @@ def test_streams_of_a_killed_router_go_on_at_the_other(serving: Serving) -> None
             assert time.monotonic() < deadline
         time.sleep(0.1)
     assert whole_text(zero, body) == wanted
+
+
+RATE, BURST, SECONDS = 200.0, 200, 6.0
+LAG_S = 0.1
+"""Within which each router knows what the other has used."""
+
+
+def test_a_tenants_rate_holds_over_both(demo_model: Path, tmp_path: Path) -> None:
+    """Guards the rate of a tenant whose connections reach both routers, which must not give it twice; and that of one
+    with a single connection, which must get all of it."""
+    config = ClusterConfig(
+        launcher="process",
+        routers=2,
+        stop_grace_s=1.0,
+        router=RouterConfig(grpc_port=0, http_port=0),
+        access=AccessConfig(keys_file=str(tmp_path / "keys.json")),
+    )
+    key, kept = make_key("acme", "tenant", "2026-01-01")
+    table = CredentialTable(tenants={"acme": Tenant(tokens_per_s=RATE, burst_tokens=BURST)}, keys=[kept])
+    keys_file = tmp_path / "keys.json"
+    keys_file.write_bytes(msgspec.json.encode(table))
+    keys_file.chmod(0o600)
+    with Cluster(config, make_launcher("process"), model_dir=str(demo_model)) as cluster:
+        cluster.start()
+        urls = [f"http://{one.own}/v1/completions" for one in cluster.routers.values()]
+
+        def used(urls: list[str]) -> dict[str, int]:
+            """Tokens that the tenant gets at each router where it asks for as many as it can."""
+            found, until = dict.fromkeys(urls, 0), time.monotonic() + SECONDS
+            headers = {"authorization": f"Bearer {key}"}
+
+            def ask(url: str) -> None:
+                with httpx.Client(headers=headers, timeout=60) as client:
+                    while time.monotonic() < until:
+                        reply = client.post(url, json={"prompt": "a b c d e f", "max_tokens": 4, "ignore_eos": True})
+                        if reply.status_code == 200:
+                            found[url] += reply.json()["usage"]["total_tokens"]
+                        else:
+                            assert reply.status_code == 429
+                            time.sleep(0.02)
+
+            threads = [threading.Thread(target=ask, args=(url,)) for url in urls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return found
+
+        both = used(urls)
+        fair = RATE * SECONDS + BURST
+        print(f"over two routers {both.values()} tokens, {fair:.0f} is what one would give")
+        assert all(both.values()), "one router gave nothing"
+        assert 0.8 * fair <= sum(both.values()) <= fair + 2 * LAG_S * RATE + 60
+        one = sum(used(urls[:1]).values())
+        print(f"over one of the two {one} tokens")
+        assert 0.8 * RATE * SECONDS <= one <= fair + 60
