@@ -177,7 +177,7 @@ class AdminServer:
                 kind=slot.kind,
                 state=slot.state.value,
                 pid=up[slot.name].pid if slot.name in up else 0,
-                address=up[slot.name].address if slot.name in up else "",
+                address=(up[slot.name].own or up[slot.name].address) if slot.name in up else "",
                 incarnation=f"{up[slot.name].incarnation:016x}" if slot.name in up else "",
                 deaths=slot.deaths,
                 why=slot.why,
