@@ -2,13 +2,21 @@
 
 Prompts are charged when they are counted, answers as their tokens come: what a request will write is not known before.
 So a request is let in while the bucket is not empty, and what it takes beyond is a debt, which later requests wait for.
-Over time a tenant gets its rate; at once, its burst and what its running samples write. Pure: time is an argument.
+Over time a tenant gets its rate; at once, its burst and what its running samples write.
+
+Several routers keep a bucket each, and tell each other what they take from it (`access/elsewhere.py`): all are as full,
+but for what the others have taken since they last told. Pure: time is an argument.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from access.elsewhere import UsageElsewhere, Use
 from access.tenants import Tenant
+
+TELL_ALL_S = 1.0
+"""The least time between two reports to other routers of what has not changed."""
 
 
 class LimitedError(Exception):
@@ -45,7 +53,8 @@ class _Usage:
 class TenantLimits:
     """Lets requests in, or not. The router's event loop owns it.
 
-    Mutable state: the usage of every tenant that has a limit and has something running, or is not at its full burst.
+    Mutable state: the usage of every tenant that has a limit and has something running, or is not at its full burst;
+    the tokens that each has used since the beginning; what other routers have told, and what they were told, and when.
     """
 
     def __init__(self, tenant: Callable[[str], Tenant], retry_after_s: float) -> None:
@@ -53,6 +62,10 @@ class TenantLimits:
         self._tenant = tenant
         self._retry_after_s = retry_after_s
         self._usage: dict[str, _Usage] = {}
+        self._spent: dict[str, int] = {}
+        self._told: dict[str, tuple[int, int]] = {}
+        self._told_all_s = float("-inf")
+        self.elsewhere = UsageElsewhere(self._spent_elsewhere)
 
     def __repr__(self) -> str:
         used = ", ".join(f"{name}={usage.running}" for name, usage in self._usage.items())
@@ -70,23 +83,61 @@ class TenantLimits:
         tenant = self._tenant(name)
         if not (tenant.concurrency or tenant.tokens_per_s):
             return TenantAdmission(None, samples)
-        usage = self._usage.get(name)
-        if usage is None:
-            usage = self._usage[name] = _Usage(TokenBucket(tenant.burst, now))
+        usage = self._of(name, tenant, now)
         if tenant.concurrency and samples > tenant.concurrency:
             raise LimitedError(f"n: {samples} samples; at most {tenant.concurrency} may run at once", None)
-        if tenant.concurrency and usage.running + samples > tenant.concurrency:
-            raise LimitedError(f"{usage.running} of {tenant.concurrency} samples run already", self._retry_after_s)
+        running = usage.running + self.elsewhere.running(name)
+        if tenant.concurrency and running + samples > tenant.concurrency:
+            raise LimitedError(f"{running} of {tenant.concurrency} samples run already", self._retry_after_s)
         if tenant.tokens_per_s:
             usage.bucket.fill(tenant, now)
             if usage.bucket.level <= 0:
                 wait_s = (1.0 - usage.bucket.level) / tenant.tokens_per_s
                 raise LimitedError(f"more than {tenant.tokens_per_s:g} tokens per second were used", wait_s)
         usage.running += samples
-        return TenantAdmission(usage, samples)
+        return TenantAdmission(usage, samples, partial(self._note_spent, name))
+
+    def _of(self, name: str, tenant: Tenant, now: float) -> _Usage:
+        usage = self._usage.get(name)
+        if usage is None:
+            usage = self._usage[name] = _Usage(TokenBucket(tenant.burst, now))
+        return usage
+
+    def _note_spent(self, name: str, tokens: int) -> None:
+        self._spent[name] = self._spent.get(name, 0) + tokens
+
+    def _spent_elsewhere(self, name: str, tokens: int, most: float, now: float) -> None:
+        """Take from the bucket what another router's tenant has used; it holds no more than `most`."""
+        tenant = self._tenant(name)
+        if tenant.tokens_per_s:
+            bucket = self._of(name, tenant, now).bucket
+            bucket.fill(tenant, now)
+            bucket.level = min(bucket.level - tokens, most)
+
+    def news(self, now: float) -> dict[str, Use] | None:
+        """Return what other routers are to be told: of tenants whose use has changed since the last call, and once a
+        second of all; None where there is nothing to tell."""
+        running = {name: usage.running for name, usage in self._usage.items()}
+        uses = {name: (self._spent.get(name, 0), running.get(name, 0)) for name in {*running, *self._spent}}
+        is_due = now - self._told_all_s >= TELL_ALL_S
+        fresh = uses if is_due else {name: use for name, use in uses.items() if self._told.get(name) != use}
+        if is_due:
+            self._told_all_s = now
+        self._told = uses
+        if not fresh and not is_due:
+            return None
+        return {name: (*use, self._left(name, now)) for name, use in fresh.items()}
+
+    def _left(self, name: str, now: float) -> float:
+        tenant, usage = self._tenant(name), self._usage.get(name)
+        if usage is None:
+            return tenant.burst
+        usage.bucket.fill(tenant, now)
+        return usage.bucket.level
 
     def tick(self, now: float) -> None:
-        """Forget tenants that use nothing and owe nothing."""
+        """Forget tenants that use nothing and owe nothing, and routers that say nothing more."""
+        self.elsewhere.tick(now)
         for name, usage in list(self._usage.items()):
             tenant = self._tenant(name)
             usage.bucket.fill(tenant, now)
@@ -97,14 +148,18 @@ class TenantLimits:
 class TenantAdmission:
     """One request that was let in: a part of what its tenant uses, until all of its samples have ended."""
 
-    def __init__(self, usage: _Usage | None, samples: int) -> None:
-        """`usage` is None where there are no limits."""
+    def __init__(
+        self, usage: _Usage | None, samples: int, note: Callable[[int], None] = lambda tokens: None
+    ) -> None:
+        """`usage` is None where there are no limits. `note` is told of tokens that are used."""
         self._usage = usage
+        self._note = note
         self._left = samples
 
     def spend(self, tokens: int) -> None:
         if self._usage is not None:
             self._usage.bucket.level -= tokens
+            self._note(tokens)
 
     def sample_ended(self) -> None:
         if self._left:

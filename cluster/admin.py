@@ -1,7 +1,7 @@
 """The admin surface: what operators ask of a running cluster, as HTTP with JSON on a Unix socket (docs/operations.md).
 
     GET  /status              Status
-    GET  /overview            router.status.overview.Overview, asked of the router
+    GET  /overview            router.status.overview.Overview, asked of every router
     GET  /flights?request=R   the timelines of a request, or of the latest, of every process
     GET  /config              every setting with its value and origin; secrets as set or not
     POST /drain               Drain    answered when the worker has left
@@ -38,6 +38,7 @@ from cluster.resolve import Setting
 from cluster.rundir import ProcessIdentity, RunDir
 from engine.messages import guarded
 from router.config import FrontLimits
+from router.status.overview import Overview, merged
 from telemetry.flight import Flight
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class AdminServer:
                 kind=slot.kind,
                 state=slot.state.value,
                 pid=up[slot.name].pid if slot.name in up else 0,
-                address=up[slot.name].address if slot.name in up else "",
+                address=(up[slot.name].own or up[slot.name].address) if slot.name in up else "",
                 incarnation=f"{up[slot.name].incarnation:016x}" if slot.name in up else "",
                 deaths=slot.deaths,
                 why=slot.why,
@@ -197,6 +198,19 @@ class AdminServer:
             http=addresses.http if addresses else "",
             processes=processes,
         )
+
+    def overview(self) -> Overview:
+        """Ask every router that is up; return what they say together. Raises LaunchError where none answers."""
+        told: list[Overview] = []
+        why: LaunchError | None = None
+        for name in self._cluster.routers:
+            try:
+                told.append(msgspec.json.decode(self._cluster.ask(name, "overview"), type=Overview))
+            except LaunchError as error:
+                why = error
+        if why is not None and not told:
+            raise why
+        return told[0] if len(told) == 1 else merged(told)
 
     def flights(self, request: str) -> Flights:
         """Ask every process for its timelines, the router first."""
@@ -294,13 +308,10 @@ class AdminServer:
 
             return endpoint
 
-        def overview(_: Request) -> msgspec.Raw:
-            return msgspec.Raw(self._cluster.ask(self._cluster.router.name, "overview"))
-
         return Starlette(
             routes=[
                 Route("/status", get(lambda _: self.status())),
-                Route("/overview", get(overview)),
+                Route("/overview", get(lambda _: self.overview())),
                 Route("/flights", get(lambda r: self.flights(r.query_params.get("request", "")))),
                 Route("/config", get(lambda _: self.config())),
                 Route("/drain", post(Drain, self.drain), methods=["POST"]),

@@ -39,6 +39,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: int = 1
     """0: one pool of decode workers, each of which reads its prompts itself, beside its running requests."""
     decode_workers: int = 1
+    routers: int = 1
+    """Routers behind the same ports, one process each: as many cores as the front may use."""
     worker_host: str = "127.0.0.1"
     """The address workers listen on; on a Ray cluster each takes its node's instead."""
     cache_dir: str = ""
@@ -68,6 +70,7 @@ INTERNAL = frozenset(
     {
         *("prefill.engine.model_dir", "decode.engine.model_dir"),
         *("prefill.access", "decode.access", "router.access", "router.supervisor_metrics_port"),
+        *("router.name", "router.own_port"),
     }
 )
 MEMORY_KEYS = {
@@ -116,7 +119,7 @@ MAX_WORKERS = 1024
 """The most workers of a pool: more is a slip of the keyboard."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SHARES = (".digest_sample", "tracing.sample", ".device_share")
-_POOL_SIZES = ("prefill_workers", "decode_workers")
+_POOL_SIZES = ("prefill_workers", "decode_workers", "routers")
 _PORTS = {"router.grpc_port": 0, "router.http_port": -1}
 
 

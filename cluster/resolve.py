@@ -52,6 +52,7 @@ FLAGS = (
     ("--name", "name", "NAME", "which cluster of this host (default: headrace)"),
     ("--prefill", "prefill_workers", "N", "prefill workers"),
     ("--decode", "decode_workers", "N", "decode workers"),
+    ("--routers", "routers", "N", "routers behind one port"),
     (ONE_POOL, "workers", "N", "one pool of N workers that prefill and decode; no prefill workers"),
     ("--model", "model", "PATH", "GGUF file or Hugging Face directory (default: the demo model)"),
     ("--launcher", "launcher", "ray|process", "what starts the workers"),

@@ -92,9 +92,19 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RouterHello(Record):
-    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of others."""
+    """First on every stream: which life of a router speaks. Answered by `OrphansTold`, after the orphans of earlier
+    lives under its name."""
 
     incarnation: Incarnation
+    name: str = "router"
+
+
+class Claim(Record):
+    """Give me the requests of this `RequestRecord.resume_key`, whoever has them: their client has come to me. Of this
+    cache namespace only, where one is named. Answered by their `Orphan`s, then `ClaimTold`."""
+
+    key: bytes
+    namespace: bytes | None = None
 
 
 class Place(Record, kw_only=True):
@@ -152,9 +162,23 @@ class ProcessesTold(Record):
     processes: list[LifeOfProcess]
 
 
-DecodeOrder = RouterHello | Place | Cancel | Finish | UsePrefill | Yield | Release
+TenantUse = tuple[int, int, float]
+"""What a tenant uses at one router: tokens since that began, running samples, and what is left of its burst."""
+
+
+class TenantsTold(Record):
+    """From a router to its siblings, by way of a worker, which says from whom it has it: what tenants with limits use
+    there. `number` counts up with each; two ways may be used."""
+
+    number: int
+    uses: dict[str, TenantUse]
+    router: str = ""
+    incarnation: Incarnation = Incarnation(0)
+
+
+DecodeOrder = RouterHello | Claim | Place | Cancel | Finish | UsePrefill | Yield | Release
 """What a router says to a decode worker's scheduler."""
-RouterRecord = ProcessesTold | DecodeOrder
+RouterRecord = ProcessesTold | TenantsTold | DecodeOrder
 
 
 # decode worker -> router
@@ -240,6 +264,16 @@ class Orphan(Record, kw_only=True):
     losses: int = 0
 
 
+class Taken(PlacementMessage):
+    """Another router goes on with this request: it is yours no more, and nothing more is said of it here."""
+
+
+class ClaimTold(Record):
+    """There is no more of what was claimed, for now."""
+
+    key: bytes
+
+
 class OrphansTold(Record):
     """There are no more orphans for now."""
 
@@ -259,6 +293,13 @@ class HoldingTold(Record):
     runs: list[HeldRun]
 
 
+class CachedTold(Record):
+    """To every router, where several are attached: what has been cached here since the last one, for whichever router's
+    requests. Used just now, parents first."""
+
+    runs: list[HeldRun]
+
+
 DecodeRecord = (
     WorkerInfo
     | Accepted
@@ -269,8 +310,12 @@ DecodeRecord = (
     | Ended
     | Orphan
     | OrphansTold
+    | Taken
+    | ClaimTold
     | Load
     | HoldingTold
+    | CachedTold
+    | TenantsTold
 )
 
 

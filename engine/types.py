@@ -115,6 +115,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that another router needs to go on with this request after a restart; opaque to workers, and secret. Empty
     where no client can come back."""
 
+    resume_key: bytes = b""
+    """By this a router asks for it whose client has come back with a token that it does not know: a digest of that
+    token, empty where no client can come back."""
     traceparent: str = ""
     """The W3C trace context under which workers say what they did; empty where nobody traces."""
 

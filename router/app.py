@@ -15,7 +15,7 @@ from access.config import check_exposed
 from access.limits import TenantLimits
 from access.tls import ServerCertificates
 from engine.handshake import Secrets
-from engine.messages import PeerAddress
+from engine.messages import PeerAddress, TenantsTold
 from engine.types import Incarnation, host_port
 from router.config import RouterConfig
 from router.core.core import Router
@@ -46,6 +46,8 @@ class RouterAddresses(msgspec.Struct, frozen=True):
 
     grpc: str
     http: str
+    own: str = ""
+    """Where this router alone serves HTTP, if it shares the others' ports with other routers."""
 
 
 class RouterApp:
@@ -76,15 +78,18 @@ class RouterApp:
         core = Router(config, policy, text.stop_ids, started_ms)
         self.hub = Hub(core, clock, observer, journal)
         incarnation = Incarnation(int.from_bytes(os.urandom(8), "little"))
-        self._links = Links(self.hub, incarnation, secrets, fingerprint)
+        self._links = Links(self.hub, incarnation, secrets, fingerprint, config.name)
         self._authenticator = Authenticator(config.access)
         self._certificates = ServerCertificates(config.access) if config.access.has_tls else None
         self._limits = TenantLimits(self._authenticator.tenant, config.retry_after_s)
+        self.hub.hear_siblings_with(self._hear_sibling)
+        self._told = 0
         self._frontend = Frontend(text, self.hub, config, clock, observer, self._limits)
         self._service = Service(self._frontend, self.hub.ready, self._authenticator, self._certificates)
         self._observer = observer
         self._pages = ThreadPoolExecutor(1, thread_name_prefix="metrics page")
-        self._http: _Http | None = None
+        self._https: list[_Http] = []
+        """The front, and where it has siblings, the same on a port of its own."""
         self._ticking: asyncio.Task[None] | None = None
         self.ticked_s = clock()
         """The time of the loop's latest tick. May be read from any thread."""
@@ -92,18 +97,31 @@ class RouterApp:
     async def start(self) -> RouterAddresses:
         """Listen on both fronts. Raises OSError if an address cannot be bound."""
         config = self._config
-        connections = connections_now(config.limits.connections, fronts=1 + (config.http_port >= 0))
-        if config.http_port >= 0:
+        ports = [config.http_port] if config.http_port >= 0 else []
+        is_shared = config.own_port >= 0
+        if ports and is_shared:
+            ports.append(config.own_port)
+        connections = connections_now(config.limits.connections, fronts=1 + len(ports))
+        if ports:
             from router.http.gate import HttpGate
             from router.http.routes import build_app
 
             app = HttpGate(build_app(self._frontend, self, config.limits.bodies_bytes), self._authenticator)
-            self._http = _Http(config, app, connections, self._certificates)
+            self._https = [
+                _Http(config, port, app, connections, self._certificates, is_shared=is_shared and not at)
+                for at, port in enumerate(ports)
+            ]
         options = grpc_options(config.limits, connections)
-        port = await self._service.start(config.host, config.grpc_port, config.max_message_bytes, options)
+        port = await self._service.start(
+            config.host, config.grpc_port, config.max_message_bytes, options, is_shared=is_shared
+        )
         self._ticking = asyncio.create_task(self._tick(), name="router tick")
-        http = await self._http.start() if self._http is not None else ""
-        return RouterAddresses(host_port(config.host, port), http)
+        http, own, *_ = [*[await one.start() for one in self._https], "", ""]
+        return RouterAddresses(host_port(config.host, port), http, own)
+
+    def set_routers(self, routers: Sequence[PeerAddress]) -> None:
+        """Name all routers that serve behind the same ports, this one among them, by where each serves alone."""
+        self.hub.roster.routers = {peer.name: int(peer.address.rpartition(":")[2]) for peer in routers}
 
     async def set_workers(self, prefill: Sequence[PeerAddress], decode: Sequence[PeerAddress]) -> None:
         await self._links.set_workers(prefill, decode)
@@ -123,7 +141,8 @@ class RouterApp:
 
     def targets(self, router_address: str, host: str) -> list[ScrapeTarget]:
         port = self._config.supervisor_metrics_port
-        return self.hub.roster.targets(router_address, host_port(host, port) if port else "")
+        siblings = {name: host_port(host, own) for name, own in self.hub.roster.routers.items()}
+        return self.hub.roster.targets(siblings or router_address, host_port(host, port) if port else "")
 
     async def overview(self) -> Overview:
         return overview(self.hub, self._model, time.monotonic())
@@ -139,10 +158,7 @@ class RouterApp:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give those under way `grace_s`, then end them."""
-        fronts = [self._service.stop(grace_s)]
-        if self._http is not None:
-            fronts.append(self._http.stop(grace_s))
-        await asyncio.gather(*fronts)
+        await asyncio.gather(self._service.stop(grace_s), *(http.stop(grace_s) for http in self._https))
         if self._ticking is not None:
             self._ticking.cancel()
         await self._links.close()
@@ -162,11 +178,23 @@ class RouterApp:
             self.hub.tick()
             self._frontend.tick()
             self._limits.tick(self.ticked_s)
+            if self.hub.has_siblings():
+                self._tell_siblings(self.ticked_s)
             await self._service.update_health()
             idle_s = 0.0 if self.hub.core.open else idle_s + TICK_S
             if idle_s >= IDLE_CHECK_S:
                 self.hub.core.check()
                 idle_s = 0.0
+
+
+    def _tell_siblings(self, now: float) -> None:
+        uses = self._limits.news(now)
+        if uses is not None:
+            self._told += 1
+            self._links.tell_siblings(TenantsTold(self._told, uses))
+
+    def _hear_sibling(self, told: TenantsTold, now: float) -> None:
+        self._limits.elsewhere.heard(told.router, told.incarnation, told.number, told.uses, now)
 
 
 def _listeners(config: RouterConfig, observer: Observer) -> list[DecisionLog | ShadowPolicy]:
@@ -183,7 +211,14 @@ class _Http:
     """Runs uvicorn inside this event loop."""
 
     def __init__(
-        self, config: RouterConfig, app: Any, connections: int, certificates: ServerCertificates | None
+        self,
+        config: RouterConfig,
+        port: int,
+        app: Any,
+        connections: int,
+        certificates: ServerCertificates | None,
+        *,
+        is_shared: bool,
     ) -> None:
         # Imported here, because a router without the HTTP front needs no HTTP server.
         import uvicorn
@@ -194,12 +229,12 @@ class _Http:
         # By name, since asyncio sends small writes at once only on sockets that say they are TCP: a token would wait
         # for the client's delayed acknowledgement of the one before, some 40 ms.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if is_shared else socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((config.host, config.http_port))
+            self._socket.bind((config.host, port))
         except OSError as error:
             self._socket.close()
-            where = host_port(config.host, config.http_port)
+            where = host_port(config.host, port)
             raise OSError(f"cannot listen on {where} for HTTP: {error}") from error
         self._address = host_port(config.host, self._socket.getsockname()[1])
         secure: dict[str, Any] = {}

@@ -98,6 +98,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A request whose first token takes longer has missed the target, in the metrics; past it, look at prefill."""
     slo_itl_s: float = 0.05
     """The same of the mean gap between a request's tokens; past it, look at decode."""
+    name: str = "router"
+    """This router's name among those of its cluster: one that is started again continues its series of metrics, and
+    goes on with what the life before it left."""
+    own_port: int = -1
+    """Where this router alone serves HTTP, beside the fronts whose ports it shares with the cluster's other routers; 0
+    takes a free port, -1: it is the only one and shares nothing."""
     supervisor_metrics_port: int = 0
     """Where the process that started this router serves its own page, on the same host; 0: nowhere."""
     namespace_key: str = ""

@@ -29,6 +29,7 @@ from engine.messages import (
     Record,
     RouterHello,
     RouterRecord,
+    TenantsTold,
     WorkerInfo,
     decode_worker_frame,
     frames,
@@ -49,6 +50,7 @@ MAX_UNSENT_BYTES = 64 << 20
 RECORD_BYTES = 1024
 """The most that a record takes beside what a prompt, a list of processes or a caller's note adds to it."""
 TOKEN_BYTES = 5
+WAYS = 2
 PAUSE_S = (0.05, 1.0)
 """First and longest pause between two attempts to reach a worker."""
 
@@ -121,14 +123,17 @@ class Links:
     # Mutable state: the task of every wanted worker, the outbox of every attached one, tasks that are ending, the
     # processes of all workers, and as much as is known of the fingerprint.
 
-    def __init__(self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "") -> None:
-        """`fingerprint` is that of the prepared model; workers of another one are refused, and none if it is empty.
-        Where this host has not read the model's weights, the first worker that fits says the rest for all others."""
+    def __init__(
+        self, hub: Hub, incarnation: Incarnation, secrets: Secrets, fingerprint: str = "", name: str = "router"
+    ) -> None:
+        """`name` is this router's, `fingerprint` that of the prepared model; workers of another one are refused, and
+        none if it is empty. Where this host has not read the model's weights, the first worker that fits says the rest
+        for all others."""
         self._hub = hub
         self._secrets = secrets
         self._fingerprint = fingerprint
-        self._me = Party("router", "router", incarnation)
-        self._hello = RouterHello(incarnation)
+        self._me = Party("router", name, incarnation)
+        self._hello = RouterHello(incarnation, name)
         self._named: dict[str, LifeOfProcess] = {}
         self._met: dict[str, LifeOfProcess] = {}
         self._tasks: dict[tuple[str, PeerAddress], asyncio.Task[None]] = {}
@@ -139,6 +144,11 @@ class Links:
     def send(self, worker: str, record: RouterRecord) -> None:
         """Queue a record. Raises KeyError if no stream to the worker is open."""
         self._outboxes[worker].put(record)
+
+    def tell_siblings(self, told: TenantsTold) -> None:
+        """Send a record that workers pass on to the other routers, by way of two of them where there are so many."""
+        for worker in sorted(self._outboxes)[:WAYS]:
+            self._outboxes[worker].put(told)
 
     def sever(self, worker: str) -> None:
         """End the stream to a worker that was given up, and dial again in a while: another life may answer then."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.messages import (
+    CachedTold,
+    ClaimTold,
     DecodeRecord,
     Fault,
     HoldingTold,
@@ -21,6 +23,7 @@ from engine.messages import (
     PeerAddress,
     Place,
     RouterRecord,
+    TenantsTold,
     Tokens,
     UsePrefill,
     WorkerInfo,
@@ -34,6 +37,8 @@ from router.status.journal import RouterJournal
 from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
+
+_OF_NO_REQUEST = WorkerInfo | Load | OrphansTold | HoldingTold | CachedTold | ClaimTold | TenantsTold
 
 
 class Sink(Protocol):
@@ -60,6 +65,9 @@ class Sink(Protocol):
 
 Send = Callable[[str, RouterRecord], None]
 Sever = Callable[[str], None]
+HearSibling = Callable[[TenantsTold, float], None]
+GiveOver = Callable[[RequestRecord], None]
+"""Takes note that another router goes on with a request."""
 Revive = Callable[[Orphan, float], Sink | None]
 """Makes the client's side of an adopted request, to which its output so far is then given; None if nobody can."""
 
@@ -84,6 +92,8 @@ class Hub:
         self._send: Send = _nowhere
         self._sever: Sever = lambda worker: None
         self._revive: Revive = lambda orphan, now: None
+        self._give_over: GiveOver = lambda record: None
+        self._hear_sibling: HearSibling = lambda told, now: None
 
     def __repr__(self) -> str:
         return f"Hub({len(self._sinks)} clients, {self.core!r})"
@@ -92,9 +102,25 @@ class Hub:
         """Send records for workers with `send`, and end a worker's stream with `sever`; neither may block."""
         self._send, self._sever = send, sever or self._sever
 
-    def adopt_with(self, revive: Revive) -> None:
-        """Get the sinks of an earlier router's requests from `revive`."""
-        self._revive = revive
+    def adopt_with(self, revive: Revive, give_over: GiveOver = lambda record: None) -> None:
+        """Get the sinks of other routers' requests from `revive`; tell `give_over` of ours that others go on with."""
+        self._revive, self._give_over = revive, give_over
+
+    def hear_siblings_with(self, hear: HearSibling) -> None:
+        """Tell `hear` what other routers say of their tenants."""
+        self._hear_sibling = hear
+
+    def has_siblings(self) -> bool:
+        """Return True where other routers serve beside this one."""
+        return len(self.roster.routers) > 1
+
+    def claim(self, key: bytes, namespace: bytes | None) -> None:
+        """Ask the decode workers for the requests of a token's key, whichever router has them."""
+        self._handle(events.ClaimWanted(key, namespace))
+
+    def is_claiming(self, key: bytes) -> bool:
+        """Return True until every decode worker has answered the claim."""
+        return self.core.is_claiming(key)
 
     def is_settled(self) -> bool:
         """Return whether no more requests of an earlier router can turn up."""
@@ -162,7 +188,9 @@ class Hub:
         """Take in one frame of a worker."""
         for record in records:
             try:
-                if isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
+                if isinstance(record, TenantsTold):
+                    self._hear_sibling(record, self._clock())
+                elif isinstance(record, Tokens) and (ids := self.core.next_tokens(worker, record)):
                     self._deliver(record.request, ids, self._clock())
                 else:
                     self._handle(events.WorkerSaid(worker, record))
@@ -170,7 +198,7 @@ class Hub:
                 log.exception("a record of worker %s could not be handled", worker)
                 if isinstance(record, Orphan):
                     self._give_up(record.record.request)
-                elif not isinstance(record, WorkerInfo | Load | OrphansTold | HoldingTold):
+                elif not isinstance(record, _OF_NO_REQUEST):
                     self._give_up(record.request)
 
     def tick(self) -> None:
@@ -235,6 +263,9 @@ class Hub:
                     self._sinks[request].interrupted(now)
             case events.Adopt(orphan):
                 self._adopt(orphan, now)
+            case events.GivenOver(record):
+                log.info("goes on at another router", extra={"request": record.request})
+                self._give_over(record)
             case events.Complete(request, stats=stats):
                 sink = self._sinks.pop(request, None)
                 if stats.transport or stats.stages:
@@ -262,7 +293,8 @@ class Hub:
 
     def _adopt(self, orphan: Orphan, now: float) -> None:
         request = orphan.record.request
-        log.warning("goes on behind %d tokens of an earlier router", len(orphan.tokens), extra={"request": request})
+        level = logging.INFO if self.core.is_claiming(orphan.record.resume_key) else logging.WARNING
+        log.log(level, "goes on behind %d tokens of another router", len(orphan.tokens), extra={"request": request})
         sink = self._revive(orphan, now)
         if sink is None:
             self._handle(events.ClientLeft(request))

@@ -38,6 +38,8 @@ class Roster:
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
+        self.routers: dict[str, int] = {}
+        """The port at which each of several routers serves alone, by name; empty for the only one."""
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(f'{n}={m.state}' for n, m in self._members.items()) or 'empty'})"
@@ -96,10 +98,11 @@ class Roster:
             views.append(WorkerView(name, member.role, state, index.held_blocks(name)))
         return views
 
-    def targets(self, router_address: str, supervisor_address: str = "") -> list[ScrapeTarget]:
-        """Return what Prometheus is to scrape: the router where it was reached, its supervisor if it has one, and every
-        worker that was ever connected."""
-        found = [_target("router", "router", router_address)]
+    def targets(self, routers: str | dict[str, str], supervisor_address: str = "") -> list[ScrapeTarget]:
+        """Return what Prometheus is to scrape: the router where it was reached, or of several each by name where it
+        serves alone, the supervisor if there is one, and every worker that was ever connected."""
+        named = {"router": routers} if isinstance(routers, str) else routers
+        found = [_target(name, "router", address) for name, address in named.items()]
         if supervisor_address:
             found.append(_target("supervisor", "supervisor", supervisor_address))
         for name, member in self._members.items():

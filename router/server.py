@@ -57,7 +57,7 @@ class RouterServer:
         self._stopping: asyncio.Event | None = None
         self._app: RouterApp | None = None
         self._grace_s = 0.0
-        self._journal = RouterJournal(tracing.current())
+        self._journal = RouterJournal(tracing.current(), config.name)
 
     def start(self) -> RouterAddresses:
         """Serve; returns once both fronts listen. Workers come with `set_workers`."""
@@ -69,6 +69,11 @@ class RouterServer:
         loop, app = self._running()
         change = app.set_workers(prefill, decode)
         asyncio.run_coroutine_threadsafe(change, loop).result(CALL_TIMEOUT_S)
+
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        """Name all routers that serve behind the same ports."""
+        loop, app = self._running()
+        loop.call_soon_threadsafe(app.set_routers, routers)
 
     def ready(self) -> bool:
         """True while a prefill and a decode worker are connected and alive."""
@@ -143,6 +148,7 @@ class RouterServer:
         config = self._config
         observer = self._observer or RouterMetrics(
             text.name,
+            config.name,
             policy=config.policy,
             shadows=config.shadow_policies,
             slo_ttft_s=config.slo_ttft_s,

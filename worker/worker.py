@@ -14,11 +14,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.handshake import PartyRole, Secrets
+from engine.identity import SHORT_BYTES
 from engine.kv.holding import Holding
 from engine.kv.ledger import BlockLedger
 from engine.kv.tiers.commands import TierEvent, TiersDied
 from engine.loop import Engine, EngineThread
 from engine.messages import (
+    CachedTold,
     FirstToken,
     Handoff,
     HeldRun,
@@ -28,9 +30,11 @@ from engine.messages import (
     PrefillFailed,
     ProcessesTold,
     Record,
+    TenantsTold,
     WorkerInfo,
     encode,
 )
+from engine.messages import frames as split_frames
 from engine.model.config import Progress
 from engine.types import Incarnation
 from telemetry.audit import BLOCK_LEDGERS, AuditError, Auditor, Ledger
@@ -219,16 +223,20 @@ class Worker(Generic[E]):
                 parts.readers.ended(reader, why, self._tell)
             case RouterStream():
                 parts.routers[item.link] = item
+                parts.kv.tells_cached = len(parts.routers) > 1
                 item.say([self.info, self._load([], time.monotonic())])
                 self._holdings[item.link] = Holding(parts.kv)
             case RecordsIn(RouterStream(link=link), records):
                 for told in records:
                     if isinstance(told, ProcessesTold):
                         parts.readers.listed(link, told.processes, self._tell)
+                    elif isinstance(told, TenantsTold):
+                        self._pass_on(link, told)
                 self._role.hear(item, self._tell)
             case StreamEnded(RouterStream(link=link), why):
                 log.info("router stream %d ended: %s", link, why)
                 del parts.routers[link]
+                parts.kv.tells_cached = len(parts.routers) > 1
                 self._holdings.pop(link, None)
                 parts.readers.router_lost(link)
                 self._role.hear(item, self._tell)
@@ -248,6 +256,14 @@ class Worker(Generic[E]):
                 raise RuntimeError(f"a thread that moves KV has died: {error}")
             case _:
                 self._role.hear(item, self._tell)
+
+    def _pass_on(self, link: int, told: TenantsTold) -> None:
+        """Tell the other routers what one says to them, in the name that it has proven."""
+        sender = self.parts.routers[link].router
+        told = msgspec.structs.replace(told, router=sender.name, incarnation=sender.incarnation)
+        for router in self.parts.routers.values():
+            if router.router.incarnation != sender.incarnation:
+                router.say([told])
 
     def _tell(self, event: SharedEvent | E) -> None:
         self._role.journal.heard(event, time.monotonic())
@@ -279,6 +295,10 @@ class Worker(Generic[E]):
         evicted = self.parts.kv.take_evicted()
         load = self._load(evicted, now)
         frames = [encode([load])]
+        if cached := self.parts.kv.take_cached():
+            # Before what was evicted: some of it may be gone again.
+            runs = [HeldRun(parent[:SHORT_BYTES], b"".join(one[:SHORT_BYTES] for one in run)) for parent, run in cached]
+            frames = [*split_frames([CachedTold(runs)]), *frames]
         if len(evicted) > EVICTED_AT_ONCE:
             # Of a tier that was dropped, a report would be larger than a frame may be.
             pieces = [evicted[at : at + EVICTED_AT_ONCE] for at in range(0, len(evicted), EVICTED_AT_ONCE)]

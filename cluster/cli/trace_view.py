@@ -31,12 +31,12 @@ def print_trace(told: Flights, console: Console | None = None) -> None:
 
 
 def print_latest(told: Flights, console: Console | None = None) -> None:
-    """Print the requests that the router heard of last, the newest first."""
+    """Print the requests that the routers heard of last, the newest first."""
     console = console or Console(highlight=False)
     table = Table("request", "began", "last event")
-    for flight in told.flights:
-        if flight.worker == "router":
-            table.add_row(flight.request, _clock(flight), _line(flight.events[-1])[:100])
+    latest = [flight for flight in told.flights if flight.worker.startswith("router")]
+    for flight in sorted(latest, key=lambda flight: -flight.began_unix_s):
+        table.add_row(flight.request, _clock(flight), _line(flight.events[-1])[:100])
     console.print(table)
 
 

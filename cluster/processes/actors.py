@@ -88,6 +88,9 @@ class RouterActor(HostActor):
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._host.set_workers(prefill, decode)
 
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        self._host.set_routers(routers)
+
     def ready(self) -> bool:
         return self._host.ready()
 

@@ -2,7 +2,8 @@
 
 A line protocol on standard input and output, one JSON value a line:
 
-    parent -> child   ChildSpec, then calls: SetWorkers, SetSecrets, IsReady, WhoIsCondemned, Ask, ChildLeave, ChildStop
+    parent -> child   ChildSpec, then calls: SetWorkers, SetRouters, SetSecrets, IsReady, WhoIsCondemned, Ask,
+                      ChildLeave, ChildStop
     child  -> parent  LoadProgress, at most a hundred; ChildStarted or Failed; then a ChildAnswer for each IsReady,
                       SecretsSet for each SetSecrets, Condemned for each WhoIsCondemned, and Told for each Ask, which
                       are answered in any order
@@ -34,6 +35,10 @@ ORPHAN_GRACE_S = 2.0
 class SetWorkers(msgspec.Struct, frozen=True, tag=True):
     prefill: list[PeerAddress]
     decode: list[PeerAddress]
+
+
+class SetRouters(msgspec.Struct, frozen=True, tag=True):
+    routers: list[PeerAddress]
 
 
 class SetSecrets(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +104,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-ToChild = SetWorkers | SetSecrets | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
+ToChild = SetWorkers | SetRouters | SetSecrets | IsReady | WhoIsCondemned | Ask | ChildLeave | ChildStop
 ToParent = LoadProgress | ChildStarted | Failed | ChildAnswer | SecretsSet | Condemned | Told
 
 decode_call = guarded(msgspec.json.Decoder(ToChild).decode)
@@ -171,6 +176,8 @@ class ChildProcess:
             raise RuntimeError("called before it was started")
         if isinstance(call, SetWorkers):
             hosted.set_workers(call.prefill, call.decode)
+        elif isinstance(call, SetRouters):
+            hosted.set_routers(call.routers)
         elif isinstance(call, ChildLeave):
             hosted.leave(call.grace_s)
         elif isinstance(call, WhoIsCondemned):

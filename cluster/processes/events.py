@@ -103,11 +103,13 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the router that these are all its workers; `down` are prefill workers that there will be again."""
+    """Tell every router that is up that these are all its workers; `down` are prefill workers that there will be again,
+    `routers` all routers that there were ever, by where each serves alone."""
 
     prefill: tuple[PeerAddress, ...]
     decode: tuple[PeerAddress, ...]
     down: tuple[str, ...] = ()
+    routers: tuple[PeerAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Hosted:
                 pid=os.getpid(),
                 address=up.grpc,
                 http=up.http,
+                own=up.own,
                 host=host_id(),
             )
         return ChildReady(
@@ -78,6 +79,9 @@ class Hosted:
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._router("set_workers").set_workers(prefill, decode)
+
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        self._router("set_routers").set_routers(routers)
 
     def ready(self) -> bool:
         return bool(self._router("ready").ready())

@@ -8,6 +8,7 @@ cluster with the reason.
 
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ from cluster.processes.events import (
     TimePassed,
     Up,
 )
+from cluster.processes.fronts import shared_fronts
 from cluster.processes.orders import Orders
 from cluster.processes.prepare import Addresses, make_launcher, model_source, prepare_model, served_name, specs
 from cluster.processes.signals import check, shielded
@@ -67,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """One router and its workers, started together and stopped together. Use it as a context manager."""
+    """Routers and their workers, started together and stopped together. Use it as a context manager."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Cluster:
         self._supervisor: Supervisor | None = None
         self._metrics: SupervisorMetrics | None = None
         self.supervisor_metrics_port = 0
+        self._fronts: list[socket.socket] = []
         self._opened = False
         self.keys = opened(config.secret_file)
         """The secrets by which its processes know each other. From any thread."""
@@ -108,8 +111,13 @@ class Cluster:
 
     @property
     def router(self) -> ChildReady:
-        """Return the latest process of the router, dead or alive. May be called from any thread."""
-        return next(up for name, up in self._ready.items() if self._specs[name].kind == "router")
+        """Return the latest process of the first router, dead or alive. May be called from any thread."""
+        return next(iter(self.routers.values()))
+
+    @property
+    def routers(self) -> dict[str, ChildReady]:
+        """Return the latest process of every router by name, dead or alive. May be called from any thread."""
+        return {name: up for name, up in self._ready.items() if self._specs[name].kind == "router"}
 
     def __enter__(self) -> "Cluster":
         return self
@@ -139,7 +147,8 @@ class Cluster:
             port = self.supervisor_metrics_port = self._metrics.serve(self._config.router.host, guard=guard)
         except (OSError, AccessError) as error:
             raise LaunchError(f"no page of metrics on {self._config.router.host}: {error}") from error
-        some = msgspec.structs.replace(self._config, prefill_workers=max(1, self._config.prefill_workers))
+        self._fronts, config = shared_fronts(self._config)
+        some = msgspec.structs.replace(config, prefill_workers=max(1, config.prefill_workers))
         made = specs(some, model_dir, self._factories, source, port)
         self._kinds = {spec.kind: spec for spec in made}
         is_one_pool = not self._config.prefill_workers
@@ -147,7 +156,8 @@ class Cluster:
         for name, spec in self._specs.items():
             self._children[name] = self._launched(spec)
         self._ready = self._wait_started(deadline_s)
-        *workers, router = self._children.values()
+        routers = [child for child in self._children.values() if child.spec.kind == "router"]
+        workers = [child for child in self._children.values() if child.spec.kind != "router"]
         self._supervisor = Supervisor(
             self._config.restart,
             self._config.start_timeout_s,
@@ -155,7 +165,7 @@ class Cluster:
         )
         self._progress("router meets workers", 0, 1)
         self._carry_out([self._supervisor.announcement()])
-        while not router.ready():
+        while not all(router.ready() for router in routers):
             check()
             self._raise_failure()
             if time.monotonic() > deadline_s:
@@ -164,7 +174,7 @@ class Cluster:
                 )
             time.sleep(POLL_S)
         self._progress("router meets workers", 1, 1)
-        front = self._ready[router.spec.name]
+        front = self._ready[routers[0].spec.name]
         return Addresses(
             grpc=front.address,
             http=front.http,
@@ -281,6 +291,9 @@ class Cluster:
             for group in (routers, workers):
                 _stop_all(group, grace_s)
         finally:
+            fronts, self._fronts = self._fronts, []
+            for front in fronts:
+                front.close()
             if self._metrics is not None:
                 self._metrics.close()
             if opened:
@@ -364,8 +377,11 @@ class Cluster:
                     self._children[name].kill()
                 case Launch(name):
                     self._launch_again(name)
-                case Announce(prefill, decode, down):
-                    self._tell_router([*prefill, *(PeerAddress(name, "") for name in down)], list(decode))
+                case Announce(prefill, decode, down, routers):
+                    for name in self._supervisor.routers() if self._supervisor is not None else ():
+                        self._tell_router(
+                            name, [*prefill, *(PeerAddress(n, "") for n in down)], list(decode), list(routers)
+                        )
                 case EndCluster(reason):
                     raise LaunchError(reason)
 
@@ -393,10 +409,14 @@ class Cluster:
         except LaunchError as error:  # it has died; that it has is seen by the next look
             log.info("%s: %s", name, error)
 
-    def _tell_router(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
-        """Announce the workers to the router. One that cannot be told is treated as dead."""
-        name = self.router.name
+    def _tell_router(
+        self, name: str, prefill: list[PeerAddress], decode: list[PeerAddress], routers: list[PeerAddress]
+    ) -> None:
+        """Announce the workers to a router, and to one of several all routers. One that cannot be told is treated as
+        dead."""
         try:
+            if len(routers) > 1:
+                self._children[name].set_routers(routers)
             self._children[name].set_workers(prefill, decode)
         except LaunchError as error:
             self._has_ended(name, error)
@@ -422,6 +442,8 @@ def _again(spec: ChildSpec, was: ChildReady | None) -> ChildSpec:
     ports = {"grpc_port": _port(was.address)}
     if was.http:
         ports["http_port"] = _port(was.http)
+    if was.own:
+        ports["own_port"] = _port(was.own)
     return msgspec.structs.replace(spec, config={**spec.config, **ports})
 
 

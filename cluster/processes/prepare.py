@@ -74,7 +74,7 @@ def specs(
     source: ModelSource | None = None,
     supervisor_metrics_port: int = 0,
 ) -> list[ChildSpec]:
-    """Return the processes of a cluster, the router last. `source`: where other hosts get `model_dir` from;
+    """Return the processes of a cluster, the routers last. `source`: where other hosts get `model_dir` from;
     `supervisor_metrics_port`: of the page of the process that starts them, on the router's host."""
     prefill = msgspec.structs.replace(
         config.prefill, engine=with_model_dir(config.prefill.engine, model_dir), access=config.access
@@ -104,6 +104,21 @@ def specs(
             ChildSpec,
         )
 
+    def of_several(slot: int) -> ChildSpec:
+        name = f"router-{slot}"
+        # Ties are broken by each in its own way, so that they do not all run to the same worker at once.
+        own = msgspec.structs.replace(
+            router,
+            name=name,
+            own_port=0,
+            seed=config.router.seed + slot,
+            decision_log=f"{router.decision_log}.{name}" if router.decision_log else "",
+        )
+        return spec("router", name, own, 1)
+
+    routers = [spec("router", "router", router, 1)]
+    if config.routers > 1:
+        routers = [of_several(slot) for slot in range(config.routers)]
     return [
         *(
             spec("prefill", f"prefill-{slot}", prefill, prefill.engine.threads)
@@ -113,5 +128,5 @@ def specs(
             spec("decode", f"decode-{slot}", decode, decode.engine.threads)
             for slot in range(config.decode_workers)
         ),
-        spec("router", "router", router, 1),
+        *routers,
     ]

@@ -24,6 +24,7 @@ from cluster.processes.child import (
     IsReady,
     LoadProgress,
     SecretsSet,
+    SetRouters,
     SetSecrets,
     SetWorkers,
     ToChild,
@@ -112,6 +113,9 @@ class ProcessChild:
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._call(SetWorkers(prefill, decode))
+
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        self._call(SetRouters(routers))
 
     def set_secrets(self, secrets: Sealed) -> None:
         # An answer that came too late for the call before is no answer to this one.

@@ -113,6 +113,9 @@ class RayChild:
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._get(self._actor.set_workers.remote(prefill, decode), ANSWER_TIMEOUT_S, "answer")
 
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        self._get(self._actor.set_routers.remote(routers), ANSWER_TIMEOUT_S, "answer")
+
     def set_secrets(self, secrets: Sealed) -> None:
         self._get(self._actor.set_secrets.remote(secrets), ANSWER_TIMEOUT_S, "answer")
 

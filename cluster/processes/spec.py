@@ -90,6 +90,8 @@ class ChildReady(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     address: str
     http: str = ""
+    own: str = ""
+    """Where one of several routers serves HTTP alone; empty for the only one."""
     incarnation: Incarnation = Incarnation(0)
     """Which life of a worker this process is; 0 for a router."""
     host: str = ""
@@ -122,6 +124,9 @@ class Child(Protocol):
 
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         """Tell a router the workers to use from now on."""
+
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        """Tell a router all routers that there are, itself among them, by where each serves alone."""
 
     def set_secrets(self, secrets: Sealed) -> None:
         """Tell it the secrets that are valid from now on. Raises LaunchError if it cannot be told."""

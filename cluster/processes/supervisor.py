@@ -6,8 +6,8 @@ A slot (`prefill-0`) outlives its processes; each new one draws a new incarnatio
     STARTING --ProcessEnded, or too slow--> PAUSING
     UP --LeaveWanted--> LEAVING --ended by itself--> STARTING, or forgotten
     any --more than `limit` deaths within `window_s`--> FAILED --window over--> STARTING
-    the same, and nobody is up who does its work (a decode worker can do a prefill worker's); or the router: the cluster
-    ends
+    the same, and nobody is up who does its work (a decode worker can do a prefill worker's, a router another
+    router's): the cluster ends
 
 The pause doubles with each death inside the window, so a worker that dies as it starts costs little, and one that has
 been well for a window starts anew at once. When many die together, at most `at_once` workers start at a time: loading
@@ -75,7 +75,7 @@ _SETTLED = (SlotState.UP, SlotState.FAILED)
 
 
 class Supervisor:
-    """Keeps the pools at their sizes, and one router before them.
+    """Keeps the pools at their sizes, and the routers before them.
 
     Mutable state: the slots, who is still to leave, what was died of, and the last look. Owner: the thread that watches
     the cluster."""
@@ -289,9 +289,12 @@ class Supervisor:
         return commands
 
     def _tell(self) -> list[Command]:
-        """Announce the workers to the router, if it is up; one that is not will learn all when it is."""
-        routers = [slot for slot in self._slots.values() if slot.kind == "router"]
-        return [self.announcement()] if all(s.state is SlotState.UP for s in routers) else []
+        """Announce the workers to the routers that are up; one that is not will learn all when it is."""
+        return [self.announcement()] if self.routers() else []
+
+    def routers(self) -> list[str]:
+        """Return the routers that are up."""
+        return [n for n, slot in self._slots.items() if slot.kind == "router" and slot.state is SlotState.UP]
 
     def announcement(self) -> Announce:
         """Return the workers that can be reached; one that is leaving still has requests to finish."""
@@ -302,19 +305,19 @@ class Supervisor:
             return tuple(s.address for s in slots if s.kind == kind and s.state in reached)
 
         down = {name for name, slot in self._slots.items() if slot.kind == "prefill"} - {p.name for p in up("prefill")}
-        return Announce(up("prefill"), up("decode"), tuple(sorted(down)))
+        routers = tuple(slot.address for slot in self._slots.values() if slot.kind == "router")
+        return Announce(up("prefill"), up("decode"), tuple(sorted(down)), routers)
 
     def check(self) -> None:
         """Recompute the invariants."""
         for slot in self._slots.values():
             assert len(slot.deaths) <= self._config.limit + 1
             assert slot.deaths == sorted(slot.deaths)
-            assert slot.state is not SlotState.FAILED or slot.kind != "router"
         assert sum(slot.state is SlotState.LEAVING for slot in self._slots.values()) <= 1
 
 
 def _address(up: ChildReady) -> PeerAddress:
-    return PeerAddress(up.name, up.address, up.incarnation, up.pid, up.host)
+    return PeerAddress(up.name, up.own or up.address, up.incarnation, up.pid, up.host)
 
 
 def _number(name: str) -> int:

@@ -6,6 +6,7 @@ requests are orphans, and what is remembered of ended ones, is the business of
 `decode_worker.scheduler.leaving.orphans`.
 """
 
+import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,10 @@ from decode_worker.scheduler.leaving.departures import Departure, Departures
 from decode_worker.scheduler.leaving.orphans import Orphans, orphan
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import NOBODY, Request, RequestState
+from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request, RequestState
 from engine.kv.manager import KVCacheManager
-from engine.messages import Cancel, Ended, Fault, OrphansTold, RequestStats, Tokens, Yielded
-from engine.types import Beam, FinishReason, Incarnation
+from engine.messages import Cancel, Claim, ClaimTold, Ended, Fault, OrphansTold, RequestStats, Taken, Tokens, Yielded
+from engine.types import Beam, FinishReason, Incarnation, RequestRecord
 
 
 @dataclass(eq=False, repr=False)
@@ -99,7 +100,7 @@ class Endings:
         name, placement, reason = message.request, message.placement, message.reason
         self.departures.release(name, placement, now)
         known = self.admission.current(name, placement)
-        if known is not None:
+        if known is not None and known.link == link:
             return self.end(known, reason, now)
         stats = RequestStats(decode_worker=self.admission.name)
         return [Tell(link, Ended(request=name, placement=placement, reason=reason, stats=stats))]
@@ -169,14 +170,34 @@ class Endings:
             commands += self._hand_over(heir, now)
         return commands
 
-    def router_joined(self, link: int, router: Incarnation, now: float) -> list[Command]:
-        """Give a router what others left. An incarnation that was here before has placed its own requests again."""
+    def router_joined(self, link: int, router: Incarnation, name: str, now: float) -> list[Command]:
+        """Give a router what others of its name left. An incarnation that was here before has placed its own requests
+        again."""
         former = [r for r in self.admission.requests.values() if r.owner.router == router and r.link != link]
-        placed_again = [r for r in former if not r.owner.handovers]
+        placed_again = [r for r in former if not r.owner.is_handed]
         commands = self.end_all(placed_again, FinishReason.CANCELLED, now)
-        self._orphan([r for r in former if r.owner.handovers], now)
-        self.orphans.joined(link, router)
+        self._orphan([r for r in former if r.owner.is_handed], now)
+        self.orphans.joined(link, router, name)
         return commands + self._hand_over(link, now)
+
+    def claim(self, link: int, claim: Claim, now: float) -> list[Command]:
+        """Give what a client has come back for to the router that it has come to."""
+        if self.orphans.router(link) == NO_ROUTER or not claim.key:
+            return []
+
+        def is_claimed(record: RequestRecord) -> bool:
+            is_its = claim.namespace is None or claim.namespace == record.namespace
+            return is_its and hmac.compare_digest(record.resume_key, claim.key)
+
+        commands: list[Command] = []
+        for request in [r for r in self.admission.requests.values() if r.link != link and is_claimed(r.record)]:
+            if request.link != NOBODY:
+                commands.append(Tell(request.link, Taken(request.record.request, request.placement)))
+                self._orphan([request], now)
+            commands += self._give(request, link, now)
+        for one in self.orphans.claim_ended(link, is_claimed):
+            commands += [Tell(link, orphan(one.request, one.tokens, now)), Tell(link, one.ended)]
+        return [*commands, Tell(link, ClaimTold(claim.key))]
 
     def _orphan(self, requests: list[Request], now: float) -> None:
         for request in requests:
@@ -194,18 +215,22 @@ class Endings:
         return [] if departure.token is None else self.follow(request, departure.token, now)
 
     def _hand_over(self, link: int, now: float) -> list[Command]:
-        """Give the router on `link` what belonged to routers that are gone."""
+        """Give the router on `link` what belonged to routers of its name that are gone."""
         commands: list[Command] = []
         for request in [r for r in self.admission.requests.values() if r.link == NOBODY]:
-            if self.orphans.adopt(request, link):
-                commands.append(Tell(link, orphan(request, request.output, now)))
-            else:
-                commands += self.end(request, FinishReason.CANCELLED, now)
+            if self.orphans.is_heir(link, request.owner.router):
+                commands += self._give(request, link, now)
         for one in self.orphans.adopt_ended(link):
             commands += [Tell(link, orphan(one.request, one.tokens, now)), Tell(link, one.ended)]
         if self.orphans.is_alone(link):
             commands.append(Tell(link, OrphansTold()))
         return commands
+
+    def _give(self, request: Request, link: int, now: float) -> list[Command]:
+        """Tell the router on `link` of an orphan, which is its own now."""
+        if self.orphans.adopt(request, link):
+            return [Tell(link, orphan(request, request.output, now))]
+        return self.end(request, FinishReason.CANCELLED, now)
 
     def check(self) -> None:
         self.departures.check()

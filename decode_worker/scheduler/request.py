@@ -75,6 +75,9 @@ class Ownership:
     losses: int
     """Decode workers that were lost under it, as its router says."""
     handovers: int = 0
+    """Routers that it was given to because the one before was lost."""
+    is_handed: bool = False
+    """Its router has it from another one."""
     orphan_until: float = float("inf")
     """Finite while it has no router."""
 

@@ -27,18 +27,30 @@ from collections.abc import Sequence
 from decode_worker.scheduler.admission import Admission
 from decode_worker.scheduler.batch import Batch
 from decode_worker.scheduler.endings import Endings
-from decode_worker.scheduler.events import Command, Event, FromPeer, FromRouter, PeerDown, PeerUp, RouterLost
+from decode_worker.scheduler.events import Command, Event, FromPeer, FromRouter, PeerDown, PeerUp, RouterLost, Tell
 from decode_worker.scheduler.handoffs import Handoffs
 from decode_worker.scheduler.leaving.departures import Departures
 from decode_worker.scheduler.leaving.orphans import Orphans
 from decode_worker.scheduler.preemption import Preemption
 from decode_worker.scheduler.prefills import Prefills
-from decode_worker.scheduler.request import RequestState
+from decode_worker.scheduler.request import NOBODY, RequestState
 from decode_worker.scheduler.samples.forks import Forks
 from decode_worker.scheduler.swapping import Swapping
 from engine.kv.manager import KVCacheManager
 from engine.kv.tiers.commands import DiskHung, Loaded, Spilled, Stored
-from engine.messages import Cancel, DecodeOrder, Finish, FirstToken, Place, Release, RouterHello, UsePrefill, Yield
+from engine.messages import (
+    Cancel,
+    Claim,
+    DecodeOrder,
+    Finish,
+    FirstToken,
+    Place,
+    Release,
+    RouterHello,
+    Taken,
+    UsePrefill,
+    Yield,
+)
 from engine.step import Drawn, StepPlan
 from engine.types import FinishReason, Incarnation
 from transfer.handoff.commands import FromReader, Leave, Posted, ReaderDead, ReaderLost, ReaderUp, Received, Sent
@@ -130,14 +142,18 @@ class DecodeScheduler:
         match message:
             case Place():
                 return self._place(link, message, now)
-            case RouterHello(router):
-                return self.endings.router_joined(link, router, now)
+            case RouterHello(router, name):
+                return self.endings.router_joined(link, router, name, now)
+            case Claim():
+                return self.endings.claim(link, message, now)
             case Cancel():
                 return self.endings.cancel(link, message, now)
             case Release(name, placement):
                 self.departures.release(name, placement, now)
                 return []
         request = self.admission.current(message.request, message.placement)
+        if request is not None and request.link != link:
+            return []  # another router has taken it over
         match message:
             case UsePrefill(prefill=worker) if request is not None:
                 return self.endings.settle(self.prefills.use_worker(request, worker, now), now)
@@ -154,6 +170,8 @@ class DecodeScheduler:
         known = self._requests.get(record.request)
         if known is not None and known.placement >= message.placement:
             return []
+        if known is not None and known.link not in (link, NOBODY):
+            return [Tell(link, Taken(message.record.request, message.placement))]
         if known is not None:
             commands = self.endings.end(known, FinishReason.CANCELLED, now)
         self.endings.orphans.forget(record.request)

@@ -52,6 +52,9 @@ class KVCacheManager:
         self._promised = 0
         self._handed_out: list[BlockId] = []
         self._evicted: list[bytes] = []
+        self._cached: list[tuple[bytes, list[bytes]]] = []
+        self.tells_cached = False
+        """Whether `take_cached` is to be kept; set by the shell."""
         self._leases: WeakKeyDictionary[Lease, None] = WeakKeyDictionary()
         """All that are not released and that somebody still has: one that was dropped has leaked its blocks."""
         self._identities: set[bytes] = set()
@@ -201,7 +204,8 @@ class KVCacheManager:
         """Index the lease's blocks that `tokens` fill, where `tokens` are all that has been computed so far; one whose
         content is indexed already gives way to that block. Nobody may be reading it for this lease. `tail`
         also indexes a partly filled last block: only when the sequence will not be written again."""
-        size, path = self.block_size, lease.path
+        size, path, cached = self.block_size, lease.path, list[bytes]()
+        above = path[-1].identity if path else b""
         last = len(tokens) if tail else len(tokens) - len(tokens) % size
         unwritten = [target for _, target in lease.copies]
         for start in range(len(path) * size, last, size):
@@ -212,6 +216,10 @@ class KVCacheManager:
             node = self.cache.insert(parent, tokens[start : min(start + size, last)], block)
             if node is None:
                 break  # the tail begins a longer block that is cached
+            if node.block == block and start + size <= last:
+                cached.append(node.identity)
+            elif not cached:
+                above = node.identity
             # Three cases. 1. The content is new, and indexed under this block now: nothing more to do.
             # 2. A block that nobody holds has it too: this block takes its place in the index.
             if node.block != block and self._is_idle(node.block):
@@ -224,6 +232,8 @@ class KVCacheManager:
             if self.tiers is not None:
                 self._identities.add(node.identity)
             path.append(node)
+        if cached and self.tells_cached:
+            self._cached.append((above, cached))
 
     def adopt(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Put what is cached of the whole blocks of `tokens`, behind what the lease has committed, in the place of its
@@ -276,6 +286,12 @@ class KVCacheManager:
             for ident in gone:
                 if ident not in self.tiers:
                     self._above.pop(ident, None)
+        return taken
+
+    def take_cached(self) -> list[tuple[bytes, list[bytes]]]:
+        """Runs of identities that came into the cache since the last call, where `tells_cached`: the one before each
+        run, empty where it begins a sequence, and the run."""
+        taken, self._cached = self._cached, []
         return taken
 
     def lower(self) -> list[bytes]:

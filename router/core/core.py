@@ -13,7 +13,9 @@ ended alone.
 
 from engine.messages import (
     Accepted,
+    CachedTold,
     Cancel,
+    ClaimTold,
     Ended,
     Fault,
     Finish,
@@ -24,6 +26,8 @@ from engine.messages import (
     OrphansTold,
     Refused,
     Release,
+    Taken,
+    TenantsTold,
     Tokens,
     UsePrefill,
     WorkerInfo,
@@ -36,10 +40,11 @@ from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
 from router.core.decisions import make_placer
-from router.core.endings import DEADLINE, LEFT, complete, ending
+from router.core.endings import DEADLINE, LEFT, RESUMED_ELSEWHERE, complete, ending
 from router.core.escalation import FailureDetector, Verdict
 from router.core.events import (
     Begin,
+    ClaimWanted,
     ClientLeft,
     Command,
     Complete,
@@ -48,6 +53,7 @@ from router.core.events import (
     Deliver,
     Event,
     Fail,
+    GivenOver,
     Ignored,
     Lost,
     Moved,
@@ -106,6 +112,10 @@ class Router:
         """Return True once no more requests of an earlier router can appear."""
         return self._adoptions.is_settled(now)
 
+    def is_claiming(self, key: bytes) -> bool:
+        """Return True while a decode worker has not answered a claim."""
+        return self._adoptions.is_claiming(key)
+
     @property
     def condemned(self) -> tuple[Verdict, ...]:
         """Lives of workers that the supervisor shall end. May be read from any thread."""
@@ -122,6 +132,8 @@ class Router:
             case ClientLeft():
                 self._close(event.request, FinishReason.CANCELLED, out)
                 self._queue.advance(now, out)
+            case ClaimWanted(key, namespace):
+                self._adoptions.claim(key, namespace, out)
             case StopFound():
                 self._stop_found(event, out)
             case WorkersNamed(decode, lives):
@@ -130,6 +142,7 @@ class Router:
             case Connected():
                 self._connected(event, now, out)
             case Lost(name, for_good):
+                self._adoptions.lost(name)
                 self._losses.lost(name, now, out)
                 if for_good:
                     self.registry.forget(name)
@@ -146,6 +159,7 @@ class Router:
         if self._detector.is_condemned(life):
             out.append(Condemn(Verdict(*life, "it is back after it was given up")))
             return
+        self._adoptions.lost(name)
         # Its last stream is broken, whether that was told or not; and it was no victim of any request: it lives.
         self._losses.lost(name, now, out, back=life)
         for call in self._calls.values():
@@ -172,8 +186,8 @@ class Router:
 
     def _heard(self, event: WorkerSaid, now: float, out: list[Command]) -> None:
         worker, record = event.worker, event.record
-        if isinstance(record, WorkerInfo):
-            return  # `Connected` has told it
+        if isinstance(record, WorkerInfo | TenantsTold):
+            return  # `Connected` has told it; and what tenants use is no business of placements
         if isinstance(record, Load):
             self.registry.report(worker, record, now)
             self.index.evict(worker, record.evicted)
@@ -185,12 +199,19 @@ class Router:
             for run in record.runs:
                 self.index.recall(worker, run.parent, run.blocks)
             return
+        if isinstance(record, CachedTold):
+            for run in record.runs:
+                self.index.learn(worker, run.parent, run.blocks)
+            return
         if isinstance(record, OrphansTold):
             self._adoptions.told(worker)
             self._queue.advance(now, out)
             return
         if isinstance(record, Orphan):
             self._adoptions.adopt(worker, record, now, out)
+            return
+        if isinstance(record, ClaimTold):
+            self._adoptions.claim_told(worker, record.key)
             return
         call = self._calls.get(record.request)
         if call is None or call.placement != record.placement or call.decode != worker:
@@ -209,6 +230,8 @@ class Router:
                 self._tokens(call, record, now, out)
             case Yielded():
                 self._yielded(call, record, now, out)
+            case Taken():
+                self._taken(call, now, out)
             case Ended():
                 self._ended(call, record, now, out)
 
@@ -296,6 +319,16 @@ class Router:
         self._table.forget(call, out, end)
         if isinstance(end, Complete):
             self._view.ended(call, record.stats)
+        self._queue.advance(now, out)
+
+    def _taken(self, call: Call, now: float, out: list[Command]) -> None:
+        """Another router goes on with a request: whoever reads it here is sent away."""
+        is_answered = call.state is State.CLOSING
+        self._adoptions.taken(call.record.request)
+        end = None if is_answered else Fail(call.record.request, RESUMED_ELSEWHERE, FinishReason.CANCELLED)
+        if not is_answered:
+            out.append(GivenOver(call.record))
+        self._table.forget(call, out, end)
         self._queue.advance(now, out)
 
     # ---- workers that leave

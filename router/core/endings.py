@@ -10,6 +10,7 @@ from router.core.leaving.moves import together
 
 DEADLINE = Fault("DEADLINE_EXCEEDED", "the deadline passed before the request ended")
 LEFT = Fault("CANCELLED", "the client left before the request ended")
+RESUMED_ELSEWHERE = Fault("CANCELLED", "another connection has resumed this stream")
 
 
 def ending(call: Call, record: Ended) -> Ending:

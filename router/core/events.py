@@ -57,6 +57,14 @@ class ClientLeft(msgspec.Struct, frozen=True):
     request: RequestId
 
 
+class ClaimWanted(msgspec.Struct, frozen=True):
+    """A client has come with a token that this router does not know: ask the decode workers for the requests of this
+    key, of one namespace where one is named (`engine.messages.Claim`)."""
+
+    key: bytes
+    namespace: bytes | None = None
+
+
 class StopFound(msgspec.Struct, frozen=True):
     """The text of the first `tokens_kept` output tokens contains a stop string."""
 
@@ -68,7 +76,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | StopFound | Tick
+Event = Submit | WorkersNamed | Connected | WorkerSaid | Lost | ClientLeft | ClaimWanted | StopFound | Tick
 
 
 class TellWorker(msgspec.Struct, frozen=True):
@@ -86,10 +94,17 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Adopt(msgspec.Struct, frozen=True):
-    """A request of a router that is gone goes on here; its client will come back for all of its output. Said again
-    where a higher placement of it turns up."""
+    """A request of another router, which is gone or has given it over, goes on here; its client will come back for all
+    of its output. Said again where a higher placement of it turns up."""
 
     orphan: Orphan
+
+
+class GivenOver(msgspec.Struct, frozen=True):
+    """A request goes on at another router, to which its client has come. What is said of its end here is for whoever
+    reads it here still."""
+
+    record: RequestRecord
 
 
 class DecodeLost(msgspec.Struct, frozen=True):
@@ -157,4 +172,4 @@ class Condemn(msgspec.Struct, frozen=True):
 
 Ending = Complete | Fail
 """The end of a request for its client: one of them, once."""
-Command = TellWorker | Begin | Adopt | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn
+Command = TellWorker | Begin | Adopt | GivenOver | DecodeLost | Moved | Poisonous | Deliver | Ending | Ignored | Condemn

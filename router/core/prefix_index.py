@@ -110,6 +110,28 @@ class PrefixIndex:
             self._table.mark(path, cache.mask)
             self._settle(cache)
 
+    def learn(self, worker: str, parent: bytes, blocks: bytes) -> None:
+        """Believe that a run of blocks (as for `recall`) is held below `parent`, and was used just now: another
+        router's request. Below a `parent` that is not held it says nothing."""
+        cache = self._caches.get(worker)
+        if cache is None or len(blocks) % SHORT_BYTES or len(parent) not in (0, SHORT_BYTES):
+            return
+        above, top = list[int](), 0
+        if parent:
+            top = node = self._table.find(np.frombuffer(parent, "<u8")).item(0)
+            if not self._holds(cache, top):
+                return
+            while node:
+                above.append(node)
+                node = self._table.parents.item(node)
+        room = max(0, cache.whole.capacity - len(above))
+        below = self._table.extend(np.frombuffer(blocks, "<u8")[:room], top)
+        if len(below):
+            path = np.concatenate((np.array(above[::-1], np.int32), below))
+            cache.use(path)
+            self._table.mark(path, cache.mask)
+            self._settle(cache)
+
     def recall(self, worker: str, parent: bytes, blocks: bytes) -> None:
         """Believe that a run of blocks is held (short identities, packed, each the parent of the next), and was used
         before all that is known already. Below a `parent` that is not held it says nothing; empty: it begins there."""

@@ -10,6 +10,7 @@ request can keep more than its `max_tokens`.
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -28,7 +29,7 @@ from router.front.conversation import TokenizedPrompt
 from router.front.intake import Arrival, Intake
 from router.front.outlet import Outlet, WakeQueue
 from router.front.output import Output, OutputHistory, ServedModel
-from router.front.resume import Resumables, unknown_token, unpack
+from router.front.resume import Resumables, resume_key, unknown_token, unpack
 from router.front.samples import BeamSink, Samples, SamplesReader
 from router.front.stream import SampleStream
 from router.front.timing import Timeline
@@ -38,10 +39,21 @@ from router.status.observer import Observer
 
 log = logging.getLogger(__name__)
 
+CLAIM_S = 3.0
+"""How long a router asks decode workers for a stream that it does not know: no worker has it while it moves from one to
+another."""
+CANCEL_CLAIM_S = 1.0
+"""The same where the stream is only to be ended."""
+CLAIM_AGAIN_S = 0.2
+CLAIM_LOOK_S = 0.005
+MAX_CLAIMS = 256
+"""Tokens that are asked for at a time."""
+
 
 class Frontend:
     # Mutable state: the chats that the intake remembers, resumable streams, whether all requests of an earlier router
-    # have turned up, and the tokens cancelled before that, with the tenant that did so.
+    # have turned up, the tokens cancelled before that, with the tenant that did so, the number of tokens that workers
+    # are asked for, and the answers of which another router has taken a part, with the end of their window.
 
     def __init__(
         self,
@@ -63,7 +75,9 @@ class Frontend:
         self._turns = WakeQueue(config.wakes_per_s)
         self._settled = asyncio.Event()
         self._unwanted: dict[str, str | None] = {}
-        hub.adopt_with(self.revive)
+        self._claiming = 0
+        self._given_over: OrderedDict[str, tuple[float, Samples]] = OrderedDict()
+        hub.adopt_with(self.revive, self.give_over)
 
     async def generate(
         self, call: GenerateCall, outlet: Outlet | None = None
@@ -168,14 +182,14 @@ class Frontend:
             # Every sample was remembered; a resumable answer waits for its client without its prompt.
             samples.remember = None
         except ApiError as error:
-            if samples.reader is reader and len(samples.streams) > 1:
+            if samples.reader is reader and len(samples.streams) > 1 and not samples.is_given_over:
                 self._abandon(samples, error)
             raise
         finally:
             # 1. Another reader has taken the answer over: it is no longer ours to end.
             if samples.reader is reader:
                 # 2. Its client cannot come back.
-                if not (token and reader.is_known):
+                if not ((token and reader.is_known) or samples.is_given_over):
                     self._abandon(samples)
                 # 3. It can, and was not given up meanwhile: the answer waits for it.
                 elif self._resumables.find(token) is samples:
@@ -205,10 +219,11 @@ class Frontend:
         """Go on with a resumable request behind what the client has of each sample; without positions, from the start.
 
         Yields Started again. Raises ApiError: NOT_FOUND for a token that is unknown or too old, or another's than
-        `tenant`'s, if one is given. Waits until the router knows what it has to go on with from an earlier one.
+        `tenant`'s, if one is given. Waits until the router knows what it has to go on with from an earlier one. What
+        another router has is taken over from it.
         """
         await self._settled.wait()
-        samples = self._resumables.find(token)
+        samples = await self._found(token, tenant, CLAIM_S)
         if samples is None or not self._is_of(samples.namespace, tenant):
             raise unknown_token()
         reader = samples.read(positions, outlet)
@@ -217,10 +232,51 @@ class Frontend:
             async for event in events:
                 yield event
 
-    def cancel(self, token: str, tenant: str | None = None) -> bool:
-        """End a resumable request at once, if it is `tenant`'s, where one is given; False if there is none of this
-        token. As long as an earlier router's may still turn up, there may be one."""
+    async def _found(self, token: str, tenant: str | None, patience_s: float) -> Samples | None:
+        """Return the answer of a token, claimed from another router where it is not here. Raises ApiError where too
+        many are looked for already."""
         samples = self._resumables.find(token)
+        if (samples is not None and samples.is_whole) or not self._hub.has_siblings():
+            return samples
+        if self._claiming >= MAX_CLAIMS:
+            told = "too many streams of other routers are looked for; try later"
+            raise ApiError("UNAVAILABLE", told, retry_after_s=self._config.retry_after_s)
+        key, until = resume_key(token), self._clock() + patience_s
+        namespace = None if tenant is None else self._intake.namespace(tenant)
+        self._claiming += 1
+        try:
+            while True:
+                self._hub.claim(key, namespace)
+                while self._hub.is_claiming(key) and self._clock() < until:
+                    await asyncio.sleep(CLAIM_LOOK_S)
+                samples = self._resumables.find(token)
+                if (samples is not None and samples.is_whole) or self._clock() >= until:
+                    return samples
+                await asyncio.sleep(CLAIM_AGAIN_S)
+        finally:
+            self._claiming -= 1
+
+    def give_over(self, record: RequestRecord) -> None:
+        """Forget a request that another router goes on with. Other samples of it are left alone until they are taken
+        too, or their window is over."""
+        context = unpack(record.context)
+        if context is None:
+            return
+        samples = self._resumables.forget(context.token)
+        if samples is None:
+            _, samples = self._given_over.get(context.token, (0.0, None))
+        if samples is None:
+            return
+        samples.is_given_over = True
+        samples.drop(record.sample_index)
+        self._given_over.pop(context.token, None)
+        if samples.streams:
+            self._given_over[context.token] = (self._clock() + self._config.resume_window_s, samples)
+
+    async def cancel(self, token: str, tenant: str | None = None) -> bool:
+        """End a resumable request at once, if it is `tenant`'s, where one is given; False if there is none of this
+        token. As long as an earlier router's may still turn up, there may be one. Raises ApiError as `resume` does."""
+        samples = await self._found(token, tenant, CANCEL_CLAIM_S)
         if samples is not None and not self._is_of(samples.namespace, tenant):
             return False
         if samples is not None:
@@ -252,6 +308,11 @@ class Frontend:
             log.error("a request that a worker has kept is not adopted: %s", error)
             return None
         samples = self._resumables.find(context.token)
+        if samples is None and context.token in self._given_over:
+            # It has come back, before the rest of it had left.
+            _, samples = self._given_over.pop(context.token)
+            samples.is_given_over = False
+            self._resumables.keep(context.token, samples)
         if samples is None:
             name, tokens = record.group or record.request, record.prompt_tokens
             started = Started(name, context.model, tokens, context.token, context.form, context.samples)
@@ -270,7 +331,14 @@ class Frontend:
         if self._hub.is_settled():
             self._settled.set()
             self._unwanted.clear()
-        self._give_up(self._resumables.expired(self._clock()))
+        now = self._clock()
+        self._give_up(self._resumables.expired(now))
+        while self._given_over:
+            token, (until, samples) = next(iter(self._given_over.items()))
+            if now < until:
+                break
+            del self._given_over[token]
+            self._abandon(samples)
 
     def close(self) -> None:
         """Let go of the intake's threads."""

@@ -18,7 +18,7 @@ from router.front.api import ApiError, GenerateCall
 from router.front.conversation import Conversations, TokenizedPrompt
 from router.front.namespaces import CacheNamespaces, CacheTerms, OwnCache
 from router.front.output import ServedModel
-from router.front.resume import Context, pack
+from router.front.resume import Context, pack, resume_key
 from router.front.tokenizing import Steps, TokenizingPool, at_once, tokenize
 from router.front.validate import UnknownModelError, beam_params, check_call, prompt_field
 
@@ -68,6 +68,7 @@ class Intake:
                 request=RequestId(secrets.token_hex(8)),
                 seed=secrets.randbits(64),
                 context=pack(context) if token else b"",
+                resume_key=resume_key(token),
                 namespaces=self.namespaces,
             )
         except FieldError as error:
@@ -119,6 +120,7 @@ def to_record(
     seed: int,
     namespaces: CacheNamespaces,
     context: bytes = b"",
+    resume_key: bytes = b"",
 ) -> RequestRecord:
     """The record of a checked call whose prompt is `tokens`.
 
@@ -154,6 +156,7 @@ def to_record(
         namespace=namespaces.of(call.tenant),
         cache_share=namespaces.share(call.tenant),
         context=context,
+        resume_key=resume_key,
     )
 
 

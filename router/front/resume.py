@@ -5,6 +5,7 @@ reader is gone it has `window_s`, whether or not the answer was complete: that t
 that it arrived. Pure: time is an argument.
 """
 
+import hashlib
 from collections import OrderedDict
 
 import msgspec
@@ -17,8 +18,16 @@ MAX_UNREAD = 4096
 """Streams that wait for their clients; the longest waiting go first."""
 
 
+KEY_BYTES = 16
+
+
 def unknown_token(why: str = "is unknown, or came too late") -> ApiError:
     return ApiError("NOT_FOUND", f"resume_token: {why}", "resume_token")
+
+
+def resume_key(token: str) -> bytes:
+    """Return what names the requests of a token to workers, who are not told the token."""
+    return hashlib.sha256(token.encode()).digest()[:KEY_BYTES] if token else b""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

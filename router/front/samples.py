@@ -11,6 +11,7 @@ import msgspec
 
 from engine.messages import Fault
 from engine.types import FinishReason, RequestId
+from router.core.endings import RESUMED_ELSEWHERE
 from router.core.events import Complete
 from router.front.api import ApiError, Delta, Position, Started, invalid
 from router.front.outlet import Outlet, ReaderSignal, WakeQueue
@@ -35,6 +36,8 @@ class Samples:
         self.remember = remember
         self.changed = ReaderSignal(turns)
         self.reader: SamplesReader | None = None
+        self.is_given_over = False
+        """Another router goes on with some of them; set by the frontend."""
         self._streams: list[SampleStream | None] = [None] * started.samples
 
     @property
@@ -42,8 +45,17 @@ class Samples:
         """The streams that exist, in order."""
         return [stream for stream in self._streams if stream is not None]
 
+    @property
+    def is_whole(self) -> bool:
+        """True where every sample has its stream."""
+        return None not in self._streams
+
     def put(self, index: int, stream: SampleStream) -> None:
         self._streams[index] = stream
+
+    def drop(self, index: int) -> None:
+        """Forget a sample that another router goes on with; whoever reads it now keeps what it has."""
+        self._streams[index] = None
 
     def read(
         self, positions: Sequence[Position] | None = None, outlet: Outlet | None = None
@@ -100,7 +112,7 @@ class SamplesReader:
         end. Raises ApiError for a request of which a sample failed."""
         while True:
             if self._samples.reader is not self:
-                raise ApiError("CANCELLED", "another connection has resumed this stream")
+                raise ApiError(RESUMED_ELSEWHERE.code, RESUMED_ELSEWHERE.message)
             if not self._has_started:
                 ready = [reader.is_ready() for reader in self._readers]
                 if all(ready) if self._samples.started.resume_token else any(ready):

@@ -56,9 +56,16 @@ class Service:
         self._server: grpc.aio.Server | None = None
 
     async def start(
-        self, host: str, port: int, max_message_bytes: int, limits: Sequence[tuple[str, int]] = ()
+        self,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        limits: Sequence[tuple[str, int]] = (),
+        *,
+        is_shared: bool = False,
     ) -> int:
         """Serve Generate, ListModels, health and reflection; returns the port. `limits` are options of gRPC's server.
+        `is_shared`: other routers listen there too.
 
         Raises OSError if the address cannot be bound.
         """
@@ -66,7 +73,7 @@ class Service:
             options=[
                 *limits,
                 ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(is_shared)),
                 # Clients of resumable streams ask every few seconds whether we are there.
                 ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ]
@@ -140,7 +147,7 @@ class Service:
     async def _cancel(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             tenant = tenant_of(self._caller(context))
-            self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
+            await self._frontend.cancel(_message(pb.CancelRequest, data).resume_token, tenant)
         except ApiError as error:
             await _abort(context, error)
         return b""

@@ -163,8 +163,11 @@ class _Streams:
             await error_response(error)(scope, receive, send)
             return
         if scope["method"] == "DELETE":
-            known = self._frontend.cancel(token, tenant)
-            gone = Response(status_code=204) if known else error_response(unknown_token())
+            try:
+                known = await self._frontend.cancel(token, tenant)
+                gone = Response(status_code=204) if known else error_response(unknown_token())
+            except ApiError as error:
+                gone = error_response(error)
             await gone(scope, receive, send)
             return
         if scope["method"] != "GET":  # a HEAD would take the stream over from whoever reads it

@@ -186,6 +186,31 @@ class RouterJournal:
         )
 
 
+def together(parts: Sequence[Recent]) -> Recent:
+    """Return the figures of several routers as one: sums, the largest of the quantiles, and of a stage the mean over
+    all that ended."""
+    counts = [sum(one.outcomes.values()) for one in parts]
+    outcomes: Counter[str] = Counter()
+    for one in parts:
+        outcomes.update(one.outcomes)
+    sums = ("output_tokens", "migrated_requests", "migrated_blocks", "migrated_bytes", "migration_s")
+    largest = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+    figures = {name: sum(getattr(one, name) for one in parts) for name in sums}
+    figures |= {
+        name: max((told for one in parts if (told := getattr(one, name)) is not None), default=None)
+        for name in largest
+    }
+    return Recent(outcomes=dict(outcomes), stages=_mean_stages(parts, counts), **figures)
+
+
+def _mean_stages(parts: Sequence[Recent], counts: Sequence[int]) -> dict[str, float]:
+    told = [(one.stages, count) for one, count in zip(parts, counts, strict=True) if one.stages]
+    total = sum(count for _, count in told)
+    if not total:
+        return {}
+    return {name: sum(stages[name] * count for stages, count in told) / total for name in told[0][0]}
+
+
 def _means(all_stages: list[bytes]) -> dict[str, float]:
     if not all_stages:
         return {}

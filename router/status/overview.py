@@ -1,10 +1,12 @@
 """The router's report to an operator: its workers as it sees them, its queue, and the figures of the last minute."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.messages import Load
 from router.hub import Hub
-from router.status.journal import Recent
+from router.status.journal import Recent, together
 
 _SAME = ("role", "address", "host", "pid", "metrics_address", "block_size", "blocks")
 """Fields that a worker says of itself, and an operator is told unchanged."""
@@ -35,6 +37,22 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     workers: list[WorkerOverview]
     recent: Recent
+
+
+def merged(told: Sequence[Overview]) -> Overview:
+    """Return one report of the reports of several routers, at least one: requests are added up, of each worker the
+    latest word is taken, and of quantiles the largest, since those of all requests together do not follow."""
+    workers: dict[str, WorkerOverview] = {}
+    for worker in sorted((w for one in told for w in one.workers), key=lambda w: (w.name, -w.age_s)):
+        workers[worker.name] = worker
+    return Overview(
+        model=told[0].model,
+        ready=all(one.ready for one in told),
+        waiting=sum(one.waiting for one in told),
+        open=sum(one.open for one in told),
+        workers=list(workers.values()),
+        recent=together([one.recent for one in told]),
+    )
 
 
 def overview(hub: Hub, model: str, now: float) -> Overview:

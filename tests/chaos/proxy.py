@@ -152,6 +152,9 @@ class _ProxiedChild:
     def set_workers(self, prefill: list[PeerAddress], decode: list[PeerAddress]) -> None:
         self._child.set_workers(prefill, decode)
 
+    def set_routers(self, routers: list[PeerAddress]) -> None:
+        self._child.set_routers(routers)
+
     def ready(self) -> bool:
         return self._child.ready()
 

@@ -24,6 +24,7 @@ NO_SECRETS = Keyring((bytes(32),))
 class RouterAddresses(msgspec.Struct, frozen=True):
     grpc: str
     http: str
+    own: str = ""
 
 
 class FakeWorker:

@@ -252,13 +252,13 @@ def test_a_cancel_that_comes_before_the_report() -> None:
             await events.aclose()
             await one.kill_router()
             app = await one.start_router(named=False)
-            assert app._frontend.cancel(started.resume_token)
+            assert await app._frontend.cancel(started.resume_token)
             await app.set_workers(*one.workers.peers)
             await until(lambda: any(isinstance(r, Cancel) for r in one.workers.got))
             with pytest.raises(ApiError) as raised:
                 await anext(app._frontend.resume(started.resume_token, [Position(0, 0)]))
             assert raised.value.code == "NOT_FOUND"
-            assert not app._frontend.cancel(started.resume_token)
+            assert not await app._frontend.cancel(started.resume_token)
 
     asyncio.run(body())
 

@@ -1,24 +1,28 @@
 """Tracks which routers are attached, whose each request is, and what is kept for the router that comes after a lost
 one. Pure.
 
-A resumable request whose router's stream has ended is an orphan: it runs on until the next router is told of it, or its
-time is over. One that ended while its router lived is remembered as long, without blocks, since its router may
+A resumable request whose router's stream has ended is an orphan: it runs on until the next router of that name is told
+of it, or another one claims it, or its time is over. A router claims what a client has come to it for, from whichever
+router has it. One that ended while its router lived is remembered as long, without blocks, since its router may
 die before the client has read the end. A router that comes back as the same incarnation gets none that it had placed
 here: it never lost its side, and has placed them again. What it was handed over it is told once more, since it may not
 have heard; it refuses what it knows.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_worker.scheduler.request import NO_ROUTER, NOBODY, Request
 from engine.messages import Ended, Orphan
-from engine.types import Incarnation, RequestId
+from engine.types import Incarnation, RequestId, RequestRecord
 
 MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 TOKEN_BYTES = 52
 """The memory that a token id is taken to cost: an int, and its place in the record, the request and the output."""
+MAX_NAMES = 4096
+"""Lives of routers whose names are remembered."""
 MAX_HANDOVERS = 3
 """Routers that are told of one request after its first; what kills routers is not handed on for ever."""
 
@@ -38,12 +42,14 @@ class Remembered:
 
 
 class Orphans:
-    """Mutable state: `_routers` (incarnation by stream, oldest stream first), `_ended` (oldest first) with its size in
+    """Mutable state: `_routers` (incarnation by stream, oldest stream first), `_names` of these and of those whose
+    requests are kept, `_ended` (oldest first) with its size in
     bytes, and who owns each request (`Request.owner`, and its `link`). Owner: the scheduler."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._routers: dict[int, Incarnation] = {}
+        self._names: dict[Incarnation, str] = {}
         self._ended: OrderedDict[RequestId, Remembered] = OrderedDict()
         self._bytes = 0
         self.expired = 0
@@ -59,20 +65,33 @@ class Orphans:
         attached = set(self._routers.values())
         return any(one.request.owner.router not in attached for one in self._ended.values())
 
-    def joined(self, link: int, router: Incarnation) -> None:
+    def joined(self, link: int, router: Incarnation, name: str) -> None:
         self._routers[link] = router
+        self._names.pop(router, None)
+        self._names[router] = name
+        while len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
 
     def left(self, link: int) -> int:
-        """Forget a stream that has ended. Return the newest that remains; NOBODY if none does, or it was no router."""
+        """Forget a stream that has ended. Return the newest that remains of a router of that name; NOBODY if none does,
+        or it was no router."""
         was = self._routers.pop(link, None)
-        return NOBODY if was is None else next(reversed(self._routers), NOBODY)
+        if was is None:
+            return NOBODY
+        return next((other for other in reversed(self._routers) if self.is_heir(other, was)), NOBODY)
+
+    def is_heir(self, link: int, router: Incarnation) -> bool:
+        """Say if the router on `link` has the name of this one: it has come in its place, or is the same. One that
+        has never told its name, or whose name is forgotten, has every name."""
+        return self._names.get(router) in (None, self._names[self._routers[link]])
 
     def router(self, link: int) -> Incarnation:
         return self._routers.get(link, NO_ROUTER)
 
     def is_alone(self, link: int) -> bool:
-        """Say if no other router is attached, so that nothing more can be left by one."""
-        return set(self._routers.values()) == {self._routers[link]}
+        """Say if no other router of this name is attached, so that nothing more can be left by one."""
+        router = self._routers[link]
+        return not any(self.is_heir(other, router) for other, held in self._routers.items() if held != router)
 
     def leave(self, request: Request, now: float) -> None:
         """Make the request an orphan: its router is gone."""
@@ -106,9 +125,10 @@ class Orphans:
             self.forget(name)
 
     def adopt(self, request: Request, link: int) -> bool:
-        """Give an orphan to the router on `link`. Return False if it was handed on too often."""
+        """Give an orphan to the router on `link`. Return False if it was left by too many."""
         router = self._routers[link]
-        if request.owner.router != router:
+        request.owner.is_handed = True
+        if request.owner.router != router and request.owner.router not in self._routers.values():
             if request.owner.handovers >= MAX_HANDOVERS:
                 return False
             request.owner.handovers += 1
@@ -124,9 +144,14 @@ class Orphans:
         told = [
             one
             for one in self._ended.values()
-            if one.request.owner.router not in attached
-            or (one.request.owner.handovers and one.request.owner.router == router and one.request.link != link)
+            if (one.request.owner.router not in attached and self.is_heir(link, one.request.owner.router))
+            or (one.request.owner.is_handed and one.request.owner.router == router and one.request.link != link)
         ]
+        return [one for one in told if self.adopt(one.request, link)]
+
+    def claim_ended(self, link: int, is_claimed: Callable[[RequestRecord], bool]) -> list[Remembered]:
+        """Return what the router on `link` is to be told of requests that have ended, and that it claims."""
+        told = [one for one in self._ended.values() if is_claimed(one.request.record)]
         return [one for one in told if self.adopt(one.request, link)]
 
     def check(self) -> None:

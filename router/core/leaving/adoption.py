@@ -1,15 +1,18 @@
 """Takes over the requests of a router that is gone, as decode workers report them. Pure.
 
+A router also claims requests that another one has, where their client has come to it, and adopts what decode workers
+then give it.
+
 Two workers may report the same request: an older placement whose cancel was lost with the router, and the one that its
-client has read. Until the router has settled the higher placement wins, and nothing is handed out; afterwards what was
-adopted goes on, since a client may have read it.
+client has read. Until the router has settled, or every worker has answered the claim, the higher placement wins, and
+nothing is handed out; afterwards what was adopted goes on, since a client may have read it.
 """
 
 import sys
 from collections import OrderedDict
 from collections.abc import Collection
 
-from engine.messages import Cancel, Orphan
+from engine.messages import Cancel, Claim, Orphan
 from engine.types import FinishReason, RequestId
 from router.core.call import State
 from router.core.call_table import CallTable
@@ -25,7 +28,8 @@ MAX_KNOWN = 16_384
 class Adoptions:
     """Goes on with what decode workers kept, or lets them drop it. No placement of a router before is above `life`."""
 
-    # Mutable state: since when it waits, who has told all, whether all have, and the placement adopted by request.
+    # Mutable state: since when it waits, who has told all, whether all have, the placement adopted by request, and by
+    # key who is still to answer a claim.
 
     def __init__(self, settle_s: float, table: CallTable, view: ClusterView, life: int) -> None:
         self._settle_s = settle_s
@@ -37,6 +41,7 @@ class Adoptions:
         self._told: set[str] = set()
         self._is_settled = False
         self._placements: OrderedDict[RequestId, int] = OrderedDict()
+        self._claims: dict[bytes, set[str]] = {}
 
     def __repr__(self) -> str:
         state = "settled" if self._is_settled else "waiting"
@@ -59,6 +64,36 @@ class Adoptions:
             all_told = self._named is not None and self._named <= self._told
             self._is_settled = all_told or now - self._waits_since_s >= self._settle_s
         return self._is_settled
+
+    def claim(self, key: bytes, namespace: bytes | None, out: list[Command]) -> None:
+        """Ask all decode workers for the requests of a key."""
+        asked = [worker.name for worker in self._view.registry.role("decode")]
+        self._claims[key] = set(asked)
+        out += [TellWorker(name, Claim(key, namespace)) for name in asked]
+        self._answered(key)
+
+    def is_claiming(self, key: bytes) -> bool:
+        """Return True while a worker has not answered the claim."""
+        return key in self._claims
+
+    def claim_told(self, worker: str, key: bytes) -> None:
+        """Note that `worker` has given all that it had of a key."""
+        if key in self._claims:
+            self._claims[key].discard(worker)
+            self._answered(key)
+
+    def lost(self, worker: str) -> None:
+        """Wait for no answer of a worker that is lost."""
+        for key in list(self._claims):
+            self.claim_told(worker, key)
+
+    def _answered(self, key: bytes) -> None:
+        if not self._claims[key]:
+            del self._claims[key]
+
+    def taken(self, request: RequestId) -> None:
+        """Forget a request that another router has now: it may come back here."""
+        self._placements.pop(request, None)
 
     def knows(self, request: RequestId) -> bool:
         """Return True if it was adopted, and not long ago."""
@@ -90,7 +125,9 @@ class Adoptions:
             out.append(TellWorker(worker, Cancel(request, orphan.placement, FinishReason.CANCELLED)))
             return
         # 3. It goes on here, instead of where a lower placement was adopted.
-        highest = self._life
+        # Above whatever a router before has placed, one that has begun after this one included.
+        since_s = now if self._waits_since_s is None else self._waits_since_s
+        highest = self._life + round((now - since_s) * 1e3)
         if known is not None:
             highest = max(highest, known.highest, known.placement)
             if known.state is not State.WAITING:
@@ -111,7 +148,8 @@ class Adoptions:
         """Accept this report if it has the highest placement; return True if accepted."""
         request = orphan.record.request
         best = self._placements.get(request)
-        if best is not None and (orphan.placement <= best or self.is_settled(now)):
+        is_final = self.is_settled(now) and not self.is_claiming(orphan.record.resume_key)
+        if best is not None and (orphan.placement <= best or is_final):
             return False
         self._placements[request] = orphan.placement
         if len(self._placements) > MAX_KNOWN:

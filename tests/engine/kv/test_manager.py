@@ -3,6 +3,7 @@ random requests over all of them in test_machine.py, what is admitted in test_ad
 
 import pytest
 
+from engine.identity import chain
 from engine.kv.block_pool import BlockState
 from engine.kv.manager import KVCacheManager, Lease
 
@@ -288,3 +289,20 @@ def test_leases_are_told_by_age_and_not_by_address() -> None:
         assert lease is not None
         kv.release(lease)
     assert list(kv.leases()) == [lease for at, lease in enumerate(leases) if at % 3]
+
+
+def test_what_comes_into_the_cache_is_told_once_below_what_was_there() -> None:
+    """Guards what other routers learn of a request: the new whole blocks alone, each run below its parent; and the
+    worker of one router against a list that nobody takes."""
+    kv = KVCacheManager(16, 4, "m")
+    kv.release(_run(kv, list(range(4))))
+    assert kv.take_cached() == [], "nobody has asked"
+    kv.tells_cached = True
+    first = chain(kv.cache.root_identity(b""), list(range(12)), 4)
+    kv.release(_run(kv, list(range(14))))
+    assert kv.take_cached() == [(first[0], first[1:])], "it was there, or is no whole block"
+    assert kv.take_cached() == []
+    kv.release(_run(kv, list(range(14))))
+    assert kv.take_cached() == [], "told again"
+    kv.release(_run(kv, [50, 51, 52, 53]))
+    assert kv.take_cached() == [(b"", chain(kv.cache.root_identity(b""), [50, 51, 52, 53], 4))]

@@ -233,3 +233,25 @@ def test_half_a_million_blocks_are_small_and_nothing_to_the_garbage_collector() 
     assert held == 432_000
     assert bytes_per_block <= 100
     assert pause_ms <= 5
+
+
+def test_what_another_routers_request_has_cached_is_used_just_now() -> None:
+    """Guards the belief about a worker that others use too: found from the root on, the newest, within its bound, and
+    nothing below a block that it does not hold."""
+    index = PrefixIndex()
+    index.add("a", 5)
+    old, mine, theirs = blocks([9, 8]), blocks([0, 1]), blocks([0, 1, 2, 3])
+    index.insert("a", mine)
+    index.insert("a", old)
+    index.learn("a", short([theirs[1]]), short(theirs[2:]))
+    index.check()
+    assert index.match("a", theirs) == 4 and index.held_blocks("a") == 5
+    assert index.match("a", old) == 1, "what was used before gives way"
+    index.learn("a", short(blocks([7, 7])[:1]), short(blocks([7, 7])[1:]))
+    index.learn("a", b"", short(theirs[:1])[:-1])
+    index.learn("nobody", b"", short(mine))
+    index.check()
+    assert index.match("a", blocks([7, 7])) == 0 and index.held_blocks("a") == 5
+    index.learn("a", b"", short(blocks([4])))
+    index.check()
+    assert index.match("a", blocks([4])) == 1 and index.match("a", theirs) == 4

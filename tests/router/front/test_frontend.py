@@ -39,7 +39,12 @@ class FakeHub:
         self.left: list[str] = []
         self.settled = True
 
-    def adopt_with(self, revive: Callable[[Orphan, float], Sink | None]) -> None: ...
+    def adopt_with(
+        self, revive: Callable[[Orphan, float], Sink | None], give_over: Callable[[RequestRecord], None]
+    ) -> None: ...
+
+    def has_siblings(self) -> bool:
+        return False
 
     def submit(self, record: RequestRecord, deadline_s: float | None, sink: Sink, weight: float = 1.0) -> None:
         self.records.append(record)

@@ -224,7 +224,7 @@ def test_what_cannot_be_resumed_here() -> None:
         events = app._frontend.generate(GenerateCall(prompt="x", resumable=True))
         token = (await anext(events)).resume_token  # type: ignore[union-attr]
         assert (await client.get(f"/v1/streams/{token}")).status_code == 404, "gRPC's, in no format"
-        assert app._frontend.cancel(token)
+        assert await app._frontend.cancel(token)
         await events.aclose()
         token, data = await post(client, "chat")
         (at,) = positions(last_id(data), token)

@@ -19,6 +19,8 @@ from decode_worker.scheduler.scheduler import DecodeScheduler
 from engine.kv.manager import KVCacheManager
 from engine.messages import (
     Cancel,
+    Claim,
+    ClaimTold,
     Ended,
     Finish,
     NeedPrefill,
@@ -29,6 +31,7 @@ from engine.messages import (
     Record,
     RouterHello,
     StartPrefill,
+    Taken,
     Tokens,
 )
 from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
@@ -435,9 +438,11 @@ def test_a_router_that_takes_its_own_requests_back_hands_nothing_on() -> None:
     bench.hear(1, RouterHello(A))
     bench.place(1)
     kept, request = bench.scheduler.endings.orphans, bench.scheduler._requests[R]
-    kept.joined(2, A)
+    kept.joined(2, A, "router")
     assert kept.adopt(request, 2) and (request.link, request.owner.handovers) == (2, 0)
-    kept.joined(3, B)
+    kept.joined(3, B, "router")
+    kept.left(1)
+    kept.left(2)
     assert kept.adopt(request, 3) and (request.owner.router, request.owner.handovers) == (B, 1)
 
 
@@ -471,3 +476,84 @@ def test_memory_of_ended_requests_is_full_at_its_limit_and_not_before(monkeypatc
     bench.place(1)
     bench.step(8)
     assert len(bench.scheduler.endings.orphans) == 1
+
+
+KEY, OTHER_KEY = b"k" * 16, b"o" * 16
+
+
+def two_routers(bench: Bench, tokens: int = 3) -> None:
+    """Routers of two names on streams 1 and 2, and a request of the first with so many tokens."""
+    assert bench.hear(1, RouterHello(A, "router-0")) == [(1, OrphansTold())]
+    assert bench.hear(2, RouterHello(B, "router-1")) == [(2, OrphansTold())], "it waits for what another one may leave"
+    bench.place(1, resume_key=KEY, namespace=b"acme")
+    bench.step(tokens)
+
+
+def test_a_router_claims_what_a_live_one_has() -> None:
+    """Guards a resumption at another router: all tokens so far, the rest to the claimer alone, the former one told."""
+    bench = Bench()
+    two_routers(bench)
+    taken, (two, orphan), last = bench.hear(2, Claim(KEY))
+    assert taken == (1, Taken(R, 3)) and last == (2, ClaimTold(KEY)) and two == 2
+    assert isinstance(orphan, Orphan) and orphan.tokens == [100, 101, 102]
+    assert bench.step() == [(2, Tokens(R, 3, 3, [103]))]
+    assert bench.hear(2, Claim(KEY)) == [(2, ClaimTold(KEY))], "its own is claimed from itself"
+    assert reasons(bench.lose(1)) == [], "it ended with the router that had it"
+    assert bench.step() == [(2, Tokens(R, 3, 4, [104]))]
+
+
+@pytest.mark.parametrize("word", [Cancel(R, 3, FinishReason.CANCELLED), Finish(R, 3, 1)])
+def test_what_the_former_router_still_says_changes_nothing(word: Cancel | Finish) -> None:
+    """Guards a stream that goes on elsewhere against the end of its window where it was, on its way at the time."""
+    bench = Bench()
+    two_routers(bench)
+    bench.hear(2, Claim(KEY))
+    said = bench.hear(1, word)
+    assert all(link == 1 for link, _ in said), "its new router is told of an end"
+    assert bench.step() == [(2, Tokens(R, 3, 3, [103]))]
+    place = Place(record=bench.scheduler._requests[R].record, placement=4, prefill=HERE)
+    assert bench.hear(1, place) == [(1, Taken(R, 4))], "placed again by who has lost it"
+    assert bench.step() == [(2, Tokens(R, 3, 4, [104]))]
+
+
+def test_only_what_is_claimed_is_given() -> None:
+    """Guards other requests, and those of another tenant, against a claim."""
+    bench = Bench()
+    two_routers(bench)
+    for key, namespace in ((OTHER_KEY, None), (KEY, b"other"), (KEY, b"")):
+        assert bench.hear(2, Claim(key, namespace)) == [(2, ClaimTold(key))]
+    assert bench.hear(2, Claim(b"")) == [], "those without a token have one key"
+    assert bench.step() == [(1, Tokens(R, 3, 3, [103]))]
+    assert bench.hear(3, Claim(KEY)) == [], "a stream that has not said who it is"
+    assert [type(record) for _, record in bench.hear(2, Claim(KEY, b"acme"))] == [Taken, Orphan, ClaimTold]
+
+
+def test_a_dead_routers_requests_wait_for_its_next_life_or_a_claim() -> None:
+    """Guards live routers against requests that a broken stream alone would push on them, while their router lives."""
+    bench = Bench()
+    two_routers(bench)
+    assert bench.lose(1) == [], "pushed on a sibling"
+    bench.step()
+    assert [type(record) for _, record in bench.hear(2, Claim(KEY))] == [Orphan, ClaimTold]
+    bench.lose(2)
+    (link, orphan), last = bench.hear(3, RouterHello(C, "router-1"))
+    assert link == 3 and isinstance(orphan, Orphan) and last == (3, OrphansTold())
+
+
+def test_what_has_ended_is_claimed_too() -> None:
+    bench = Bench()
+    two_routers(bench)
+    bench.step(5)
+    orphan, ended, last = (record for _, record in bench.hear(2, Claim(KEY)))
+    assert isinstance(orphan, Orphan) and len(orphan.tokens) == 8
+    assert isinstance(ended, Ended) and ended.reason is FinishReason.LENGTH and last == ClaimTold(KEY)
+
+
+def test_a_client_may_go_to_and_fro() -> None:
+    """Guards against the limit of handovers, which is for what kills routers."""
+    bench = Bench()
+    two_routers(bench, 1)
+    for turn in range(2 * orphans.MAX_HANDOVERS):
+        link = 2 - turn % 2
+        assert Orphan in [type(record) for _, record in bench.hear(link, Claim(KEY))]
+    assert bench.scheduler._requests[R].owner.handovers == 0

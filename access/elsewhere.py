@@ -1,0 +1,64 @@
+"""What tenants use at the other routers of a cluster, as these tell it many times a second. Pure: time is an argument.
+
+Each tells, by tenant, the tokens used since it began, which only grow: a report that is lost, or comes twice, changes
+nothing. Of one that has told before, and is heard of for the first time here, only what is left of a tenant's burst is
+believed. One that is silent is gone, with all that ran there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Use = tuple[int, int, float]
+"""Tokens used since the router began, running samples, and what is left of the tenant's burst."""
+NOTHING: Use = (0, 0, 0.0)
+GONE_S = 3.0
+"""A router that has told nothing for so long runs nothing; each tells all once a second."""
+
+Spent = Callable[[str, int, float, float], None]
+"""Takes a tenant, tokens that it has used elsewhere, the most that it has left, and the time."""
+
+
+@dataclass(slots=True)
+class _Sibling:
+    life: int
+    number: int
+    heard_s: float
+    uses: dict[str, Use] = field(default_factory=dict)
+
+
+class UsageElsewhere:
+    """Mutable state: the latest word of every other router, by name."""
+
+    def __init__(self, spent: Spent) -> None:
+        self._spent = spent
+        self._siblings: dict[str, _Sibling] = {}
+
+    def __repr__(self) -> str:
+        return f"UsageElsewhere({', '.join(self._siblings) or 'nobody'})"
+
+    def heard(self, router: str, life: int, number: int, uses: Mapping[str, Use], now: float) -> None:
+        """Take in a report of a life of a router, by the number that it has there."""
+        known = self._siblings.get(router)
+        is_new = known is None or known.life != life
+        if known is None or is_new:
+            known = self._siblings[router] = _Sibling(life, number, now)
+        elif number <= known.number:
+            return
+        known.number, known.heard_s = number, now
+        for name, use in uses.items():
+            tokens, _, left = use
+            before, _, _ = known.uses.get(name, NOTHING)
+            if is_new and number > 1:
+                self._spent(name, 0, left, now)
+            elif tokens > before:
+                self._spent(name, tokens - before, float("inf"), now)
+            known.uses[name] = use
+
+    def running(self, name: str) -> int:
+        """Return how many samples of a tenant run at the other routers."""
+        return sum(sibling.uses.get(name, NOTHING)[1] for sibling in self._siblings.values())
+
+    def tick(self, now: float) -> None:
+        """Forget who is gone."""
+        for name in [name for name, sibling in self._siblings.items() if now - sibling.heard_s >= GONE_S]:
+            del self._siblings[name]

@@ -1,0 +1,155 @@
+"""What several routers together let a tenant use: as much as one would, but for what is still to be told."""
+
+import random
+
+import pytest
+
+from access.elsewhere import GONE_S
+from access.limits import LimitedError, TenantAdmission, TenantLimits
+from access.tenants import Tenant
+
+RATE, BURST, LAG_S = 1000.0, 2000, 0.1
+
+
+class Routers:
+    """Routers that tell each other every 50 ms; what they tell takes as long again. `now` is the clock of all."""
+
+    def __init__(self, count: int, **tenants: Tenant) -> None:
+        self.now = 0.0
+        self.each = [TenantLimits(lambda name: tenants.get(name, Tenant()), 1.0) for _ in range(count)]
+        self._numbers = [0] * count
+        self._lives = list(range(count))
+        self._on_its_way: list[tuple[float, int, int, int, dict[str, tuple[int, int, float]]]] = []
+        self.tenants = tenants
+
+    def tick(self) -> None:
+        self.now += 0.05
+        for arrives_s, router, life, number, uses in list(self._on_its_way):
+            if arrives_s > self.now:
+                continue
+            self._on_its_way.remove((arrives_s, router, life, number, uses))
+            for at, other in enumerate(self.each):
+                if at != router:
+                    for _ in range(2):  # two ways
+                        other.elsewhere.heard(f"router-{router}", life, number, uses, self.now)
+        for router, limits in enumerate(self.each):
+            limits.tick(self.now)
+            uses = limits.news(self.now)
+            if uses is not None:
+                self._numbers[router] += 1
+                number = self._numbers[router]
+                self._on_its_way.append((self.now + 0.05, router, self._lives[router], number, uses))
+
+    def begin_again(self, router: int) -> None:
+        """A router is killed, with all that ran there, and another one comes in its place."""
+        self.each[router] = TenantLimits(lambda name: self.tenants.get(name, Tenant()), 1.0)
+        self._numbers[router] = 0
+        self._lives[router] += 100
+
+    def takes(self, router: int, samples: int = 1) -> TenantAdmission | None:
+        try:
+            return self.each[router].admit("a", samples, self.now)
+        except LimitedError:
+            return None
+
+
+def used(routers: Routers, seconds: float, tokens: int, ask: list[int]) -> int:
+    """Tokens of a tenant that asks those routers for as much as it may."""
+    total = 0
+    while routers.now < seconds:
+        for router in ask:
+            admission = routers.takes(router)
+            if admission is not None:
+                admission.spend(tokens)
+                admission.close()
+                total += tokens
+        routers.tick()
+    return total
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_rate_holds_over_all_routers(count: int) -> None:
+    """Guards against a tenant that gets its rate once from each router, and against one that gets less than its rate.
+    The error is what the others let in within a report's time: here a request each at two ticks."""
+    tokens, seconds = 100, 30.0
+    routers = Routers(count, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST))
+    total = used(routers, seconds, tokens, list(range(count)))
+    fair = RATE * seconds + BURST
+    assert fair - RATE * LAG_S - tokens <= total <= fair + tokens + (count - 1) * 3 * tokens
+
+
+def test_a_tenant_at_one_of_several_routers_gets_all_of_its_rate() -> None:
+    """Guards against a rate that is divided by the number of routers: a client has one connection."""
+    routers = Routers(3, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST))
+    total = used(routers, 30.0, 100, [1])
+    assert total == pytest.approx(RATE * 30.0 + BURST, abs=200)
+
+
+def test_samples_at_once_are_counted_over_all_routers() -> None:
+    """Guards the limit of running samples: at once it may be passed by what the others let in meanwhile, and then no
+    more until it is kept again."""
+    routers = Routers(2, a=Tenant(concurrency=4))
+    rng, held = random.Random(1), list[tuple[int, TenantAdmission]]()
+    burst = [routers.takes(router) for router in (0, 1) for _ in range(6)]
+    assert sum(one is not None for one in burst) == 8, "twice the limit, while neither has told"
+    held = [(0, one) for one in burst if one is not None]
+    most = 0
+    for turn in range(400):
+        routers.tick()
+        if held and (turn < 20 or rng.random() < 0.5):
+            held.pop(rng.randrange(len(held)))[1].sample_ended()
+        elif (admission := routers.takes(turn % 2)) is not None:
+            held.append((turn % 2, admission))
+        if turn >= 20:
+            most = max(most, len(held))
+    assert 4 <= most <= 5, "one more at most: one that the other let in within its last two ticks"
+    for router in (0, 1):
+        if len(held) >= 4:
+            assert routers.takes(router) is None
+
+
+def test_what_ran_at_a_killed_router_is_free_again() -> None:
+    """Guards the share of a router that is gone: its samples would count for ever."""
+    routers = Routers(2, a=Tenant(concurrency=2))
+    assert routers.takes(0, 2) is not None
+    routers.tick()
+    routers.tick()
+    assert routers.takes(1) is None
+    routers.begin_again(0)
+    # It tells of its new life, which runs nothing.
+    for _ in range(4):
+        routers.tick()
+    assert routers.takes(1) is not None
+
+
+def test_a_router_that_says_nothing_more_is_forgotten() -> None:
+    limits = TenantLimits(lambda name: Tenant(concurrency=2), 1.0)
+    limits.elsewhere.heard("router-0", 7, 3, {"a": (10, 2, 0.0)}, 0.0)
+    with pytest.raises(LimitedError):
+        limits.admit("a", 1, GONE_S - 0.1)
+    limits.tick(GONE_S)
+    assert repr(limits.elsewhere) == "UsageElsewhere(nobody)"
+    limits.admit("a", 1, GONE_S)
+
+
+def test_a_router_that_begins_believes_the_others_about_the_burst() -> None:
+    """Guards against a tenant that has its burst once more with every router that is started again."""
+    routers = Routers(2, a=Tenant(tokens_per_s=RATE, burst_tokens=BURST))
+    used(routers, 10.0, 100, [0, 1])
+    routers.begin_again(0)
+    for _ in range(25):
+        routers.tick()
+        # The other goes on: the tenant takes what comes in.
+        if (admission := routers.takes(1)) is not None:
+            admission.spend(100)
+            admission.close()
+    assert routers.each[0]._usage["a"].bucket.level < 300
+
+
+def test_a_report_that_comes_twice_or_late_counts_once() -> None:
+    limits = TenantLimits(lambda name: Tenant(tokens_per_s=1.0, burst_tokens=100), 1.0)
+    for number, tokens in ((1, 10), (1, 10), (3, 40), (2, 20), (3, 40)):
+        limits.elsewhere.heard("router-0", 7, number, {"a": (tokens, 0, 100.0 - tokens)}, 0.0)
+    assert limits._usage["a"].bucket.level == 60.0
+    limits.elsewhere.heard("router-0", 8, 1, {"a": (5, 0, 55.0)}, 0.0)
+    assert limits._usage["a"].bucket.level == 55.0, "another life counts anew"
