@@ -7,15 +7,18 @@ from engine.types import RequestId, RequestRecord
 from router.core.call import Call, State
 from router.core.cluster_view import ClusterView
 from router.core.events import Command, Ending, TellWorker
+from router.core.fair_share import FairShare
 
 
 class CallTable:
     """The router core owns it. Samples of one prompt are a group: each is placed beside another one, if it can be."""
 
-    # Mutable state: the calls by request, those of each group by sample index, and the last turn given.
+    # Mutable state: the calls by request, those of each group by sample index, the last turn given, and what the
+    # requests cost their tenants.
 
     def __init__(self, view: ClusterView) -> None:
         self.calls: dict[RequestId, Call] = {}
+        self.share = FairShare()
         self._view = view
         self._groups: dict[str, dict[int, Call]] = {}
         self._turns = 0
@@ -54,6 +57,7 @@ class CallTable:
             del group[record.sample_index]
             if not group:
                 del self._groups[record.group]
+        self.share.left(record.request)
         self._view.release(call)
         self.release(call, out)
         if end is not None:
