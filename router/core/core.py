@@ -329,7 +329,7 @@ class Router:
                 if life is not None:
                     self._succeeded(life, now, out)
         elif isinstance(end, Fail) and end.fault.code in WORKERS_FAULT and call.decode_life is not None:
-            self._failed(call.decode_life, end.fault.message, now, out)
+            self._failed(call.decode_life, f"it ended a request with {end.fault.code}", now, out)
         self._queue.advance(now, out)
 
     def _paid(self, call: Call, end: Complete) -> None:

@@ -127,7 +127,7 @@ def broken(bench: Bench, count: int, code: str = "INTERNAL") -> list[Command]:
 def test_a_worker_that_fails_its_requests_is_ejected_probed_and_taken_again() -> None:
     bench = Bench(decodes=2)
     out = broken(bench, CONSECUTIVE)
-    assert [c for c in out if isinstance(c, Ejected)] == [Ejected("d0", "so it is", SHORTEST_S)]
+    assert [c for c in out if isinstance(c, Ejected)] == [Ejected("d0", "it ended a request with INTERNAL", SHORTEST_S)]
     assert {run(bench, f"a{number}") for number in range(4)} == {"d1"}
     bench.now = SHORTEST_S
     workers = [run(bench, f"b{number}") for number in range(4)]
