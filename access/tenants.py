@@ -14,7 +14,7 @@ from access.config import AccessError
 
 MAX_NAME_CHARS = 128
 HIGHEST_PRIORITY = 100
-"""Of any request, and the negative of the lowest."""
+"""No request has a higher one, and none a lower one than its negative."""
 Role = Literal["tenant", "monitor"]
 
 

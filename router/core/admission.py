@@ -26,7 +26,7 @@ FEWEST_ANSWERS = 32
 """Below so many nothing is known of the next one's length."""
 
 
-class Admission:
+class DeadlineGate:
     """The router core owns it."""
 
     # Mutable state: the lengths of the latest answers, in tokens.
@@ -39,7 +39,7 @@ class Admission:
         self._lengths: deque[int] = deque(maxlen=ANSWERS)
 
     def __repr__(self) -> str:
-        return f"Admission({len(self._lengths)} answers, margin {self._margin:g})"
+        return f"DeadlineGate({len(self._lengths)} answers, margin {self._margin:g})"
 
     def answered(self, tokens: int) -> None:
         """An answer has ended well, after so many tokens."""

@@ -32,7 +32,7 @@ from engine.messages import (
 )
 from engine.types import FinishReason, RequestId
 from router.config import RouterConfig
-from router.core.admission import Admission
+from router.core.admission import DeadlineGate
 from router.core.call import Call, State
 from router.core.call_table import CallTable
 from router.core.cluster_view import ClusterView
@@ -93,7 +93,7 @@ class Router:
         self._adoptions = Adoptions(config.settle_s, table, view, life)
         self._sessions = Sessions(config.session_s)
         self._queue = WaitingQueue(table, view, self._placer, self._adoptions, self._sessions)
-        self._admission = Admission(config, self._placer, self._queue)
+        self._admission = DeadlineGate(config, self._placer, self._queue)
         self._losses = Losses(config, table, self._queue, view.registry, stop_ids)
         self._detector = FailureDetector(view.registry, config.escalate_s, config.worker_hung_s)
 
