@@ -2,9 +2,12 @@
 
 import pytest
 
-from engine.messages import Place, Refused
-from engine.types import Incarnation, RequestId, RequestRecord
+from engine.messages import Fault, Place, Refused
+from engine.types import FinishReason, Incarnation, RequestId, RequestRecord
+from router.config import RouterConfig
 from router.core import sessions
+from router.core.core import Router
+from router.core.decisions import Decision, RecordedPolicy, RepeatablePolicy
 from router.core.events import Command, Lost, Submit, TellWorker
 from router.core.sessions import Pin, Sessions
 from tests.router.bench import Bench, ended, is_told
@@ -47,6 +50,31 @@ def test_who_names_many_drives_out_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(100):
         known.note((f"t{number}", "chat"), THERE, 3.0)
     assert len(known) == 5 and repr(known) == "Sessions(5 of 5 tenants)"
+
+
+@pytest.mark.parametrize("policy", ["least-cost", "round-robin", "power-of-two"])
+def test_decisions_about_sessions_and_ejected_workers_are_repeated_bit_for_bit(policy: str) -> None:
+    """Guards the log of decisions: all that a pin and an ejection decide is in the views of each record."""
+    seen = list[Decision]()
+    talk = Conversation(decodes=0, prefills=0)
+    talk.bench.router = Router(RouterConfig(), RecordedPolicy(policy, 7, [seen.append]))
+    for number in range(4):
+        talk.bench.join(f"d{number}", "decode", 1, 512)
+        talk.bench.join(f"p{number}", "prefill", 1, 512)
+    homes = {session: talk.ask(session)[1] for session in ("one", "two", "three")}
+    for session in ("one", "two", "three"):
+        assert talk.ask(session)[1:] == (homes[session], "session")
+    for number in range(4, 7):
+        talk.ask("one")
+        broken = ended(RequestId(f"r{talk.asked}"), 1, FinishReason.ERROR, Fault("INTERNAL", ""))
+        talk.bench.hear(broken, homes["one"])
+    assert talk.bench.router.registry.ejections.is_ejected((homes["one"], Incarnation(1)))
+    assert talk.ask("one")[1] != homes["one"]
+    assert {len(decision.decodes) for decision in seen} == {1, 3, 4}, "a pin, an ejected worker, and neither"
+    again = RepeatablePolicy(policy, 0)
+    for decision in seen:
+        again.resume(decision.before)
+        assert again.choose(decision.demand, decision.prefills, decision.decodes) == decision.choice
 
 
 class Conversation:
