@@ -64,7 +64,7 @@ def test_decisions_about_sessions_and_ejected_workers_are_repeated_bit_for_bit(p
     homes = {session: talk.ask(session)[1] for session in ("one", "two", "three")}
     for session in ("one", "two", "three"):
         assert talk.ask(session)[1:] == (homes[session], "session")
-    for number in range(4, 7):
+    for _ in range(3):
         talk.ask("one")
         broken = ended(RequestId(f"r{talk.asked}"), 1, FinishReason.ERROR, Fault("INTERNAL", ""))
         talk.bench.hear(broken, homes["one"])
