@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Place
+from engine.messages import Accepted, Place, Refused, Tokens
 from engine.types import RequestId
 from router.core import fair_share
-from router.core.events import TellWorker
+from router.core.events import ClientLeft, TellWorker
 from router.core.fair_share import (
     MAX_TENANTS,
     MOST_PASSED,
@@ -18,6 +18,7 @@ from router.core.fair_share import (
     QUANTUM,
     FairShare,
 )
+from tests.router.bench import Bench, ended
 from tests.router.core.parts import Parts
 
 
@@ -354,6 +355,29 @@ def test_the_queue_prefers_what_some_worker_holds() -> None:
     parts.queue.advance(0.0, parts.out)
     assert offered(parts) == ["b", "a"]
     assert spent(parts.table.share, "b") == 8.0 and spent(parts.table.share, "a") == 40.0, "two blocks of 40 tokens"
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_the_core_charges_what_workers_report(prefills: int) -> None:
+    """Guards the way from a worker's word to the account: who reads a prompt itself says at once what it had, a prefill
+    worker's part is known at the end; tokens count as they come, by either way; and a cancelled offer costs nothing."""
+    bench = Bench(prefills=prefills, max_waiting=9)
+    name, share = RequestId("a"), bench.router._table.share
+    bench.submit(name, tokens=40, tenant="t")
+    assert spent(share, "t") == 40.0, "nothing was believed to be cached"
+    bench.hear(Accepted(name, 1, 32))
+    told = 40.0 if prefills else 8.0
+    assert spent(share, "t") == told
+    bench.hear(Tokens(name, 1, 0, [5, 6]))
+    assert bench.router.next_tokens("d0", Tokens(name, 1, 2, [7])) == [7]
+    assert spent(share, "t") == told + 3 * OUTPUT_WEIGHT
+    bench.hear(ended(name, 1, output_tokens=3, prefill_cached_tokens=16))
+    assert spent(share, "t") == 24.0 + 3 * OUTPUT_WEIGHT, "by its last word, 16 of 40 were cached"
+    bench.submit(RequestId("b"), tokens=300, tenant="t")
+    before = spent(share, "t")
+    bench.do(ClientLeft(RequestId("b")))
+    bench.hear(Refused(RequestId("b"), 1, 1))
+    assert before > spent(share, "t") and not share._entries
 
 
 def offered(parts: Parts) -> list[str]:
